@@ -65,7 +65,7 @@ def plan(
     """
     from ..models import Checkpoint
     from ..quantize.demand import Text, available_memory, quantize_seconds, resident, within
-    from ..quantize.recipe import parse_recipe
+    from ..quantize.methods import parse_recipe
 
     checkpoint = Checkpoint(model)
     options = (scheme_file, weights, embedding, head, override, activations, kv, qk, kv_window)

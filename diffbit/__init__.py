@@ -40,8 +40,9 @@ __all__ = [
     "verify",
 ]
 
-_PACKAGE = {"compare": "apps.evaluate.compare", "convert": "apps.convert.differential", "export_artifact": "export"}
-_PACKAGE |= dict.fromkeys(("Scheme", "load", "parse_format", "quantize_checkpoint"), "quantize")
+_PACKAGE = {"compare": "apps.evaluate.compare", "convert": "apps.convert.differential"}
+_PACKAGE |= {"export_artifact": "export", "parse_format": "formats"}
+_PACKAGE |= dict.fromkeys(("Scheme", "load", "quantize_checkpoint"), "quantize")
 _PACKAGE |= dict.fromkeys(("Chat", "Sampler", "Session", "Tokenizer", "generate", "verify"), "runtime")
 
 

@@ -218,7 +218,7 @@ class Graph:
 
     def linear(self, x: ir.Value, module: nn.Module, name: str, scale: float = 1.0, bias: bool = True) -> ir.Value:
         """Add scale * (x W^T) + bias: a float product, or the operator of a quantized weight's format
-        (quantize/formats/)."""
+        (formats/)."""
         with self.scope(name):
             if isinstance(module, QuantLinear):
                 product = module.onnx(self, x, scale)

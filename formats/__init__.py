@@ -9,38 +9,53 @@
     mxfp4          0 ... 15          2^(s - 127) * E2M1[code]        blocks of 32 (OCP MX v1.0)
     ternary        0, 1, 2           scale * (code - 1)              one scale per tensor (b1.58, arXiv 2402.17764)
 
-Each family of formats is one file, found by listing this folder. It has a `Format` (base.py), parse(name) -> Format or
-None, names(), and GRAMMAR, a description of its names.
+Each kind of format is one file of this folder, or one that a package adds to it (io/plugins.py). It has a `Format`
+(base.py), parse(name) -> Format or None, names(), and GRAMMAR, a description of its names.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from pkgutil import iter_modules
 from types import ModuleType
 
+from ..io import plugins
 from ..io.errors import DiffbitError
-from .base import BLOCK, Format, QTensor, row_blocks
-from .codebook import CodebookFormat
-from .integer import IntFormat
+from .base import BLOCK, Format, QTensor, finite, row_blocks
+from .codebook import TABLES, CodebookFormat
+from .integer import GROUP_SIZES, IntFormat
+from .linear import QuantEmbedding, QuantLinear
 from .mx import MXFormat
+from .packing import pack_bits, row_bytes, unpack_bits
+from .rounding import Rounding, quantize_per_block_int8, quantize_per_token_int8, rounded_input, spread
 from .ternary import TernaryFormat
 
 KINDS: tuple[ModuleType, ...] = tuple(
-    module for entry in iter_modules(__path__) if hasattr(module := import_module(f".{entry.name}", __name__), "parse")
+    file for name in plugins.names(__name__) if hasattr(file := plugins.load(__name__, name), "parse")
 )
 
 __all__ = [
     "BLOCK",
+    "GROUP_SIZES",
+    "TABLES",
     "CodebookFormat",
     "Format",
     "IntFormat",
     "MXFormat",
     "QTensor",
+    "QuantEmbedding",
+    "QuantLinear",
+    "Rounding",
     "TernaryFormat",
+    "finite",
     "names",
+    "pack_bits",
     "parse_format",
+    "quantize_per_block_int8",
+    "quantize_per_token_int8",
+    "rounded_input",
     "row_blocks",
+    "row_bytes",
+    "spread",
+    "unpack_bits",
 ]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.graph import Builder, Value
-from . import QTensor
+from .base import QTensor
 from .rounding import Rounding
 
 
@@ -43,7 +43,7 @@ class QuantLinear(nn.Module):
         return product if self.bias is None else product + self.bias
 
     def onnx(self, g: Builder, x: Value, factor: float) -> Value:
-        """Add nodes for the product times a factor; the format (quantize/formats/) chooses the operator."""
+        """Add nodes for the product times a factor; the format (formats/) chooses the operator."""
         return self.weight.format.onnx(g, x, self.weight, factor, self.rounding)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

@@ -53,7 +53,7 @@ def quantize_per_block_int8(x: Tensor, block: int) -> Tensor:
     """Round x [..., K] to int8 with one scale per block of `block` numbers (the last may be short); returns floats.
 
     a = max|x| / 127 in each block, q = round-half-even(x * (127 / max|x|)), as ONNX Runtime's MatMulNBits rounds its
-    input on x86 at accuracy level 4, where `block` is the weight's block size (tests/quantize/test_rounding.py), and as
+    input on x86 at accuracy level 4, where `block` is the weight's block size (tests/formats/test_rounding.py), and as
     the op Int4MatMul does everywhere. On ARM, MatMulNBits rounds ties away from zero.
     """
     blocks = F.pad(x.float(), (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))  # [..., G, block]

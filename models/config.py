@@ -21,29 +21,30 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Annotated, Any
 
+from ..io import plugins
 from ..io.errors import DiffbitError
 from ..io.fields import Count, Positive, bounds, check, of_length, one_of, read
-from . import attention, layers, mixers
-from . import mlp as mlps
-from .layers.attention import AttentionOptions
-from .layers.mlp import MLPOptions
+from .attention import AttentionOptions
 from .layers.norm import NORMS, LayerNorm, RMSNorm
 from .layers.rope import RopeScaling, scaling_from
-from .mixer import MixerOptions, Symmetries
+from .lookup import options_class, read_options
+from .mixers import MixerOptions, Symmetries
+from .mlp import MLPOptions
 
 PLACES = ("before", "after", "around")  # of a layer's norms
 MOST_LAYERS = 1 << 10  # this and other limits: far above any real model, but low enough to catch a damaged config.json
 NumLayers = Annotated[int, bounds(1, MOST_LAYERS)]
+ATTENTION, MIXERS, MLP = (f"{__package__}.{folder}" for folder in ("attention", "mixers", "mlp"))  # io/plugins.py
 
 
 def variants() -> tuple[str, ...]:
-    """Return the names of the attention variants: the files of models/attention/."""
-    return layers.names(attention)
+    """Return the names of the attention variants: the files of models/attention/, and those added to it."""
+    return tuple(plugins.names(ATTENTION))
 
 
 def attention_options(name: str) -> type[AttentionOptions]:
     """Return the options class of an attention variant."""
-    return layers.options("attention", name, attention)
+    return options_class("attention", name, ATTENTION)
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class LayerSpec:
     or "around" them, x + norm(mixer(norm(x))) (Gemma 3).
     """
 
-    mixer: Annotated[MixerOptions, partial(layers.read_options, (attention, mixers))]
-    mlp: Annotated[MLPOptions, partial(layers.read_options, (mlps,))]
+    mixer: Annotated[MixerOptions, partial(read_options, (ATTENTION, MIXERS))]
+    mlp: Annotated[MLPOptions, partial(read_options, (MLP,))]
     sub_norms: bool = False
     norms: Annotated[str, one_of(*PLACES)] = "before"
 
@@ -137,7 +138,7 @@ class ModelConfig:
         """
         read(NumLayers, num_layers, "num_layers")
         options = attention_options(attention)
-        gated = layers.options("mlp", mlp, mlps)(intermediate_size, bias=mlp_bias)
+        gated = options_class("mlp", mlp, MLP)(intermediate_size, bias=mlp_bias)
         choices: dict[str, Any] = {"qkv_bias": qkv_bias, "o_bias": o_bias, "qk_norm_eps": norm_eps if qk_norm else 0.0}
         choices["qk_norm_whole"] = qk_norm_whole
         names = {field.name for field in fields(options)}

@@ -26,9 +26,9 @@ from ..io import files
 from ..io.errors import DiffbitError
 from ..io.safetensors import Parts, read_header, write_parts, write_tensors
 from ..version import __version__
-from .calibration.spill import Rows
+from .calibration.spill import DiskTensor
 from .calibration.states import States
-from .layer import Tokens
+from .calibration.tokens import Tokens
 from .report import WeightReport
 
 VERSION = 5
@@ -157,7 +157,7 @@ class Unfinished:
         return files.read_sealed(self._about(index), ANEW)
 
 
-def _parts(whole: Tensor | Rows, states: States) -> Parts:
+def _parts(whole: Tensor | DiskTensor, states: States) -> Parts:
     """Return the shape and the rows of a tensor, some windows at a time."""
     return tuple(whole.shape), (whole[rows].cpu() for rows in states.slices)
 

@@ -12,9 +12,9 @@
 
 A tied table, shared by embedding and head, is stored once if both have the same format (or both are float), else twice.
 In a file, embedding and head default to TABLE_FORMAT if weights have a format; "none" leaves them float. Norms are
-never quantized. The lambda projection of diff_v2 is float unless an override spells out its name ("*.lambda_proj"),
-because it has few parameters and affects every logit. Overrides reach embedding and head only by their names, too
-("model.embed_tokens", "lm_head").
+never quantized. Linear layers that a mixer keeps float (`MixerOptions.float_linears`), such as diff_v2's lambda_proj,
+are quantized only if an override spells out the name ("*.lambda_proj"). The same holds for overrides of the embedding
+and the head ("model.embed_tokens", "lm_head").
 
 In `attention`, logits is a number of bits, with one scale per query row (attention.py). keys and values are the formats
 of the KV cache: fp16, int8, int4 or int2 (ops/kv_cache.py); the last two keep `window` recent tokens in float16. qk,
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -40,7 +40,6 @@ from ..models.checkpoint.names import is_linear, shapes
 from ..ops.cache import Buffer
 from ..ops.kv_cache import BITS, BLOCK
 
-KEPT = ("embed_tokens", "lm_head", "lambda_proj")  # an override must name these explicitly
 TABLE_FORMAT = "int8"  # default of embedding and head with low-bit weights; docs/accuracy.md compares others
 LOGIT_BITS = range(2, 17)
 ACTIVATIONS = ("int8", "int4")
@@ -51,6 +50,8 @@ WINDOW = 32  # tokens
 MOST_WINDOW = 1 << 20
 EMBEDDING_MODULE = "model.embed_tokens"
 HEAD_MODULE = "lm_head"
+VERSION = 1  # of the quantization_config in a checkpoint
+TABLES = (EMBEDDING_MODULE, HEAD_MODULE)
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class Scheme:
     """Formats of linear layers, embedding and head (None: float), activations ("int8", "int4" or None), attention, and
     overrides ((glob, format), ...).
 
-    A ternary layer always rounds its input: to 4 bits if activations are "int4" (rounding.py), else to 8.
+    A ternary layer always rounds its input: to 4 bits if activations are "int4" (formats/rounding.py), else to 8.
     """
 
     weights: FormatOrNone = None
@@ -159,18 +160,37 @@ class Scheme:
                     "quantized weights, or activations 'int8'"
                 )
 
-    def format_for(self, module: str) -> Format | None:
-        """Return the format of a linear layer, such as "model.layers.0.self_attn.q_proj"; None: float."""
+    def format_for(self, module: str, float_linears: Container[str] = ()) -> Format | None:
+        """Return the format of a linear layer, such as "model.layers.0.self_attn.q_proj", or of the embedding; None:
+        float. float_linears: the model's linear layers that are quantized only by name."""
         for glob, format in reversed(self.overrides):
-            if _reaches(glob, module):
+            if _reaches(glob, module, float_linears):
                 return format
-        if module in (EMBEDDING_MODULE, HEAD_MODULE):
+        if module in TABLES:
             return self.embedding if module == EMBEDDING_MODULE else self.head
-        return None if module.rpartition(".")[2] in KEPT else self.weights
+        return None if module in float_linears else self.weights
 
-    def overridden(self, module: str) -> bool:
-        """Whether an override matches this linear layer."""
-        return any(_reaches(glob, module) for glob, _ in self.overrides)
+    def chosen(self, config: ModelConfig) -> dict[str, Format]:
+        """Return {module: format} of the linear layers and the embedding, in the model's order, without checking them;
+        a tied head is listed as well."""
+        floats = float_linears(config)
+        formats = {module: self.format_for(module, floats) for module in weight_shapes(config)}
+        return {module: format for module, format in formats.items() if format is not None}
+
+    def overridden(self, config: ModelConfig) -> list[str]:
+        """Return the linear layers that an override matches."""
+        floats = float_linears(config)
+        return [
+            module
+            for module in linear_shapes(config)
+            if any(_reaches(glob, module, floats) for glob, _ in self.overrides)
+        ]
+
+    def without_override(self, config: ModelConfig) -> list[str]:
+        """Return the linear layers whose format is `weights`: no override matches them, and they are neither the head
+        nor kept float by their mixer."""
+        others = {HEAD_MODULE, *float_linears(config), *self.overridden(config)}
+        return [module for module in linear_shapes(config) if module not in others]
 
     def keeps_tied(self, config: ModelConfig) -> bool:
         """Whether the model ties embedding and head, and the scheme keeps them tied."""
@@ -183,14 +203,14 @@ class Scheme:
         Raises DiffbitError if an override matches no layer, or a format cannot hold a layer's shape.
         """
         self.attention.check(config)
-        layers = weight_shapes(config)
+        layers, floats = weight_shapes(config), float_linears(config)
         for glob, _ in self.overrides:
-            if not any(_reaches(glob, module) for module in layers):
+            if not any(_reaches(glob, module, floats) for module in layers):
                 raise DiffbitError(
                     f"override {glob!r} matches no linear layer of this model; wanted a name such as "
                     f"{list(layers)[1]}, lm_head, or model.embed_tokens for the embedding (norms cannot be quantized)"
                 )
-        chosen = {module: format for module in layers if (format := self.format_for(module)) is not None}
+        chosen = self.chosen(config)
         if self.keeps_tied(config):
             chosen.pop(HEAD_MODULE, None)
         for module, format in chosen.items():
@@ -217,6 +237,22 @@ class Scheme:
         values = _without_words_for_none(values) | {"attention": attention, "overrides": tuple(overrides.items())}
         scheme: Scheme = read(cls, values, "")
         return scheme
+
+    def to_entry(self) -> dict[str, Any]:
+        """Return the quantization_config of a checkpoint in diffbit's own layout (layouts/diffbit.py)."""
+        return {"quantizer": "diffbit", "version": VERSION, "scheme": self.to_dict()}
+
+    @classmethod
+    def from_entry(cls, entry: Mapping[str, Any], where: str) -> Scheme:
+        """Return the scheme of a quantization_config that diffbit wrote; where: its file and key, for messages."""
+        if entry.get("version") != VERSION:
+            raise DiffbitError(
+                f"{where} has version {shown(entry.get('version'))}, this diffbit reads version {VERSION}; quantize "
+                "the float checkpoint again"
+            )
+        values = get(entry, "scheme", Mapping[str, Any], place=where)
+        with located(f"{where}.scheme"):
+            return cls.from_dict(values)
 
     @classmethod
     def from_file(cls, path: str | Path) -> Scheme:
@@ -298,9 +334,19 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     return {EMBEDDING_MODULE: (config.vocab_size, config.hidden_size)} | linear_shapes(config)
 
 
-def _reaches(glob: str, module: str) -> bool:
-    layer = module.rpartition(".")[2]
-    return fnmatchcase(module, glob) and (layer not in KEPT or layer in glob)
+def float_linears(config: ModelConfig) -> frozenset[str]:
+    """Return the linear layers that mixers keep float unless an override names them."""
+    return frozenset(
+        f"model.layers.{index}.self_attn.{name}"
+        for index, layer in enumerate(config.layers)
+        for name in layer.mixer.float_linears
+    )
+
+
+def _reaches(glob: str, module: str, float_linears: Container[str]) -> bool:
+    """Whether an override's glob matches a module; some match only if the glob has the layer's own name."""
+    by_name = module in TABLES or module in float_linears
+    return fnmatchcase(module, glob) and (not by_name or module.rpartition(".")[2] in glob)
 
 
 def _name(format: Format | None) -> str:

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and tables would be as narrow
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: tests fork, and a child of several threads would wait for ever
 
 import numpy as np

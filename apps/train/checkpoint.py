@@ -25,9 +25,9 @@ import torch
 
 from ...io.errors import DiffbitError
 from ...io.files import check_sha256, new_folder, read_sealed, sha256_file, write_sealed
-from ...io.safetensors import write_tensors
+from ...io.safetensors import read_header, write_tensors
 from ...models import Decoder, load, save
-from ...models.checkpoint import read_header, shapes
+from ...models.checkpoint import shapes
 from .head_norm import folded
 
 FOLDER = "checkpoints"

@@ -23,7 +23,7 @@ from ...calib_data import load_tokenizer
 from ...formats import parse_format
 from ...io.errors import DiffbitError
 from ...models import Checkpoint, ModelConfig, attention_options, num_parameters, variants
-from ...models.layers.attention import AttentionOptions
+from ...models.attention import AttentionOptions
 from .config import TrainConfig
 from .folder import MASTER
 

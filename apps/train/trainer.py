@@ -58,8 +58,8 @@ from ...io.files import check_apart, locked, write_json
 from ...io.processes import Processes, processes
 from ...io.progress import track
 from ...models import Checkpoint, Decoder, load
+from ...models.attention import Attention
 from ...models.checkpoint import shapes
-from ...models.layers.attention import Attention
 from .checkpoint import FOLDER, last_checkpoint, read_training, restore, save_checkpoint
 from .config import TrainConfig
 from .data import Rows

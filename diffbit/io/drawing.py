@@ -29,6 +29,8 @@ HEAT = ("#f3f6f9", "#c6dbef", "#6baed6", "#2171b5")  # light to dark: small to l
 WIDTH, HEIGHT = 5.0, 3.5  # inches, one panel
 SUFFIXES = (".svg", ".png")
 STYLE = Path(__file__).with_name("drawing.mplstyle")
+SITES = {"hidden_states": "Hidden states", "attention_logits": "Attention logits"}  # of outliers
+SHORT, LONG = 14, 32  # characters of a model's name in a legend: of two columns, and at most
 
 
 def require_matplotlib() -> None:
@@ -83,6 +85,11 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}".replace("e-0", "e-")
 
 
+def shortened(name: str) -> str:
+    """Return a model's name for a legend, without its middle if it is long."""
+    return name if len(name) <= LONG else f"{name[: LONG // 2]}…{name[-LONG // 2 :]}"
+
+
 def logarithmic(axes: Axes) -> None:
     """A logarithmic vertical axis whose values are written out."""
     from matplotlib.ticker import FuncFormatter, NullLocator
@@ -90,6 +97,30 @@ def logarithmic(axes: Axes) -> None:
     axes.set_yscale("log")
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+
+
+def draw_layers(axes: Axes, reports: Sequence[Data], site: str) -> None:
+    """The largest |x| of every layer and its median (thin), of all models: each an `OutlierReport.to_dict()`."""
+    from matplotlib.ticker import LogLocator, MaxNLocator
+
+    names = [shortened(report["model"]) for report in reports]
+    columns = 2 if all(len(name) <= SHORT for name in names) else 1
+    for index, (name, report) in enumerate(zip(names, reports, strict=True)):
+        layers, look = report[site]["layers"], line(index)
+        places, medians = [layer["layer"] for layer in layers], [layer["median"] for layer in layers]
+        axes.plot(places, [layer["top"]["1"] for layer in layers], label=f"{name}, largest", zorder=3, **look)
+        if all(medians):
+            thin = look | {"linewidth": 1.0, "markersize": 3, "alpha": 0.7}
+            axes.plot(places, medians, label=f"{name}, median", **thin)
+    logarithmic(axes)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high * (high / low) ** (0.12 + 0.18 / columns * len(reports)))  # room for the legend
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,), numticks=12))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
+    axes.set_title(f"{SITES[site]}: largest and median |x|")
+    axes.set_xlabel("layer")
+    axes.set_ylabel("|x|")
+    axes.legend(loc="upper left", ncols=columns, columnspacing=1.2)
 
 
 def heat_map(axes: Axes, rows: Sequence[Data], value: str, largest: float, show: str) -> None:

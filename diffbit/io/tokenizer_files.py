@@ -1,4 +1,4 @@
-"""Reads the files of a model's tokenizer from a folder (converting a SentencePiece model: sentencepiece_model.py), or
+"""Reads the files of a model's tokenizer from a folder (converting a SentencePiece model: sentencepiece.py), or
 makes them from the metadata of a GGUF file.
 
 llama.cpp stores a tokenizer as tokens, their types, merges or scores, and the name of the regular expression that cuts

@@ -1,6 +1,6 @@
 """A model with all extensions, quantized, exported, verified and run; it writes to a folder of its own.
 
-cp -r examples/extending/models examples/extending/quantize . && python examples/extending/check.py
+cp -r examples/extending/{formats,models,quantize} . && python examples/extending/check.py
 """
 
 import os

@@ -25,8 +25,8 @@ from ...io.errors import DiffbitError
 from ...io.fields import Count, NotNegative, Rule
 from ...ops.diff_attention_reference import in_pairs
 from ..graph import Cache, Graph, Heads, Value
-from ..layers.attention import AttentionOptions, Differential
-from ..mixer import Operations, Place, Symmetries
+from ..mixers import Operations, Place, Symmetries
+from ._attention import AttentionOptions, Differential
 
 LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from ..graph import GROUP_QUERY_MULTIPLE, Cache, Graph, Heads, Value
-from ..layers.attention import Differential
-from ..mixer import Operations, Place
+from ..mixers import Operations, Place
+from ._attention import Differential
 from .softmax import GroupQueryOptions
 
 
@@ -42,6 +42,10 @@ class Options(GroupQueryOptions):
         if not low_bit:
             return replace(plain, other=plain.other + self.num_heads * self.head_dim)
         return replace(plain, matrix=plain.matrix // 2, other=plain.other + self.num_heads * self.seen(context))
+
+    @property
+    def float_linears(self) -> tuple[str, ...]:
+        return ("lambda_proj",)
 
     @staticmethod
     def equal_heads(pairs: int) -> tuple[int, int]:

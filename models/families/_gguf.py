@@ -19,9 +19,9 @@ from ...io.errors import DiffbitError
 from ...io.fields import one_of, read
 from ...io.gguf import GGUF
 from ..config import ModelConfig
-from ..family import Family, Stored
+from ..layers.rope import interleaved
+from ._family import Family, Stored
 from ._huggingface import attention_of
-from .unilm import interleaved
 
 ROPE_FREQS = "rope_freqs.weight"
 ARCHITECTURE = "general.architecture"

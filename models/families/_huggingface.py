@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ...io.errors import DiffbitError
 from ...io.fields import Count, Positive, get, located, one_of, read
+from ..attention import AttentionOptions
 from ..config import ModelConfig, NumLayers
-from ..family import Family, Stored
-from ..layers.attention import AttentionOptions
 from ..layers.rope import Dynamic, Linear, Llama3, RopeScaling, Yarn
+from ._family import Family, Stored
 
 WINDOW = 4096  # default sliding window in tokens
 ACTS = {

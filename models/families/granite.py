@@ -16,7 +16,7 @@ from typing import Any
 
 from ...io.fields import Positive, get
 from ..config import ModelConfig
-from ..family import Stored
+from ._family import Stored
 from ._huggingface import HuggingFace, attention_of
 
 

@@ -2,7 +2,7 @@
 
 Pair j of a head's d numbers is rotated by the angle position * theta^(-2j/d). The pair is (x_j, x_{j+d/2}), the
 "rotate half" order of Hugging Face; the interleaved order (x_2j, x_2j+1) of Meta's and unilm's code is the same
-rotation after a permutation of the rows of q_proj and k_proj (families/unilm.py). Angles, cos and sin are float32.
+rotation after a permutation of the rows of q_proj and k_proj (`interleaved`). Angles, cos and sin are float32.
 
 A RopeScaling extends the context; its names are Hugging Face's rope_type:
 
@@ -157,6 +157,11 @@ def inverse_frequencies(
     exponent = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
     frequencies = 1.0 / theta**exponent
     return frequencies if scaling is None else scaling.scaled(frequencies, theta)
+
+
+def interleaved(heads: int, head_dim: int) -> Tensor:
+    """Return the row order of an interleaved projection: rotate-half's rows = on disk[rows]."""
+    return torch.arange(heads * head_dim).view(heads, head_dim // 2, 2).transpose(1, 2).flatten()
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -10,50 +10,43 @@ from torch import Tensor
 from ...formats import Format, QTensor
 from ..layer import Layer, table_rows
 from ..model import Round, quantize_weight
+from .passes import Passes
 from .stats import CalibStats, proxy_loss
 
 ROWS = 1024  # approximate number of rows of a weight to round at a time
 
 
-def round_stages(layer: Layer, method: Callable[[str], Round], whole: Collection[str] = ()) -> dict[str, QTensor]:
-    """Round each linear layer with method(name), on statistics of inputs computed with the already rounded layers.
-
-    whole: layers whose method needs all rows of the weight at once.
-    """
-    assert layer.tokens is not None
+def round_stages(layer: Layer, passes: Passes, method: Callable[[str], Round]) -> dict[str, QTensor]:
+    """Round each linear layer with method(name), on statistics of inputs computed with the already rounded layers."""
+    assert passes.tokens is not None
     quantized: dict[str, QTensor] = {}
     for stage in layer.stages():
-        stats = layer.stats(quantized, stage[:1])[stage[0]]
-        quantized |= round_all(layer, method, stage, stats, whole)
-        if layer.tokens.measuring:
+        stats = passes.stats(quantized, stage[:1])[stage[0]]
+        quantized |= round_all(layer, passes, method, stage, stats)
+        if passes.tokens.measuring:
             for name in stage:
                 exact, rounded = layer.probe().tensors[f"{name}.weight"], layer.probed(quantized)[name]
-                layer.proxy_losses[name] = proxy_loss(exact, rounded, stats.gram, layer.here)
+                passes.proxy_losses[name] = proxy_loss(exact, rounded, stats.gram, passes.here)
     return quantized
 
 
 def round_all(
     layer: Layer,
+    passes: Passes,
     method: Callable[[str], Round],
     names: Iterable[str],
     stats: CalibStats | None = None,
-    whole: Collection[str] = (),
 ) -> dict[str, QTensor]:
-    """Round each layer in `names` with method(name), some rows at a time. whole: as in `round_stages`."""
+    """Round each layer in `names` with method(name), some rows at a time."""
     weights = {name: layer.weight(name) for name in names}
-    parts = [
-        (name, rows)
-        for name, weight in weights.items()
-        for rows in ([slice(0, len(weight))] if name in whole else _parts(layer, weight, layer.formats[name]))
-    ]
-    unit = 1 if layer.tokens is None else len(layer.tokens.slices)  # of progress: a weight is like a pass
+    parts = [(name, rows) for name, weight in weights.items() for rows in _parts(layer, weight, layer.formats[name])]
 
     def rounded(part: tuple[str, slice]) -> QTensor:
         name, rows = part
         return quantize_weight(method(name), f"{name}.weight", weights[name][rows], layer.formats[name], stats)
 
     quantized: dict[str, QTensor] = {}
-    for (name, rows), part in zip(parts, layer.here.share(parts, rounded), strict=True):
+    for (name, rows), part in zip(parts, passes.here.share(parts, rounded), strict=True):
         count, width = weights[name].shape
         if len(part.codes) == count:
             quantized[name] = part
@@ -64,7 +57,7 @@ def round_all(
             if into.zero is not None and part.zero is not None:
                 into.zero.copy_(part.zero)
         if rows.stop >= count:
-            layer.step(name, unit)
+            passes.step(name, passes.batches)
     return quantized
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-class Rows:
+class DiskTensor:
     """A tensor fp32 [n, ...], such as [n, S, E], on disk. `rows[some]` reads and `rows[some] = tensor` writes some of
     the n entries; some: a slice, or indices int64. What is read lies on `device`."""
 

@@ -14,7 +14,7 @@ from ...models import ModelConfig, causal_mask, rope_for
 from ...models.layers.masks import default_positions
 from ...models.layers.rope import Rope
 from ...models.layers.state import Carried
-from .spill import Rows
+from .spill import DiskTensor
 
 BATCH_TOKENS = 2048  # tokens that pass through a layer at a time
 ALONE = Processes(0, 1, torch.device("cpu"))
@@ -29,6 +29,7 @@ class Batch:
     rope: Rope
     mask: Tensor | None  # of attention (models/layers/masks.py)
     carried: Carried  # tensors that earlier layers passed on; a layer adds its own
+    first: int  # the first of the windows; -1 if they do not follow one another
 
 
 class States:
@@ -40,8 +41,8 @@ class States:
     def __init__(self, config: ModelConfig, ids: Tensor, mask: Tensor, here: Processes = ALONE) -> None:
         self.config, self.ids, self.mask, self.here = config, ids, mask, here
         self.folder: Path | None = None  # folder of the hidden states; None: in memory
-        self.hidden: Tensor | Rows = torch.empty(0)  # fp32 [n, S, E], input of the next layer
-        self.carried: dict[int, tuple[Tensor | Rows, ...]] = {}  # {layer: fp32 [n, ...]}, read later
+        self.hidden: Tensor | DiskTensor = torch.empty(0)  # fp32 [n, S, E], input of the next layer
+        self.carried: dict[int, tuple[Tensor | DiskTensor, ...]] = {}  # {layer: fp32 [n, ...]}, read later
         step = max(1, BATCH_TOKENS // ids.shape[1])
         self.slices = [slice(i, i + step) for i in range(0, len(ids), step)]
 
@@ -54,9 +55,10 @@ class States:
         length, device = self.ids.shape[1], self.ids.device
         counted = self.mask[rows]
         padding = None if counted.all() else counted
+        first = rows.start if isinstance(rows, slice) else -1
         rope = rope_for(self.config, default_positions(1, length, 0, padding, device))
         carried = {giver: tuple(value[rows] for value in values) for giver, values in self.carried.items()}
-        return Batch(self.hidden[rows], counted, rope, causal_mask(length, 0, padding, device), carried)
+        return Batch(self.hidden[rows], counted, rope, causal_mask(length, 0, padding, device), carried, first)
 
     def embed(self, embedding: Callable[[Tensor], Tensor]) -> None:
         """Set the hidden states to embedding(ids [n, S]) -> [n, S, E]."""
@@ -67,11 +69,11 @@ class States:
         for rows in self.slices:
             self.hidden[rows] = made(rows).float()
 
-    def space(self, *shape: int) -> Tensor | Rows:
+    def space(self, *shape: int) -> Tensor | DiskTensor:
         """Allocate a tensor [n, *shape] for all windows, in memory or on disk."""
         whole = (len(self.ids), *shape)
         device = self.ids.device
-        return torch.empty(whole, device=device) if self.folder is None else Rows(self.folder, whole, device)
+        return torch.empty(whole, device=device) if self.folder is None else DiskTensor(self.folder, whole, device)
 
     def take_past(self, index: int, run: Callable[[Batch], Tensor]) -> None:
         """Replace the hidden states with run(batch), the output of layer `index`, and keep the tensors it passes on."""

@@ -10,35 +10,17 @@ would warn and load random weights. Folders of earlier versions, with quant_meth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from ...formats import Format, QTensor
 from ...io.errors import DiffbitError
-from ...io.fields import get, located, shown
 from ...models import Checkpoint
 from ..scheme import Scheme, weight_shapes
-from ._common import about
+from . import Layout
 
-METHOD = "diffbit"
 PARTS = ("codes", "scale", "zero")
-VERSION = 1
 
 
 def scheme(checkpoint: Checkpoint) -> Scheme:
-    return parse_entry(checkpoint.quantization or {}, about(checkpoint))
-
-
-def parse_entry(entry: Mapping[str, Any], where: str) -> Scheme:
-    """Return the scheme in a quantization_config that diffbit wrote; where: its file and key, for messages."""
-    if entry.get("version") != VERSION:
-        raise DiffbitError(
-            f"{where} has version {shown(entry.get('version'))}, this diffbit reads version {VERSION}; quantize the "
-            "float checkpoint again"
-        )
-    values = get(entry, "scheme", Mapping[str, Any], place=where)
-    with located(f"{where}.scheme"):
-        return Scheme.from_dict(values)
+    return Scheme.from_entry(checkpoint.quantization or {}, f"{checkpoint.path / 'config.json'}: quantization_config")
 
 
 def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
@@ -50,3 +32,6 @@ def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
         )
     shape = weight_shapes(checkpoint.config)[module]
     return QTensor.from_packed(format, shape, *(checkpoint.read_raw(name) for name in names))
+
+
+LAYOUT = Layout("diffbit", PARTS, scheme, read)

@@ -39,7 +39,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...formats import Format, QTensor
 from ...io.errors import DiffbitError
 from ..calibration import scales
-from ..method import Method
+from . import Method
 
 DAMPING = 0.01
 ROUNDS = 3

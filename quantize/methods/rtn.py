@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ...formats import Format, QTensor
-from ..method import Method
+from . import Method
 
 
 def quantize(weight: Tensor, format: Format, stats: Any = None) -> QTensor:

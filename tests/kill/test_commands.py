@@ -3,12 +3,14 @@ bytes, nothing is left beside them, and at no moment is there neither the old ou
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -125,7 +127,9 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("require_matplotlib", "plot_losses"):  # matplotlib would take most of the time
         monkeypatch.setattr(trainer_module, name, lambda *_: None)
     monkeypatch.setattr(drawing, "svg", lambda figure: "<svg></svg>")
-    monkeypatch.setattr(learned, "METHOD", learned.METHOD.with_steps(2))
+    monkeypatch.setattr(
+        learned, "METHOD", dataclasses.replace(learned.METHOD, round_layer=partial(learned.quantize_layer, steps=2))
+    )
 
 
 def content(folder: Path, names: tuple[str, ...] = ()) -> dict[str, bytes]:

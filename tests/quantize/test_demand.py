@@ -22,7 +22,7 @@ from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, Decoder, ModelConfig
 from diffbit.quantize import Scheme, demand, quantize_checkpoint
 from diffbit.quantize.demand import Demand
-from diffbit.quantize.recipe import parse_recipe
+from diffbit.quantize.methods import parse_recipe
 
 from .. import forks
 

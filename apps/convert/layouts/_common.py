@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import MISSING
+from dataclasses import MISSING, replace
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from ....formats import Format
-from ....formats.integer import GROUP_SIZES
-from ....formats.packing import pack_bits, row_bytes, unpack_bits
+from ....formats import GROUP_SIZES, Format, pack_bits, row_bytes, unpack_bits
 from ....io.errors import DiffbitError
 from ....io.fields import get, one_of
 from ....models import Checkpoint, ModelConfig
+from ....quantize import Scheme, linear_shapes
 from ....quantize.cache import is_low_bit
-from ....quantize.scheme import KEPT, Scheme, linear_shapes
 
 GroupSize = Annotated[
     int, one_of(-1, *GROUP_SIZES, words=f"one of {', '.join(map(str, GROUP_SIZES))}, or -1 (one scale per row)")
@@ -25,20 +23,21 @@ GroupSize = Annotated[
 SMALL_HALF = 2.0**-14  # fp16 holds smaller numbers to within 2^-25
 
 
-def scheme_of(formats: Mapping[str, Format | None], activations: str | None = None) -> Scheme:
+def scheme_of(checkpoint: Checkpoint, formats: Mapping[str, Format | None], activations: str | None = None) -> Scheme:
     """The scheme that gives these linear layers these formats. The most common one becomes `weights`."""
     counts = Counter(format for format in formats.values() if format is not None)
     common = counts.most_common(1)[0][0] if counts else None
-    default = {module: None if module.rpartition(".")[2] in KEPT else common for module in formats}
-    overrides = tuple((module, format) for module, format in formats.items() if format != default[module])
-    return Scheme(weights=common, activations=activations, overrides=overrides)
+    default = Scheme(weights=common, activations=activations)
+    usual = default.chosen(checkpoint.config)
+    overrides = tuple((module, format) for module, format in formats.items() if format != usual.get(module))
+    return replace(default, overrides=overrides)
 
 
 def scheme_of_packed(checkpoint: Checkpoint, format: Format) -> Scheme:
     """The scheme by which the linear layers that have a `qweight` have this format."""
     names = set(checkpoint.names)
     return scheme_of(
-        {name: format if f"{name}.qweight" in names else None for name in linear_shapes(checkpoint.config)}
+        checkpoint, {name: format if f"{name}.qweight" in names else None for name in linear_shapes(checkpoint.config)}
     )
 
 

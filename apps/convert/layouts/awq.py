@@ -26,7 +26,8 @@ from ....formats import Format, IntFormat, QTensor
 from ....io.errors import DiffbitError
 from ....io.fields import one_of
 from ....models import Checkpoint
-from ....quantize.scheme import Scheme
+from ....quantize import Scheme
+from ....quantize.layouts import Layout
 from ._common import GroupSize, half, part, scheme_of_packed, setting, shape_of, unpack_words
 
 METHOD = "awq"
@@ -83,3 +84,6 @@ def _version(checkpoint: Checkpoint) -> str:
 def _first(checkpoint: Checkpoint, *names: str) -> str:
     """Return the first of these names that the quantization_config has, or the first."""
     return next((name for name in names if name in (checkpoint.quantization or {})), names[0])
+
+
+LAYOUT = Layout("awq", PARTS, scheme, read)

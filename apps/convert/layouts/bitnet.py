@@ -24,18 +24,16 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from ....formats import Format, QTensor
-from ....formats.packing import pack_bits, unpack_bits
-from ....formats.ternary import FORMAT
+from ....formats import Format, QTensor, pack_bits, parse_format, unpack_bits
 from ....io.errors import DiffbitError
 from ....io.fields import Rule, one_of
-from ....models import Checkpoint, ModelConfig
-from ....models.attention import softmax
-from ....models.checkpoint.names import HEAD
-from ....quantize.scheme import Scheme, linear_shapes
+from ....models import Checkpoint, ModelConfig, attention_options
+from ....quantize import HEAD_MODULE, Scheme, linear_shapes
+from ....quantize.layouts import Layout
 from ._common import about, scheme_of, setting, shape_of, weights_only
 
 METHOD = "bitnet"
+FORMAT, SOFTMAX = parse_format("ternary"), attention_options("softmax")
 PARTS = ("weight_scale", "rms_norm.weight")  # `_settings` raises an error for use_rms_norm
 PER_BYTE = 4
 CLASSES, MODES = ("bitlinear", "autobitlinear"), ("offline", "online")
@@ -57,7 +55,7 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
                 "config and weights do not belong together"
             )
         formats[module] = FORMAT if converted else None
-    return scheme_of(formats)
+    return scheme_of(checkpoint, formats)
 
 
 def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
@@ -81,7 +79,7 @@ def settings(config: ModelConfig, scheme: Scheme) -> dict[str, Any]:
     """The settings of microsoft/bitnet-b1.58-2B-4T. diffbit does not write "bitlinear", which stores the reciprocal of
     the scale: in float32 the reciprocal of that is not always the scale."""
     mixers = [layer.mixer for layer in config.layers]
-    if not all(isinstance(mixer, softmax.Options) for mixer in mixers):
+    if not all(isinstance(mixer, SOFTMAX) for mixer in mixers):
         raise _refused(f"its attention is {config.attention}", "transformers' BitNet model has softmax attention")
     if scheme.activations == "int4":
         raise _refused("its activations are int4", "wanted a model trained with --activations int8")
@@ -91,19 +89,19 @@ def settings(config: ModelConfig, scheme: Scheme) -> dict[str, Any]:
             raise _refused(f"{module} is {format}", "wanted ternary or float layers")
         if linear_shapes(config)[module][0] % PER_BYTE:
             raise _refused(f"{module} has {linear_shapes(config)[module][0]} rows", f"wanted a multiple of {PER_BYTE}")
-    width = next(mixer.num_heads * mixer.head_dim for mixer in mixers if isinstance(mixer, softmax.Options))
+    width = next(mixer.num_heads * mixer.head_dim for mixer in mixers if isinstance(mixer, SOFTMAX))
     if config.sub_norms and width != config.hidden_size:
         raise _refused(
             f"the width of its heads together is {width}, and that of its hidden states {config.hidden_size}",
             "transformers' BitNet model needs equal widths",
         )
     entry = {"quant_method": METHOD, "linear_class": "autobitlinear", "quantization_mode": "offline"}
-    head = HEAD.removesuffix(".weight")
-    kept = [head, *(module for module in linear_shapes(config) if module not in formats and module != head)]
+    floats = (module for module in linear_shapes(config) if module not in formats and module != HEAD_MODULE)
+    kept = [HEAD_MODULE, *floats]
     return entry | ({"modules_to_not_convert": kept} if len(kept) > 1 else {})
 
 
-def parts(weight: QTensor, entry: Mapping[str, Any]) -> dict[str, Tensor]:
+def pack_parts(weight: QTensor, entry: Mapping[str, Any]) -> dict[str, Tensor]:
     return {"weight": pack(weight.codes), "weight_scale": weight.scale.view(1)}
 
 
@@ -181,7 +179,10 @@ def _settings(checkpoint: Checkpoint) -> tuple[str, str]:
 
 def _converts(checkpoint: Checkpoint, module: str) -> bool:
     """Whether transformers replaces this module with a ternary layer (should_convert_module)."""
-    patterns = setting(checkpoint, "modules_to_not_convert", tuple[Pattern, ...], (HEAD.removesuffix(".weight"),))
+    patterns = setting(checkpoint, "modules_to_not_convert", tuple[Pattern, ...], (HEAD_MODULE,))
     return not any(
         re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", module) or module.endswith(pattern) for pattern in patterns
     )
+
+
+LAYOUT = Layout(METHOD, PARTS, scheme, read, settings, pack_parts)

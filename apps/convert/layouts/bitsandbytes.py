@@ -15,13 +15,12 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from ....formats import CodebookFormat, Format, QTensor, parse_format
-from ....formats.base import finite
-from ....formats.codebook import TABLES
+from ....formats import TABLES, CodebookFormat, Format, QTensor, finite, parse_format
 from ....io.errors import DiffbitError, MissingDependency
 from ....io.fields import located, one_of
 from ....models import Checkpoint, ModelConfig
-from ....quantize.scheme import Scheme, linear_shapes
+from ....quantize import Scheme, linear_shapes
+from ....quantize.layouts import Layout
 from ._common import one_format, scheme_of, setting, shape_of
 
 METHOD = "bitsandbytes"
@@ -41,7 +40,9 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
     def is_packed(module: str) -> bool:
         return f"{module}.weight" in names and not checkpoint.is_float(f"{module}.weight")
 
-    return scheme_of({name: format if is_packed(name) else None for name in linear_shapes(checkpoint.config)})
+    return scheme_of(
+        checkpoint, {name: format if is_packed(name) else None for name in linear_shapes(checkpoint.config)}
+    )
 
 
 def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
@@ -108,7 +109,7 @@ def settings(config: ModelConfig, scheme: Scheme) -> dict[str, Any]:
     }
 
 
-def parts(weight: QTensor, entry: Mapping[str, Any]) -> dict[str, Tensor]:
+def pack(weight: QTensor, entry: Mapping[str, Any]) -> dict[str, Tensor]:
     name = weight.format.name
     state = {"quant_type": name, "blocksize": BLOCK, "dtype": "float32", "shape": list(weight.shape)}
     return {
@@ -117,3 +118,6 @@ def parts(weight: QTensor, entry: Mapping[str, Any]) -> dict[str, Tensor]:
         "weight.quant_map": torch.tensor(TABLES[name]),
         f"weight.quant_state.bitsandbytes__{name}": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
     }
+
+
+LAYOUT = Layout(METHOD, PARTS, scheme, read, settings, pack)

@@ -28,7 +28,8 @@ from ....formats import Format, IntFormat, QTensor
 from ....io.errors import DiffbitError
 from ....io.fields import Rule, one_of
 from ....models import Checkpoint, ModelConfig
-from ....quantize.scheme import Scheme, linear_shapes
+from ....quantize import Scheme, linear_shapes
+from ....quantize.layouts import Layout
 from ._common import (
     GroupSize,
     about,
@@ -47,7 +48,7 @@ from .gptq import check_order
 METHOD = "compressed-tensors"
 PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 LAYOUTS = ("pack-quantized", "int-quantized", "naive-quantized", "mixed-precision")
-Layout = Annotated[str, one_of(*LAYOUTS)]
+StorageFormat = Annotated[str, one_of(*LAYOUTS)]
 BITS = (2, 3, 4, 5, 6, 7, 8)
 EXPRESSION = re.compile(r"(?!.*\)[*+{])(?!(.*[*+{]){5}).{1,200}")  # limits the time to match a pattern
 
@@ -95,7 +96,7 @@ class LayerGroup:
 
     weights: WeightArguments
     targets: tuple[LayerName, ...]
-    format: Layout | None = None
+    format: StorageFormat | None = None
     input_activations: InputArguments | None = None
     output_activations: None = None
 
@@ -125,7 +126,7 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
         formats[module] = matching[0]
     if len({group.input_activations for group in groups}) > 1:
         raise DiffbitError(f"{about(checkpoint)} rounds the inputs of only some layers, wanted all or none")
-    return scheme_of(formats, "int8" if groups and groups[0].input_activations else None)
+    return scheme_of(checkpoint, formats, "int8" if groups and groups[0].input_activations else None)
 
 
 def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
@@ -200,7 +201,7 @@ def settings(config: ModelConfig, scheme: Scheme) -> dict[str, Any]:
     }
 
 
-def parts(weight: QTensor, entry: Mapping[str, Any]) -> dict[str, Tensor]:
+def pack(weight: QTensor, entry: Mapping[str, Any]) -> dict[str, Tensor]:
     bits, scale = weight.format.bits, {"weight_scale": weight.scale.half()}
     if entry["format"] == "int-quantized":
         zero = {} if weight.zero is None else {"weight_zero_point": _signed(weight.zero)}
@@ -220,10 +221,10 @@ def _groups(checkpoint: Checkpoint) -> list[LayerGroup]:
         value = (checkpoint.quantization or {}).get(name)
         if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
             raise DiffbitError(f"{about(checkpoint)} has a {name}, which diffbit does not support")
-    layout = setting(checkpoint, "format", Layout, None)
+    layout = setting(checkpoint, "format", StorageFormat, None)
     groups = setting(checkpoint, "config_groups", Mapping[str, LayerGroup])
     if layout is None and any(group.format is None for group in groups.values()):
-        setting(checkpoint, "format", Layout)
+        setting(checkpoint, "format", StorageFormat)
     return list(groups.values())
 
 
@@ -238,3 +239,6 @@ def _signed(codes: Tensor) -> Tensor:
 
 def _unsigned(signed: Tensor, offset: int) -> Tensor:
     return (signed.short() + offset).to(torch.uint8)
+
+
+LAYOUT = Layout(METHOD, PARTS, scheme, read, settings, pack)

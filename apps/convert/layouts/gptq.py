@@ -26,7 +26,8 @@ from ....formats import Format, IntFormat, QTensor
 from ....io.errors import DiffbitError
 from ....io.fields import one_of
 from ....models import Checkpoint, ModelConfig
-from ....quantize.scheme import HEAD_MODULE, Scheme, linear_shapes
+from ....quantize import HEAD_MODULE, Scheme, linear_shapes
+from ....quantize.layouts import Layout
 from ._common import (
     GroupSize,
     about,
@@ -105,7 +106,7 @@ def settings(config: ModelConfig, scheme: Scheme) -> dict[str, Any]:
     }
 
 
-def parts(weight: QTensor, entry: Mapping[str, Any]) -> dict[str, Tensor]:
+def pack(weight: QTensor, entry: Mapping[str, Any]) -> dict[str, Tensor]:
     columns, bits, group = weight.shape[1], weight.format.bits, weight.format.group_size
     zero = weight.zero
     if zero is None:  # stored minus one: version 1
@@ -143,3 +144,6 @@ def _zeros(stored: Tensor, bits: int, rows: int, version: str) -> Tensor:
         stored = (stored.long() + one * sum(1 << at for at in range(0, 32, bits))).to(torch.int32)
         return unpack_words(stored, bits, rows)
     return (unpack_words(stored, bits, rows) + one) & (2**bits - 1)
+
+
+LAYOUT = Layout(METHOD, PARTS, scheme, read, settings, pack)

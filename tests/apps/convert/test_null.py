@@ -35,7 +35,7 @@ from diffbit.export import export_artifact
 from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, Decoder, ModelConfig
-from diffbit.models.layers.attention import AttentionOptions
+from diffbit.models.attention import AttentionOptions
 from diffbit.quantize import AttentionScheme, Scheme, parse_recipe, quantize_checkpoint, read_weight
 from diffbit.runtime import Session
 from diffbit.runtime.native import instruction_sets

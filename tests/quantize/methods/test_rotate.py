@@ -14,7 +14,7 @@ from diffbit.export import export_artifact
 from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.models.attention import diff_v1
-from diffbit.models.mixer import Symmetries
+from diffbit.models.mixers import Symmetries
 from diffbit.quantize import Scheme, load, quantize_checkpoint, rtn
 from diffbit.quantize.methods import _rotation as hadamard
 from diffbit.quantize.methods import rotate, rotate_heads

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...fields import Count
+from .....io.fields import Count
 from ...ops.cache import Buffer
 from ..graph import Cache, Graph, Value
 from ..layers.masks import real_tokens
 from ..layers.rope import Rope
 from ..layers.state import Carried, State
-from ..mixer import KVBuffers, Mixer, MixerOptions, Operations, Place
+from . import KVBuffers, Mixer, MixerOptions, Operations, Place
 
 
 class Memory:
