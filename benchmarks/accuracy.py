@@ -28,15 +28,15 @@ from pathlib import Path
 
 import torch
 from machine import describe
-from report import Row, add_outputs, increase, interval, nats, percent, table, verdict, write_outputs
+from report import Row, add_outputs, increase, interval, nats, share, table, verdict, write_outputs
 
 from diffbit.apps.allocate.mixed import allocate
 from diffbit.apps.evaluate.compare import Comparison, conclude
-from diffbit.apps.evaluate.measure import Measured, Refusal, measure
+from diffbit.apps.evaluate.measure import Measurement, Setup, Skipped, measure
 from diffbit.apps.evaluate.variants import Variant, variants
 from diffbit.calib_data import Windows, eval_windows, samples
+from diffbit.io.progress import set_quiet, track
 from diffbit.models import Checkpoint, load
-from diffbit.progress import set_quiet, track
 from diffbit.quantize import Scheme, table_formats
 
 ROOT = Path(__file__).parents[1]
@@ -59,15 +59,13 @@ MIXED_BITS = 3.5  # of a float32 artifact, in which int2_g64 has 2.5 and int4_g1
 UNIFORM = ("int2_g64", "int4_g128")
 INPUTS, MIXED = "inputs", "mixed"  # besides recipes, the parts of the work
 
-Found, Refused = list[Measured], list[Refusal]
-
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
 def work(
     path: Path, name: str, part: str, windows: Windows, calibration: Sequence[Windows], quick: bool
-) -> tuple[Found, Refused, float]:
+) -> tuple[list[Measurement], list[Skipped], float]:
     """A model as it is and the variants of one part; and the processor's seconds."""
     torch.set_num_threads(1)
     set_quiet(True)
@@ -82,10 +80,9 @@ def work(
     else:
         formats = QUICK_FORMATS if quick else RECIPES[part]
         chosen = variants(formats, ["weights"], [part])
-    found = measure(
-        load(path), chosen, windows, calibration, name=name, repeats=len(calibration), arithmetic=arithmetic
-    )
-    return *found, time.process_time() - begin
+    setup = Setup(windows, calibration, repeats=len(calibration), arithmetic=arithmetic)
+    measurements, skipped = measure(load(path), chosen, setup, name=name)
+    return measurements, skipped, time.process_time() - begin
 
 
 def mixed(path: Path, calibration: Windows, method: str) -> Variant:
@@ -110,12 +107,13 @@ def run(paths: Sequence[Path], quick: bool, jobs: int, repeats: int) -> tuple[Co
             for path, name in zip(paths, names, strict=True)
         ]
         found = [(name, *task.result()) for name, task in track(tasks, "measuring")]
-    measured: dict[str, Found] = {}
+    measured: dict[str, list[Measurement]] = {}
     for name, own, *_ in found:  # as it is once, then its variants
         measured[name] = measured.get(name, own[:1]) + own[1:]
     measured = {name: [whole, *sorted(rest, key=_place)] for name, (whole, *rest) in measured.items()}
-    refused = [refusal for *_, refusals, _ in found for refusal in refusals]
-    comparison = conclude([[one] for one in checkpoints], measured, refused, windows, calibration)
+    skipped = [one for *_, left_out, _ in found for one in left_out]
+    setup = Setup(windows, calibration, repeats=len(calibration))
+    comparison = conclude([[one] for one in checkpoints], measured, skipped, setup)
     return comparison, sum(seconds for *_, seconds in found)
 
 
@@ -128,17 +126,12 @@ def texts(checkpoints: Sequence[Checkpoint], quick: bool, repeats: int) -> tuple
     return windows, samples(whole, calibrating, repeats)
 
 
-def _place(one: Measured) -> int:
+def _place(one: Measurement) -> int:
     """Formats in their order; parts came in theirs."""
-    assert one.variant is not None
     return FORMATS.index(one.variant.format) if one.variant.format in FORMATS else len(FORMATS)
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
-
-
-def recovered(row: Row) -> str:
-    return interval(row["recovered"], lambda share: percent(share, 0))
 
 
 def divergence(row: Row) -> str:
@@ -163,7 +156,7 @@ def weights_tables(comparison: Row) -> str:
             best = "**" if row["perplexity"]["value"] == least else ""
             size = f"{row['nbytes'] / 1e6:.2f}"
             perplexity = f"{best}{row['perplexity']['value']:.3f}{best}"
-            cells = [perplexity, increase(row["ratio"]), recovered(row), divergence(row), size]
+            cells = [perplexity, increase(row["ratio"]), share(row["recovered"]), divergence(row), size]
             lines.append([row["format"], row["method"], *cells])
         header = ["weights", "method", "perplexity", "increase", "of rtn's loss recovered", "KL, nats a token", "MB"]
         title = (
@@ -226,10 +219,10 @@ def tables(comparison: Row) -> dict[str, str]:
         f"samples of {calibration['tokens']:,} other tokens (SHA-256 of the first {calibration['sha256'][:12]}). "
         f"`{comparison['command']}`"
     )
-    refused = [f"Left out: {r['model']}, {r['format']} by {r['method']}: {r['reason']}." for r in comparison["refused"]]
+    skipped = [f"Left out: {r['model']}, {r['format']} by {r['method']}: {r['reason']}." for r in comparison["skipped"]]
     return {
         "about": about,
-        "weights": "\n\n".join([weights_tables(comparison), *refused]),
+        "weights": "\n\n".join([weights_tables(comparison), *skipped]),
         "contrasts": contrasts_table(comparison),
         "inputs": inputs_table(comparison),
         "mixed": mixed_table(comparison),

@@ -27,13 +27,13 @@ from machine import describe
 from report import Row, add_outputs, increase, interval, nats, table, verdict, write_outputs
 
 from diffbit.apps.evaluate.compare import conclude
-from diffbit.apps.evaluate.measure import Measured, measure
+from diffbit.apps.evaluate.measure import Measurement, Setup, measure
 from diffbit.apps.evaluate.metrics import mean, paired
-from diffbit.apps.evaluate.variants import NO_METHOD, Variant
+from diffbit.apps.evaluate.variants import NO_METHOD, UNCHANGED, Variant
 from diffbit.calib_data import NeedleWindows, Windows, eval_windows, needle_windows
+from diffbit.io.progress import set_quiet, track
 from diffbit.models import Checkpoint, load
 from diffbit.ops.kv_cache import BITS
-from diffbit.progress import set_quiet, track
 from diffbit.quantize import AttentionScheme, Scheme
 
 ROOT = Path(__file__).parents[1]
@@ -99,13 +99,14 @@ def _bits(scheme: AttentionScheme) -> float:
 
 def work(
     path: Path, name: str, part: str, windows: Windows, needles: Sequence[NeedleWindows], quick: bool
-) -> tuple[list[Measured], float]:
+) -> tuple[list[Measurement], float]:
     """A model as it is and the variants of one part; and the processor's seconds."""
     torch.set_num_threads(1)
     set_quiet(True)
     begin = time.process_time()
-    found, _ = measure(load(path), chosen(part, bool(needles), quick), windows, name=name, needles=needles)
-    return found, time.process_time() - begin
+    setup = Setup(windows, needles=needles)
+    measurements, _ = measure(load(path), chosen(part, bool(needles), quick), setup, name=name)
+    return measurements, time.process_time() - begin
 
 
 def run(paths: Sequence[Path], count: int, rows: int, quick: bool, jobs: int) -> Row:
@@ -123,18 +124,18 @@ def run(paths: Sequence[Path], count: int, rows: int, quick: bool, jobs: int) ->
             for path, name in zip(paths, names, strict=True)
         ]
         found = [(name, *task.result()) for name, task in track(tasks, f"measuring at {length} tokens")]
-    measured: dict[str, list[Measured]] = {}
+    measured: dict[str, list[Measurement]] = {}
     for name, part, _ in found:
         measured[name] = measured.get(name, part[:1]) + part[1:]
-    comparison = conclude([[one] for one in checkpoints], measured, [], windows, [], needles=needles)
+    comparison = conclude([[one] for one in checkpoints], measured, [], Setup(windows, needles=needles))
     minutes = sum(seconds for *_, seconds in found) / 60
     return comparison.to_dict() | {"losses": _losses(measured), "minutes": minutes}
 
 
-def _losses(measured: Mapping[str, Sequence[Measured]]) -> list[Row]:
+def _losses(measured: Mapping[str, Sequence[Measurement]]) -> list[Row]:
     """By how many nats a token more logits cost a model than others cost the first one, paired."""
     by_bits = {
-        name: {one.variant.scheme.attention.logits: one.scores for one in own if one.variant}
+        name: {one.variant.scheme.attention.logits: one.scores for one in own if one.variant.what != UNCHANGED}
         for name, own in measured.items()
     }
     first, *others = measured

@@ -28,17 +28,17 @@ from tempfile import TemporaryDirectory
 
 import torch
 from machine import describe
-from report import Row, add_outputs, command_line, increase, interval, nats, percent, table, verdict, write_outputs
+from report import Row, add_outputs, command_line, increase, interval, nats, share, table, verdict, write_outputs
 
 from diffbit.apps.evaluate.cost import token_cost
-from diffbit.apps.evaluate.measure import measure
+from diffbit.apps.evaluate.measure import Setup, measure
 from diffbit.apps.evaluate.metrics import Scores, mean, paired, perplexity_ratio, recovered
 from diffbit.calib_data import Windows, eval_windows
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
-from diffbit.files import read_json
+from diffbit.io.errors import DiffbitError
+from diffbit.io.files import read_json
+from diffbit.io.progress import set_quiet, track
 from diffbit.models import Checkpoint
-from diffbit.progress import set_quiet, track
 from diffbit.quantize import load, read_scheme
 from diffbit.runtime import Artifact, bench
 
@@ -85,7 +85,7 @@ def score(path: Path, windows: Windows) -> Scores:
     """In a process of its own."""
     torch.set_num_threads(1)
     set_quiet(True)
-    (measured,), _ = measure(load(path), [], windows)
+    (measured,), _ = measure(load(path), [], Setup(windows))
     return measured.scores
 
 
@@ -167,8 +167,7 @@ def tables(found: Row) -> str:
         named = [row["model"], row["kind"].replace("_", " ")]
         tokens = f"{row['tokens'] / 1e6:.1f}" if "tokens" in row else ""
         perplexity = interval(row["perplexity"], lambda value: f"{value:.3f}")
-        closed = interval(row["closed"], lambda share: percent(share, 0))
-        quality.append([*named, tokens, perplexity, increase(row["ratio"]), closed])
+        quality.append([*named, tokens, perplexity, increase(row["ratio"]), share(row["closed"])])
         operations = [f"{count / 1e6:.2f}" for count in row["operations"].values()]
         sizes = f"{row['nbytes'] / 1e6:.2f}", f"{row['decode_tokens_per_s']:,.0f}", f"{row['moved'] / 1e6:.2f}"
         costs.append([*named, *sizes, *operations])

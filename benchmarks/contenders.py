@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 from diffbit.export.graph import DATA, MICROSOFT, MODEL, PAGE, Graph
+from diffbit.formats import QTensor, QuantLinear
+from diffbit.formats.packing import pack_bits
 from diffbit.ops import diff_attention, kv_cache
-from diffbit.quantize import QTensor, QuantLinear
-from diffbit.quantize.formats.packing import pack_bits
 from diffbit.runtime import native
 
 Array = NDArray[Any]

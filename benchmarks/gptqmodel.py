@@ -22,7 +22,7 @@ import torch
 from report import table
 
 import diffbit
-from diffbit.progress import track
+from diffbit.io.progress import track
 
 SOURCE = Path(__file__).parents[1] / "examples" / "pico" / "softmax"
 OURS = ("int2_g64", "int3_g64", "int4_g32", "int4_g64_asym", "int8", "int8_g32_asym")

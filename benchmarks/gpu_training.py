@@ -25,7 +25,7 @@ from report import say
 from torch import Tensor
 
 from diffbit.models import Decoder, ModelConfig, attention_options
-from diffbit.models.layers import softmax
+from diffbit.models.layers import arithmetic as softmax
 
 Differential = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Some = tuple[Tensor, Tensor, Tensor, Tensor]

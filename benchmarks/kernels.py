@@ -40,8 +40,8 @@ from contenders import KINDS, Attention, OrtContender, nbits_graph, product_grap
 from machine import READ_BYTES, Reader, describe
 from report import Row, add_outputs, command_line, judged, left_out, row_table, say, write_outputs
 
-from diffbit.quantize.formats import parse_format
-from diffbit.quantize.formats.integer import ROW_BLOCK
+from diffbit.formats import parse_format
+from diffbit.formats.integer import ROW_BLOCK
 from diffbit.quantize.methods.rtn import quantize as rtn
 from diffbit.runtime import native
 

@@ -34,9 +34,10 @@ from smollm2 import fetch, news_windows, scores, trained_copy
 import diffbit
 from diffbit.apps.evaluate.metrics import Scores, mean, perplexity_ratio
 from diffbit.cli.options import read_windows
+from diffbit.formats import parse_format
+from diffbit.io.progress import track
 from diffbit.models import Decoder, save
-from diffbit.progress import track
-from diffbit.quantize import Scheme, apply, parse_format
+from diffbit.quantize import Scheme, apply
 
 ROWS = {  # bits, group size, the others' methods, ours
     "int4_g64": (4, 64, ("llm-compressor", "gptqmodel"), ("rtn", "gptq")),

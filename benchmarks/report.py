@@ -100,6 +100,15 @@ def interval(estimate: Row | None, show: Callable[[float], str]) -> str:
     return f"{value} [{low.removesuffix(' %')}, {high.removesuffix(' %')}]"
 
 
+def share(estimate: Row | None) -> str:
+    """Of a loss, in percent, if its interval establishes it."""
+    from diffbit.apps.evaluate.metrics import established  # with torch, which most tables do without
+
+    if estimate is not None and not established(**estimate):
+        return "not established"
+    return interval(estimate, lambda value: percent(value, 0))
+
+
 def increase(ratio: Row | None) -> str:
     """Of perplexity, by the ratio of two."""
     digits = 2 if ratio is not None and ratio["value"] < 1.1 else 1

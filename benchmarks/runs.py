@@ -26,9 +26,9 @@ from report import Row, add_outputs, command_line, increase, interval, nats, tab
 
 from diffbit.apps.evaluate.compare import compare
 from diffbit.apps.evaluate.metrics import CONFIDENCE, Estimate, t_quantile
-from diffbit.files import read_json
+from diffbit.io.files import read_json
+from diffbit.io.progress import track
 from diffbit.models import Checkpoint
-from diffbit.progress import track
 
 RUNS = 6
 BITS = ("8", "4", "3", "2")

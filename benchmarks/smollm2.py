@@ -49,7 +49,7 @@ import diffbit
 from diffbit.apps.evaluate.metrics import Scores, log_probabilities, mean, perplexity_ratio, score
 from diffbit.calib_data import load_tokenizer
 from diffbit.export import reference_model
-from diffbit.files import sha256_file
+from diffbit.io.files import sha256_file
 from diffbit.models import Checkpoint, Decoder, load, save
 from diffbit.runtime import bench
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 from .sources import Split
 from .tokenizer import TextTokenizer, load_tokenizer
 from .window import Windows, digest, eval_windows

@@ -17,9 +17,9 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from ..errors import DiffbitError
-from ..files import parse_json, read_json, write_atomic, write_json
-from ..tokenizer_files import TOKENIZER, open_tokenizer, tokenizer_errors, tokenizer_files
+from ..io.errors import DiffbitError
+from ..io.files import parse_json, read_json, write_atomic, write_json
+from ..io.tokenizer_files import TOKENIZER, open_tokenizer, tokenizer_errors, tokenizer_files
 
 CONFIG = "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"

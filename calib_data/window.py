@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 from .mix import Render
 from .sources import Split, load_text
 from .tokenizer import load_tokenizer

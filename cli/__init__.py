@@ -11,6 +11,7 @@ so `diffbit run` needs no torch. Commands of apps live with them (apps/NAME/comm
 """
 
 from .options import (
+    CALIBRATION_WINDOWS,
     ArtifactPath,
     ArtifactPaths,
     Data,
@@ -23,13 +24,17 @@ from .options import (
     Seed,
     TorchDevice,
     as_artifacts,
+    completion,
     read_windows,
     torch_device,
     with_settings,
 )
-from .output import print_json, print_table, remark
+from .output import json_of, print_json, print_table, remark
+from .quantize import LAYER_ERRORS
 
 __all__ = [
+    "CALIBRATION_WINDOWS",
+    "LAYER_ERRORS",
     "ArtifactPath",
     "ArtifactPaths",
     "Data",
@@ -42,6 +47,8 @@ __all__ = [
     "Seed",
     "TorchDevice",
     "as_artifacts",
+    "completion",
+    "json_of",
     "print_json",
     "print_table",
     "read_windows",

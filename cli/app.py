@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Collection, Iterable, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NoReturn
@@ -16,12 +17,12 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperOption
 
-from ..errors import DiffbitError, MissingDependency
-from ..hub import download, is_hub_name
-from ..processes import leave, speaks
+from ..io import plugins
+from ..io.errors import DiffbitError, MissingDependency
+from ..io.hub import download, is_hub_name
+from ..io.processes import leave, speaks
 from ..version import __version__
 from . import bench, chat, export, plan, quantize, run, verify
-from .options import modules
 from .output import print_error
 
 LAB_PACKAGES = {
@@ -135,10 +136,11 @@ def _add(module: ModuleType, name: str, examples: Iterable[str]) -> None:
 
 for _module in (plan, quantize, export, verify, run, chat, bench):
     _add(_module, _module.__name__.rpartition(".")[2], _module.EXAMPLES)
-for _name in modules("apps"):
-    _module = import_module(f"..apps.{_name}.command", __package__)
-    for _command, _examples in _module.EXAMPLES.items():
-        _add(_module, _command, _examples)
+for _name in plugins.names("diffbit.apps"):
+    if find_spec(_file := f"diffbit.apps.{_name}.command") is not None:  # else it has no command
+        _module = import_module(_file)
+        for _command, _examples in _module.EXAMPLES.items():
+            _add(_module, _command, _examples)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from ..files import parse_size
-from ..progress import track
+from ..io.files import parse_size
+from ..io.progress import track
 from ..settings import SessionOptions
 from .options import ArtifactPaths, Json, Quiet, as_artifacts, with_settings
 from .output import print_json, print_table, remark

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import DiffbitError
-from ..files import write_json
+from ..io.errors import DiffbitError
+from ..io.files import write_json
 from ..settings import Sampling, SessionOptions
 from .options import (
     ArtifactPath,

@@ -8,11 +8,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..errors import DiffbitError
-from ..files import read_json
-from .options import Json, Overwrite, Quiet, dtype_for
+from ..io.errors import DiffbitError
+from ..io.files import read_json
+from .options import Json, Overwrite, Quiet, completion, dtype_for
 from .output import print_json, print_table, remark
 
+FORMATS = ("artifact", "gptq", "compressed-tensors", "bitsandbytes", "bitnet")
 EXAMPLES = (
     "diffbit export out/demo/diff_v1-int4 -o out/diff-onnx",
     "diffbit export examples/pico/softmax_ternary -o out/bitnet-hf --format bitnet",
@@ -24,10 +25,12 @@ def export(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint: a folder, float or quantized, or a GGUF file.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Output folder.")],
     format: Annotated[
-        Literal["artifact", "gptq", "compressed-tensors", "bitsandbytes", "bitnet"],
+        str,
         typer.Option(
-            help="artifact: for ONNX Runtime; the others: the quantized checkpoint as transformers, vLLM and peft read "
-            "it (docs/checkpoints.md)."
+            metavar="FORMAT",
+            autocompletion=completion(lambda: FORMATS),
+            help="artifact: for ONNX Runtime; gptq, compressed-tensors, bitsandbytes or bitnet: the quantized "
+            "checkpoint as transformers, vLLM and peft read it (docs/checkpoints.md).",
         ),
     ] = "artifact",
     device: Annotated[
@@ -56,9 +59,7 @@ def export(
     ] = False,
     layout: Annotated[
         Literal["plain", "transformers.js"],
-        typer.Option(
-            help="transformers.js: the graph lies in a folder onnx/, so that transformers.js loads the artifact."
-        ),
+        typer.Option(help="transformers.js: the graph lies in a folder onnx/, where transformers.js looks for it."),
     ] = "plain",
     overwrite: Overwrite = False,
     as_json: Json = False,

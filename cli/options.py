@@ -6,18 +6,17 @@ import dataclasses
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from pkgutil import iter_modules
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..errors import DiffbitError, how_to_install
-from ..files import folder_name
-from ..progress import set_quiet
+from ..io.errors import DiffbitError, how_to_install
+from ..io.files import folder_name
+from ..io.progress import set_quiet
 from .output import remark
 
 if TYPE_CHECKING:
@@ -126,24 +125,19 @@ def _biases(texts: Sequence[str]) -> dict[int, float]:
     return found
 
 
-def modules(*folder: str) -> list[str]:
-    """List the modules in a folder of the package without importing them, which would need torch."""
-    return [module.name for module in iter_modules([str(Path(__file__).parents[1].joinpath(*folder))])]
-
-
-def completion(names: Sequence[str], joined_by: str = " ") -> Callable[[str], list[str]]:
-    """Complete one of `names`, or the last of several joined by any of the characters in `joined_by`."""
+def completion(names: Callable[[], Iterable[str]], joined_by: str = " ") -> Callable[[str], list[str]]:
+    """Complete one of `names()`, or the last of several joined by any of the characters in `joined_by`."""
 
     def complete(incomplete: str) -> list[str]:
         last = re.split(f"[{joined_by}]", incomplete)[-1]
-        return [incomplete.removesuffix(last) + name for name in names if name.startswith(last)]
+        return [incomplete.removesuffix(last) + name for name in names() if name.startswith(last)]
 
     return complete
 
 
 def of_formats(help: str) -> Any:
     """An option whose value is a number format."""
-    return typer.Option(metavar="FORMAT", autocompletion=completion(FORMATS), help=help)
+    return typer.Option(metavar="FORMAT", autocompletion=completion(lambda: FORMATS), help=help)
 
 
 def read_windows(
@@ -177,8 +171,8 @@ def chat_template(model: Path) -> Callable[[Any], str] | None:
     and a remark says so.
     """
     from ..calib_data.mix import plain
+    from ..io.tokenizer_files import tokenizer_files
     from ..runtime.template import ChatTemplate, NoTemplate
-    from ..tokenizer_files import tokenizer_files
 
     refused = False
 
@@ -227,7 +221,7 @@ def dtype_for(device: str) -> str:
 @contextmanager
 def as_artifacts(paths: Sequence[Path], device: str) -> Iterator[list[Path]]:
     """Yield the artifacts; checkpoints among `paths` are exported to a temporary folder while the command runs."""
-    from ..gguf_file import find_gguf
+    from ..io.gguf import find_gguf
     from ..runtime.artifact import MANIFEST
 
     with TemporaryDirectory(prefix="diffbit-") as folder:

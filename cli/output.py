@@ -1,19 +1,22 @@
-"""Printing: results to stdout as tables or JSON, remarks and errors to stderr."""
+"""Printing: results to stdout as tables or JSON, remarks and errors to stderr; and what another command prints."""
 
 from __future__ import annotations
 
-import itertools
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..progress import is_quiet
+from ..io.progress import is_quiet
+from ..runtime.processes import python
 
 MOST_CHARACTERS = 2000  # in an error message
 
@@ -49,18 +52,27 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False, default=str), flush=True)
 
 
+def json_of(*arguments: str) -> Any:
+    """Return what `diffbit ARGUMENTS --json` prints, run in a process of its own: so an app uses another's command."""
+    quiet = ["--quiet"] if is_quiet() else []
+    command = [*python("diffbit.cli.app", "main"), arguments[0], "--json", *quiet, *arguments[1:]]
+    done = subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8")
+    if done.returncode:
+        raise typer.Exit(done.returncode)  # the command has said why on stderr
+    return json.loads(done.stdout)
+
+
 def print_table(rows: Iterable[Mapping[str, Any]], title: str | None = None) -> None:
     """Print rows as a table: headings from the first row's keys, numbers right-aligned with 4 significant digits.
 
-    Columns for which a terminal is too narrow follow in further tables, each with the columns that name the rows: those
-    before the first numbers.
+    Columns for which a terminal is too narrow follow in further tables, each with the columns that name the rows.
     """
     rows = list(rows)
     # a table written to a file is not wrapped to 80 columns
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)
     unbound = console.options.update(max_width=10_000)
     names = list(rows[0]) if rows else []
-    keys = list(itertools.takewhile(lambda name: not _is_numeric(rows, name), names[:4]))
+    keys = _keys(rows, names)
     shown, rest = names, list[str]()
     while True:
         table = _table(rows, shown, title)
@@ -70,7 +82,16 @@ def print_table(rows: Iterable[Mapping[str, Any]], title: str | None = None) -> 
         console.print(table)
         if not rest:
             return
-        shown, rest, title = [*keys, *rest], [], None
+        shown, rest, title = [*(name for name in keys if name not in rest), *rest], [], None
+
+
+def _keys(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
+    """The columns that name the rows: the first ones, up to four, that no two rows have in common, and that differ."""
+    for count in range(1, 5):
+        if len({tuple(str(row.get(name)) for name in names[:count]) for row in rows}) == len(rows):
+            break
+    varied = [name for name in names[:count] if len({str(row.get(name)) for row in rows}) > 1]
+    return varied or list(names[:1])
 
 
 def _table(rows: Sequence[Mapping[str, Any]], names: Sequence[str], title: str | None) -> Table:

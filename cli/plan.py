@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import typer
 
-from ..errors import DiffbitError
-from ..files import parse_size
+from ..io.errors import DiffbitError
+from ..io.files import parse_size
 from .options import CALIBRATION_WINDOWS, Json, Length, Quiet, dtype_for, window_length
 from .output import print_json, print_table, remark
 from .quantize import (
@@ -65,7 +65,7 @@ def plan(
     """
     from ..models import Checkpoint
     from ..quantize.demand import Text, available_memory, quantize_seconds, resident, within
-    from ..quantize.recipe import parse_recipe
+    from ..quantize.methods import parse_recipe
 
     checkpoint = Checkpoint(model)
     options = (scheme_file, weights, embedding, head, override, activations, kv, qk, kv_window)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..errors import DiffbitError
-from ..files import parse_size, write_json
+from ..io import plugins
+from ..io.errors import DiffbitError
+from ..io.files import parse_size, write_json
 from .options import (
     CALIBRATION_WINDOWS,
     Field,
@@ -22,7 +23,6 @@ from .options import (
     Quiet,
     TorchDevice,
     completion,
-    modules,
     of_formats,
     read_windows,
 )
@@ -51,7 +51,7 @@ EXAMPLES = (
 
 def _list_methods(wanted: bool) -> None:
     if wanted:
-        from ..quantize.recipe import table
+        from ..quantize.methods import table
 
         print_table(table())
         raise typer.Exit
@@ -89,7 +89,7 @@ KvCache = Annotated[
     str | None,
     typer.Option(
         metavar="FORMAT",
-        autocompletion=completion(("fp16", "int8", "int4", "int2", "none"), ","),
+        autocompletion=completion(lambda: ("fp16", "int8", "int4", "int2", "none"), ","),
         help="KV cache format: fp16, int8, int4, int2 or none (float), or one format each for keys and values: "
         "int8,int4.",
     ),
@@ -111,7 +111,7 @@ MethodName = Annotated[
     str,
     typer.Option(
         metavar="METHOD",
-        autocompletion=completion(modules("quantize", "methods"), "+"),
+        autocompletion=completion(lambda: plugins.names("diffbit.quantize.methods"), "+"),
         help="Quantization method, or several joined by +: gptq, rotate+gptq, learned:50 (steps); see --list-methods.",
     ),
 ]
@@ -179,7 +179,7 @@ def quantize(
     the work; the result is the same to the bit. --device cuda computes on a GPU, whose result differs slightly, because
     it sums in another order.
     """
-    from ..processes import processes
+    from ..io.processes import processes
     from ..quantize import parse_recipe, quantize_checkpoint
 
     here = processes(device)
@@ -229,7 +229,8 @@ def read_scheme(
     weights_later: bool = False,
 ) -> Scheme:
     """Read the scheme from the file or the options. weights_later: the weights' formats are chosen afterwards."""
-    from ..quantize import Scheme, parse_format, parse_override, table_formats
+    from ..formats import parse_format
+    from ..quantize import Scheme, parse_override, table_formats
 
     options = (weights, embedding, head, override, activations, kv, qk, kv_window)
     if file is not None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 from ..settings import Sampling, SessionOptions
 from .options import (
     ArtifactPath,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 from ..settings import SessionOptions
 from .options import Data, Field, Json, Length, MaxWindows, Quiet, with_settings
 from .output import print_json, print_table, verification_dict

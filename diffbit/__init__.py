@@ -10,14 +10,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .errors import DiffbitError
+from .io.errors import DiffbitError
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .apps.convert.differential import convert
     from .apps.evaluate.compare import compare
     from .export import export_artifact
-    from .quantize import Scheme, load, parse_format, quantize_checkpoint
+    from .formats import parse_format
+    from .quantize import Scheme, load, quantize_checkpoint
     from .runtime import Chat, Sampler, Session, Tokenizer
     from .runtime.generate import generate
     from .runtime.verify import verify
@@ -39,8 +40,9 @@ __all__ = [
     "verify",
 ]
 
-_PACKAGE = {"compare": "apps.evaluate.compare", "convert": "apps.convert.differential", "export_artifact": "export"}
-_PACKAGE |= dict.fromkeys(("Scheme", "load", "parse_format", "quantize_checkpoint"), "quantize")
+_PACKAGE = {"compare": "apps.evaluate.compare", "convert": "apps.convert.differential"}
+_PACKAGE |= {"export_artifact": "export", "parse_format": "formats"}
+_PACKAGE |= dict.fromkeys(("Scheme", "load", "quantize_checkpoint"), "quantize")
 _PACKAGE |= dict.fromkeys(("Chat", "Sampler", "Session", "Tokenizer", "generate", "verify"), "runtime")
 
 

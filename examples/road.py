@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import diffbit
-from diffbit.apps.evaluate.outliers import measure
+from diffbit.apps.outliers.activations import measure
 from diffbit.calib_data import eval_windows
 from diffbit.quantize import AttentionScheme
 from diffbit.runtime import Artifact

@@ -20,7 +20,7 @@ from typing import Any
 
 import diffbit
 from diffbit.cli import print_table
-from diffbit.progress import track
+from diffbit.io.progress import track
 from diffbit.runtime import bench
 
 PROMPT, NEW, ROUNDS = 128, 64, 3

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from ..calib_data import Windows
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
+from ..io.progress import track
 from ..models import Checkpoint, Decoder, KVCache
-from ..progress import track
 from .reference import reference_model
 
 LogitsFunction = Callable[[NDArray[np.int64], NDArray[np.bool_]], NDArray[np.float32]]

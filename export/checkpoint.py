@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .. import files
-from ..errors import DiffbitError
+from ..io import files
+from ..io.errors import DiffbitError
+from ..io.progress import track
 from ..models import Checkpoint, CheckpointWriter
 from ..models.checkpoint.names import shapes
-from ..progress import track
-from ..quantize import Scheme, read_scheme, read_weight
+from ..quantize import Scheme
 from ..quantize.demand import in_shards
-from ..quantize.layouts import LAYOUTS, WRITTEN
+from ..quantize.layouts import Weights, layouts
 
 
 def export_checkpoint(
@@ -31,15 +31,19 @@ def export_checkpoint(
 ) -> Path:
     """Write the folder `out` of a quantized checkpoint, a tensor in memory at a time, and return it.
 
-    layout: one of quantize.layouts.WRITTEN. tokenizer: a tokenizer.json, or a folder with one, to use in place of the
-    checkpoint's own.
+    layout: one that diffbit writes (quantize/layouts/), such as "gptq". tokenizer: a tokenizer.json, or a folder with
+    one, to use in place of the checkpoint's own.
     """
-    if layout not in WRITTEN:
-        raise DiffbitError(f"layout is {layout!r}, wanted one of {', '.join(WRITTEN)}")
+    written = {name: known for name, known in layouts().items() if known.settings is not None}
+    if layout not in written:
+        raise DiffbitError(f"layout is {layout!r}, wanted one of {', '.join(written)}")
+    settings, pack = written[layout].settings, written[layout].pack
+    assert settings is not None and pack is not None
     source = Checkpoint(checkpoint)
     files.check_apart(out, source.path, *([] if tokenizer is None else [tokenizer]))
+    weights = Weights(source)
     try:
-        entry = LAYOUTS[layout].settings(source.config, read_scheme(source) or Scheme())
+        entry = settings(source.config, weights.scheme or Scheme())
     except DiffbitError as error:
         raise error if str(error).startswith(str(source.path)) else DiffbitError(f"{source.path}: {error}") from None
     names = shapes(source.config)
@@ -53,11 +57,11 @@ def export_checkpoint(
         overwrite=overwrite,
     ) as writer:
         for name in track(names, "exporting", total=len(names)):
-            weight = read_weight(source, name)
+            weight = weights.read(name)
             if isinstance(weight, Tensor):
                 writer.add(name, weight)
                 continue
             order = writer.row_order(name)
-            for part, tensor in LAYOUTS[layout].parts(weight if order is None else weight.rows(order), entry).items():
+            for part, tensor in pack(weight if order is None else weight.rows(order), entry).items():
                 writer.add_raw(f"{name.removesuffix('.weight')}.{part}", tensor)
     return Path(out)

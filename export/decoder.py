@@ -30,15 +30,16 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
+from ..formats import QTensor, QuantLinear
+from ..formats.base import Stored
 from ..models import Block, ModelConfig, rope_tables
 from ..models.graph import GROUP_QUERY_MULTIPLE, Cache, Heads
 from ..ops import diff_attention, float_matmul
 from ..ops.cache import Buffer, CacheSpec, tokens_each
 from ..ops.diff_attention_body import END
 from ..ops.kv_cache import BLOCK
-from ..quantize import AttentionScheme, QTensor, QuantLinear
+from ..quantize import AttentionScheme
 from ..quantize.cache import is_low_bit, operator
-from ..quantize.formats.base import Stored
 from ..runtime.session import LOGITS_FROM
 from .graph import DATA, Graph
 

@@ -10,10 +10,10 @@ import math
 
 import torch
 
+from ..formats.base import LARGE
 from ..models import Checkpoint, ModelConfig, num_parameters
 from ..quantize import read_scheme
 from ..quantize.demand import SLACK, Demand
-from ..quantize.formats.base import LARGE
 from ..quantize.report import sizes
 from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE, Scheme, linear_shapes, weight_shapes
 

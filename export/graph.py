@@ -28,13 +28,13 @@ import torch
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 from torch import Tensor, nn
 
-from ..errors import DiffbitError
+from ..formats import QTensor, QuantLinear
+from ..formats.base import MICROSOFT
+from ..io.errors import DiffbitError
 from ..models.graph import Attribute
 from ..models.layers.norm import LayerNorm, RMSNorm
 from ..ops import float_matmul
 from ..ops.signature import DOMAIN, DOMAIN_VERSION
-from ..quantize import QTensor, QuantLinear
-from ..quantize.formats.base import MICROSOFT
 from ..runtime.artifact import FILE_BYTES
 
 MODEL = "model.onnx"
@@ -218,7 +218,7 @@ class Graph:
 
     def linear(self, x: ir.Value, module: nn.Module, name: str, scale: float = 1.0, bias: bool = True) -> ir.Value:
         """Add scale * (x W^T) + bias: a float product, or the operator of a quantized weight's format
-        (quantize/formats/)."""
+        (formats/)."""
         with self.scope(name):
             if isinstance(module, QuantLinear):
                 product = module.onnx(self, x, scale)

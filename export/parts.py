@@ -53,11 +53,11 @@ FILES = {"tokenizer": "tokenizer", "special_tokens": "tokenizer", "chat_template
 def parts(folder: Path, files: Iterable[str], config: ModelConfig, scheme: Scheme | None) -> list[Part]:
     """Return the parts of the named files of an artifact's folder, largest first."""
     shapes, formats = weight_shapes(config), {} if scheme is None else scheme.formats(config)
-    found: dict[str, tuple[int, int]] = {}
+    totals: dict[str, tuple[int, int]] = {}
 
     def add(part: str, nbytes: int, count: int = 0) -> None:
-        before = found.get(part, (0, 0))
-        found[part] = before[0] + nbytes, before[1] + count
+        before = totals.get(part, (0, 0))
+        totals[part] = before[0] + nbytes, before[1] + count
 
     for name in files:
         size = (folder / name).stat().st_size
@@ -74,7 +74,7 @@ def parts(folder: Path, files: Iterable[str], config: ModelConfig, scheme: Schem
             continue
         if name.endswith(".codes"):
             scope, _, names = name.removesuffix(".codes").rpartition(".")
-            modules = [f"{scope}.{each}" if scope else each for each in names.split("+")]  # Graph.linears
+            modules = [f"{scope}.{linear}" if scope else linear for linear in names.split("+")]  # Graph.linears
             modules = [module if module in shapes else f"model.{module}" for module in modules]
             format, count = formats[modules[0]], sum(math.prod(shapes[module]) for module in modules)
             part, nbytes = f"{TABLES.get(modules[0], '')}{format} codes", -(-count * format.device_bits // 8)
@@ -84,5 +84,5 @@ def parts(folder: Path, files: Iterable[str], config: ModelConfig, scheme: Schem
             part = part.replace("embedding", "embedding, head")
         add(part, nbytes, count)
         add("padding", -nbytes)
-    rows = [Part(name=name, bytes=nbytes, weights=count or None) for name, (nbytes, count) in found.items()]
-    return sorted(rows, key=lambda part: -part["bytes"])
+    rows = [Part(name=name, bytes=nbytes, weights=count or None) for name, (nbytes, count) in totals.items()]
+    return sorted(rows, key=lambda part: -part.bytes)

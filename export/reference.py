@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..errors import DiffbitError
+from ..formats import QTensor, QuantEmbedding
+from ..io.errors import DiffbitError
 from ..models import Block, Checkpoint, Decoder, rope_for
 from ..models.checkpoint.names import EMBEDDING, HEAD
 from ..models.layers.state import Carried
-from ..quantize import QTensor, QuantEmbedding, Scheme, load, load_block, read_scheme, read_weight
+from ..quantize import Scheme, Weights, load, load_block, read_scheme
 from ..quantize.model import as_exported, assemble
 from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE
 
@@ -41,7 +42,7 @@ class Stream:
     """
 
     def __init__(self, checkpoint: Checkpoint, prompt: list[int], noise: float) -> None:
-        self.checkpoint, self.config = checkpoint, checkpoint.config
+        self.weights, self.config = Weights(checkpoint), checkpoint.config
         self._ids = torch.tensor([prompt] * (1 + COPIES))
         self._rope = rope_for(self.config, torch.arange(len(prompt))[None])
         self._noise = noise
@@ -51,14 +52,14 @@ class Stream:
 
     def embedding(self) -> Tensor | QTensor:
         """The embedding table [V, E], quantized or in its stored dtype."""
-        table = read_weight(self.checkpoint, EMBEDDING)
+        table = self.weights.read(EMBEDDING)
         self._x = QuantEmbedding(table)(self._ids) if isinstance(table, QTensor) else table[self._ids].float()
         self._disturb()  # else the first layer's rounding would be that of the golden prompt in all copies
         return table
 
     def blocks(self) -> Iterator[Block]:
         for index in range(self.config.num_layers):
-            block = load_block(self.checkpoint, index).eval()
+            block = load_block(self.weights, index).eval()
             as_exported(block)
             yield block
             with torch.inference_mode():
@@ -71,13 +72,13 @@ class Stream:
 
     def head(self) -> tuple[nn.Module, nn.Module, Tensor]:
         """The final norm, the head (tied: with the embedding's weight), the logits [1 + COPIES, V] after the prompt."""
-        config, scheme = self.config, read_scheme(self.checkpoint) or Scheme()
+        config, scheme = self.config, self.weights.scheme or Scheme()
         with torch.device("meta"):
             norm = config.new_norm()
             top = nn.ModuleDict({"norm": norm, "lm_head": nn.Linear(config.hidden_size, config.vocab_size, bias=False)})
         names = {f"norm.{part}": f"model.norm.{part}" for part, _ in norm.named_parameters()}
         names[HEAD] = EMBEDDING if config.tie_embeddings else HEAD
-        weights = {name: read_weight(self.checkpoint, stored) for name, stored in names.items()}
+        weights = {name: self.weights.read(stored) for name, stored in names.items()}
         assemble(top, weights, scheme, torch.float32)
         as_exported(top)
         with torch.inference_mode():

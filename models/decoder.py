@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 from .cache import KVCache
 from .config import ModelConfig
 from .graph import Cache, Graph
 from .layers.masks import causal_mask, default_positions
 from .layers.rope import Rope, RopeScaling, inverse_frequencies
 from .layers.state import Carried, State
-from .mixer import Mixer, Place
+from .mixers import Mixer, Place, Replay
 
 INIT_STD = 0.02
 
@@ -48,7 +48,7 @@ def rope_tables(config: ModelConfig, length: int) -> Rope:
 
 
 class Block(nn.Module):
-    """One layer. forward(x [B, S, E], rope, mask, state, carried) -> [B, S, E].
+    """One layer. forward(x [B, S, E], rope, mask, state, carried, replay) -> [B, S, E].
 
     `forward` and `onnx` are the same walk. A norm that the layer does not have (LayerSpec.norms) is an nn.Identity.
     """
@@ -73,8 +73,9 @@ class Block(nn.Module):
         mask: Tensor | None = None,
         state: State | None = None,
         carried: Carried | None = None,
+        replay: Replay | None = None,
     ) -> Tensor:
-        x = x + self.mixer_output_norm(self.self_attn(self.input_layernorm(x), rope, mask, state, carried))
+        x = x + self.mixer_output_norm(self.self_attn(self.input_layernorm(x), rope, mask, state, carried, replay))
         return x + self.mlp_output_norm(self.mlp(self.post_attention_layernorm(x)))
 
     def onnx(self, g: Graph, past: Cache) -> Cache:

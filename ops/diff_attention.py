@@ -97,7 +97,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 from . import kv_cache, schema
 from .diff_attention_body import body, grouped_body
 

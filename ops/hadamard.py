@@ -64,7 +64,7 @@ def block_size(columns: int) -> int:
 
 
 def reference(a: torch.Tensor, block: int) -> torch.Tensor:
-    """Compute the op in torch: A [..., K] float -> [..., K] in A's dtype, without gradients (quantize/rounding.py)."""
+    """Compute the op in torch: A [..., K] float -> [..., K] in A's dtype, without gradients (formats/rounding.py)."""
     import torch
 
     # [h, n], n the blocks of all rows: each stage adds and subtracts long runs, whatever its s

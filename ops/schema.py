@@ -339,7 +339,7 @@ def _call(op: Op) -> str:
     name, function = f"Diffbit{op.call.struct}", f"diffbit_cuda_{op.call.function}"
     lines, checks, offset = [f"struct {name} {{"], [], 0
     typed = listed([tensor.name.lower() for tensor in op.inputs + op.outputs if tensor.type == T], "and")
-    notes = {"type": f"of {typed}: {FLOATS}"} | op.call.notes
+    notes = {"type": f"of {typed}: {FLOATS}", **op.call.notes}
     for kind, field, _ in op.fields():
         note = f"  // {notes[field]}" if field in notes else ""
         lines.append(f"  {kind} {field};{note}")

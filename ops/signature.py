@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING, ClassVar
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 from .body import Nodes, Outputs
 
 if TYPE_CHECKING:

@@ -6,17 +6,14 @@ decoder = apply(float_decoder, scheme)               # the same in memory
 """
 
 from .attention import logits_hook, quantize_logits
-from .checkpoint import load, load_block, quantize_checkpoint, read_scheme, read_weight, save
-from .formats import CodebookFormat, Format, IntFormat, MXFormat, QTensor, TernaryFormat, parse_format
+from .calibration.stats import CalibStats, proxy_loss
+from .checkpoint import load, load_block, quantize_checkpoint, save
 from .layerwise import apply
-from .linear import QuantEmbedding, QuantLinear
-from .method import Method
-from .methods import methods
+from .layouts import Weights, read_scheme, read_weight
+from .methods import Method, methods, parse_recipe
 from .methods.rtn import quantize as rtn
 from .model import quant_linear
-from .recipe import parse_recipe
 from .report import Report, Sizes, WeightReport, sizes
-from .rounding import Rounding, quantize_per_block_int8, quantize_per_token_int8, rounded_input, spread
 from .scheme import (
     EMBEDDING_MODULE,
     HEAD_MODULE,
@@ -28,34 +25,24 @@ from .scheme import (
     table_formats,
     weight_shapes,
 )
-from .stats import CalibStats, proxy_loss
 
 __all__ = [
     "EMBEDDING_MODULE",
     "HEAD_MODULE",
     "AttentionScheme",
     "CalibStats",
-    "CodebookFormat",
-    "Format",
-    "IntFormat",
-    "MXFormat",
     "Method",
-    "QTensor",
-    "QuantEmbedding",
-    "QuantLinear",
     "Report",
-    "Rounding",
     "Scheme",
     "Sizes",
-    "TernaryFormat",
     "WeightReport",
+    "Weights",
     "apply",
     "linear_shapes",
     "load",
     "load_block",
     "logits_hook",
     "methods",
-    "parse_format",
     "parse_kv",
     "parse_override",
     "parse_recipe",
@@ -63,15 +50,11 @@ __all__ = [
     "quant_linear",
     "quantize_checkpoint",
     "quantize_logits",
-    "quantize_per_block_int8",
-    "quantize_per_token_int8",
     "read_scheme",
     "read_weight",
-    "rounded_input",
     "rtn",
     "save",
     "sizes",
-    "spread",
     "table_formats",
     "weight_shapes",
 ]

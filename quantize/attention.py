@@ -22,8 +22,8 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from ..models.layers.attention import Attention
-from ..models.layers.softmax import Arithmetic
+from ..models.attention import Attention
+from ..models.layers.arithmetic import Arithmetic
 from ..ops.diff_attention_reference import cached, mixed, scores
 from .cache import is_low_bit
 from .scheme import AttentionScheme

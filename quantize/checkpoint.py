@@ -14,24 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import files, models
-from ..errors import DiffbitError
+from .. import models
+from ..formats import Format, QTensor
+from ..io import files
+from ..io.errors import DiffbitError
+from ..io.processes import Processes
 from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig
 from ..models.checkpoint.names import shapes, stays_float32
-from ..processes import Processes
-from . import layouts
 from .cache import is_low_bit
+from .calibration.states import ALONE
 from .demand import Text, in_shards, within
-from .formats import Format, QTensor
 from .layerwise import Finished, quantize_layers, stored_config, tokens_for
-from .layouts import read_scheme
-from .layouts.diffbit import VERSION
+from .layouts import Weights
+from .methods import parse_recipe
 from .model import Round, assemble
-from .recipe import parse_recipe
 from .report import Report, WeightReport, sizes
 from .resume import Stored, Unfinished, run
 from .scheme import Scheme
-from .states import ALONE
 
 
 def quantize_checkpoint(
@@ -51,7 +50,7 @@ def quantize_checkpoint(
     """Quantize a float checkpoint into a new folder, one layer in memory at a time. Returns a report of each weight.
 
     method: names from methods/ joined by +, such as "rotate+gptq", or a function (weight, format, stats) -> QTensor.
-    calibration: token ids [n, S] (a tensor or an array) that pass through the model layer by layer (layer.py); methods
+    calibration: token ids [n, S] (a tensor or an array) that pass through the model layer by layer; methods
     calibrate on them, and each quantized layer's output error is measured on them. calibration_mask: bool [n, S], the
     tokens that count; default all. calibration_text: a description of the text (source, sha256, ...) for config.json
     and the artifact's manifest. resume: continue an interrupted run (resume.py), if there is one. max_memory: the most
@@ -67,8 +66,7 @@ def quantize_checkpoint(
     formats = _formats(scheme, stored)
     dtype = getattr(torch, checkpoint.dtype)
     tokens = tokens_for(recipe, config, calibration, calibration_mask, here.device, here=here)
-    entry: dict[str, Any] = {"quantizer": "diffbit", "version": VERSION, "scheme": scheme.to_dict()}
-    entry["method"] = recipe.name
+    entry = scheme.to_entry() | {"method": recipe.name}
     if tokens and calibration_text is not None:
         entry["calibration"] = {**calibration_text, "tokens": tokens.count}
     text = None if tokens is None else Text(len(tokens.ids), tokens.ids.shape[1], len(tokens.exact.ids))
@@ -175,7 +173,7 @@ def save(
 
     method: how the weights were rounded, for config.json.
     """
-    entry = {"quantizer": "diffbit", "version": VERSION, "scheme": scheme.to_dict(), "method": method}
+    entry = scheme.to_entry() | {"method": method}
     label = str(dtype).removeprefix("torch.")
     with CheckpointWriter(path, config, quantization=entry, dtype=label, tokenizer_from=tokenizer_from) as writer:
         for name, weight in weights.items():
@@ -194,32 +192,24 @@ def load(
     Quantized layers are QuantLinear modules; the scheme's formats of activations and attention are applied.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
-    scheme = read_scheme(checkpoint)
-    if scheme is None:
+    weights = Weights(checkpoint)
+    if weights.scheme is None:
         return models.load(checkpoint, dtype=dtype, device=device)
     with torch.device("meta"):
         decoder = Decoder(checkpoint.config)
-    weights = {name: layouts.read_weight(checkpoint, name, scheme) for name in shapes(checkpoint.config)}
-    return assemble(decoder, weights, scheme, dtype).to(device)
+    tensors = {name: weights.read(name) for name in shapes(checkpoint.config)}
+    return assemble(decoder, tensors, weights.scheme, dtype).to(device)
 
 
-def load_block(checkpoint: Checkpoint, index: int, dtype: torch.dtype = torch.float32) -> Block:
-    """Load only decoder layer `index` of a float or quantized checkpoint."""
+def load_block(source: Checkpoint | Weights, index: int, dtype: torch.dtype = torch.float32) -> Block:
+    """Load only decoder layer `index` of a float or quantized checkpoint. For several layers, pass one `Weights`."""
+    weights = source if isinstance(source, Weights) else Weights(source)
+    config, prefix = weights.checkpoint.config, f"model.layers.{index}."
     with torch.device("meta"):
-        block = Block(checkpoint.config, index)
-    prefix = f"model.layers.{index}."
-    names = [name for name in shapes(checkpoint.config) if name.startswith(prefix)]
-    scheme = read_scheme(checkpoint)
-    weights = {name.removeprefix(prefix): layouts.read_weight(checkpoint, name, scheme) for name in names}
-    return assemble(block, weights, scheme or Scheme(), dtype)
-
-
-def read_weight(checkpoint: Checkpoint, name: str) -> Tensor | QTensor:
-    """Read a parameter by its float name ("model.layers.0.mlp.up_proj.weight"), in canonical row order.
-
-    Returns a Tensor in its stored dtype, or a QTensor if it is quantized.
-    """
-    return layouts.read_weight(checkpoint, name, read_scheme(checkpoint))
+        block = Block(config, index)
+    names = [name for name in shapes(config) if name.startswith(prefix)]
+    tensors = {name.removeprefix(prefix): weights.read(name) for name in names}
+    return assemble(block, tensors, weights.scheme or Scheme(), dtype)
 
 
 def _stored(layer: Finished) -> Stored:

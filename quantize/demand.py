@@ -23,16 +23,16 @@ from pathlib import Path
 
 import torch
 
-from ..errors import DiffbitError
+from ..formats import Format
+from ..io.errors import DiffbitError
 from ..models import Checkpoint, ModelConfig, num_parameters
 from ..models.checkpoint.names import EMBEDDING, shapes
-from .formats import Format
-from .layer import LOSS_TOKENS, MEASURED_TOKENS, TABLE_PART, table_rows
-from .methods import learned
+from .calibration.states import BATCH_TOKENS
+from .calibration.tokens import LOSS_TOKENS, MEASURED_TOKENS
+from .layer import TABLE_PART, table_rows
+from .methods import Recipe, learned
 from .methods.gptq import PRECISE, ROUNDS
-from .recipe import Recipe
 from .scheme import Scheme, weight_shapes
-from .states import BATCH_TOKENS
 
 SLACK = 32 << 20  # upper bound of what the allocator keeps of blocks that it does not map separately
 TEXT = 40 << 20  # for reading calibration text, with the libraries for it

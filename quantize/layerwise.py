@@ -16,23 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import DiffbitError
+from ..formats import Format, QTensor
+from ..io.errors import DiffbitError
+from ..io.processes import Processes
+from ..io.progress import Progress
 from ..models import Decoder, ModelConfig
 from ..models.checkpoint.names import EMBEDDING, HEAD, shapes, stays_float32
 from ..models.decoder import check_layer
-from ..processes import Processes
-from ..progress import Progress
-from .formats import Format, QTensor
-from .layer import MEASURED_TOKENS, Layer, Tokens
-from .method import Method
-from .methods import find
+from .calibration.passes import Passes
+from .calibration.rounds import round_all, round_stages
+from .calibration.states import ALONE
+from .calibration.tokens import MEASURED_TOKENS, Tokens
+from .deviation import weight_error
+from .layer import Layer
+from .methods import Method, Recipe, find, parse_recipe
 from .model import Round, assemble
-from .recipe import Recipe, parse_recipe
 from .reorder import Read, reordered
-from .report import WIDTHS, WeightReport, weight_error
+from .report import WIDTHS, WeightReport
 from .scheme import EMBEDDING_MODULE, HEAD_MODULE, Scheme, weight_shapes
-from .stages import round_all, round_stages
-from .states import ALONE
 
 LARGE = 1 << 16  # rows of a table that would take as long as several layers
 PLAIN_BITS = 8  # a head of at least as many bits is rounded to nearest
@@ -100,7 +101,12 @@ def quantize_layers(
 
             # keep no reference to a layer here, so that only one is in memory at a time
             yield _finish(
-                Layer(stored, place - 1, scheme, own[place], _read(config, read, names[place]), tokens, progress, here),
+                Passes(
+                    Layer(stored, place - 1, scheme, own[place], _read(config, read, names[place])),
+                    tokens,
+                    progress,
+                    here,
+                ),
                 recipe,
                 late,
             )
@@ -118,26 +124,27 @@ def _read(config: ModelConfig, read: Read, names: list[str]) -> dict[str, Tensor
     return {name: read(EMBEDDING if name == HEAD and config.tie_embeddings else name) for name in names}
 
 
-def _finish(layer: Layer, recipe: Recipe, late: bool = False) -> Finished:
+def _finish(passes: Passes, recipe: Recipe, late: bool = False) -> Finished:
     """Quantize a layer and pass its tokens through it.
 
     late: a tied table is rounded with the last layer; until then the tokens use the table rounded to nearest.
     """
+    layer = passes.layer
     if layer.is_layer:
         check_layer(layer.config, layer.index, {layer.local(name): tensor for name, tensor in layer.tensors.items()})
     read = dict(layer.tensors)
     dtypes = {name: tensor.dtype for name, tensor in read.items()}
     tied = {name: layer.tensors[name] for name in (EMBEDDING, HEAD) if name in layer.tensors}
-    if layer.tokens is not None:
-        layer.expect(len(layer.tokens.slices))  # the final pass of the tokens
-    quantized = quantize_one(layer, recipe)
+    if passes.tokens is not None:
+        passes.expect(passes.batches)  # the final pass of the tokens
+    quantized = quantize_one(passes, recipe)
     if layer.config.tie_embeddings and any(layer.tensors[name] is not tensor for name, tensor in tied.items()):
         raise DiffbitError(f"method {recipe.name!r} changes the embedding that the head shares; it must untie them")
     for kept in (layer.tensors, layer.refitted):  # methods compute in fp32; float parameters keep their stored dtype
         for name, tensor in kept.items():
             if name.removesuffix(".weight") not in quantized and not stays_float32(name):
                 kept[name] = tensor.to(dtypes[name])
-    errors = layer.tokens.advance(layer, quantized) if layer.tokens is not None else {}
+    errors = passes.advance(quantized)
     floats = {
         name: tensor
         for name, tensor in (layer.tensors | layer.refitted).items()
@@ -151,33 +158,33 @@ def _finish(layer: Layer, recipe: Recipe, late: bool = False) -> Finished:
             )
     if late and layer.index < 0:
         return Finished({}, {}, ())
-    rows = tuple(_row(layer, module, weight, errors.get(module)) for module, weight in quantized.items())
+    rows = tuple(_row(passes, module, weight, errors.get(module)) for module, weight in quantized.items())
     if late and HEAD_MODULE in quantized:
         quantized = {EMBEDDING_MODULE: quantized[HEAD_MODULE]}
         rows = (replace(rows[0], name=EMBEDDING_MODULE),)
     return Finished(floats, quantized, rows)
 
 
-def quantize_one(layer: Layer, recipe: Recipe) -> dict[str, QTensor]:
+def quantize_one(passes: Passes, recipe: Recipe) -> dict[str, QTensor]:
     """Run a recipe's transforms and its rounding on a layer; returns {linear layer: QTensor}.
 
     Linear layers are rounded stage by stage, each with statistics computed after the earlier ones were rounded (called
     true-sequential in the code of arXiv 2210.17323).
     """
+    layer = passes.layer
     rounding = _rounding(layer, recipe)
-    unit = 1 if layer.tokens is None else len(layer.tokens.slices)  # a weight takes as long as a pass of the tokens
     if rounding.round_layer is None:
-        layer.expect(unit * len(layer.formats))
+        passes.expect(passes.batches * len(layer.formats))
     for method in recipe.transforms:
         assert method.transform is not None
-        method.transform(layer)
+        method.transform(layer, passes)
     quantized: dict[str, QTensor] = {}
     if rounding.round_layer is not None:
-        quantized = rounding.round_layer(layer) if layer.formats else {}
-    elif layer.tokens is not None and layer.index >= 0 and rounding.stats:
-        quantized = round_stages(layer, lambda name: _round(layer, name, rounding))
+        quantized = rounding.round_layer(layer, passes) if layer.formats else {}
+    elif passes.tokens is not None and layer.index >= 0 and rounding.stats:
+        quantized = round_stages(layer, passes, lambda name: _round(layer, name, rounding))
     else:
-        quantized = round_all(layer, lambda name: rounding.rounds, layer.formats)
+        quantized = round_all(layer, passes, lambda name: rounding.rounds, layer.formats)
     return {name: quantized[name] for name in layer.formats if name in quantized}  # allocate.py rounds none
 
 
@@ -236,15 +243,15 @@ def _names(config: ModelConfig, index: int) -> list[str]:
     return rest if HEAD in rest else [*rest, HEAD]
 
 
-def _row(layer: Layer, module: str, weight: QTensor, output_error: float | None) -> WeightReport:
+def _row(passes: Passes, module: str, weight: QTensor, output_error: float | None) -> WeightReport:
     nbytes = weight.format.device_nbytes(weight.shape, WIDTHS["fp32"])
     return WeightReport(
         name=module,
         format=weight.format.name,
         shape=weight.shape,
-        weight_error=weight_error(layer.weight(module), weight),
+        weight_error=weight_error(passes.layer.weight(module), weight),
         output_error=output_error,
-        proxy_loss=layer.proxy_losses.get(module),
+        proxy_loss=passes.proxy_losses.get(module),
         bits_per_weight=8 * nbytes / math.prod(weight.shape),
         nbytes=nbytes,
     )

@@ -6,7 +6,7 @@ down) changes nothing in float, but gives new groups and, for some methods, a ne
 results shows how much of a difference is chance (`diffbit compare --repeats`). With one scale per row the order does
 not matter: plain rounding to int8 is the same in each.
 
-models/mixer.py says which of a mixer's weights read the stream: those whose names end in _proj, except o_proj.
+models/mixers/_mixer.py says which of a mixer's weights read the stream: those whose names end in _proj, except o_proj.
 """
 
 from __future__ import annotations

@@ -22,14 +22,14 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from .. import files
-from ..errors import DiffbitError
-from ..models.checkpoint.safetensors_file import Parts, read_header, write_parts, write_tensors
+from ..io import files
+from ..io.errors import DiffbitError
+from ..io.safetensors import Parts, read_header, write_parts, write_tensors
 from ..version import __version__
-from .layer import Tokens
+from .calibration.spill import DiskTensor
+from .calibration.states import States
+from .calibration.tokens import Tokens
 from .report import WeightReport
-from .spill import Rows
-from .states import States
 
 VERSION = 5
 RUN = "run.json"
@@ -157,7 +157,7 @@ class Unfinished:
         return files.read_sealed(self._about(index), ANEW)
 
 
-def _parts(whole: Tensor | Rows, states: States) -> Parts:
+def _parts(whole: Tensor | DiskTensor, states: States) -> Parts:
     """Return the shape and the rows of a tensor, some windows at a time."""
     return tuple(whole.shape), (whole[rows].cpu() for rows in states.slices)
 

@@ -12,9 +12,9 @@
 
 A tied table, shared by embedding and head, is stored once if both have the same format (or both are float), else twice.
 In a file, embedding and head default to TABLE_FORMAT if weights have a format; "none" leaves them float. Norms are
-never quantized. The lambda projection of diff_v2 is float unless an override spells out its name ("*.lambda_proj"),
-because it has few parameters and affects every logit. Overrides reach embedding and head only by their names, too
-("model.embed_tokens", "lm_head").
+never quantized. Linear layers that a mixer keeps float (`MixerOptions.float_linears`), such as diff_v2's lambda_proj,
+are quantized only if an override spells out the name ("*.lambda_proj"). The same holds for overrides of the embedding
+and the head ("model.embed_tokens", "lm_head").
 
 In `attention`, logits is a number of bits, with one scale per query row (attention.py). keys and values are the formats
 of the KV cache: fp16, int8, int4 or int2 (ops/kv_cache.py); the last two keep `window` recent tokens in float16. qk,
@@ -25,30 +25,33 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from .. import files
-from ..errors import DiffbitError
+from ..formats import Format, parse_format
+from ..io import files
+from ..io.errors import DiffbitError
+from ..io.fields import bounds, check, get, located, one_of, read, shown
 from ..models import ModelConfig
 from ..models.checkpoint.names import is_linear, shapes
 from ..ops.cache import Buffer
 from ..ops.kv_cache import BITS, BLOCK
-from .formats import Format, parse_format
 
-KEPT = ("embed_tokens", "lm_head", "lambda_proj")  # an override must name these explicitly
 TABLE_FORMAT = "int8"  # default of embedding and head with low-bit weights; docs/accuracy.md compares others
 LOGIT_BITS = range(2, 17)
+ACTIVATIONS = ("int8", "int4")
 QK = ("int8", "int4")
 KV = ("int8", "int4", "int2")
-HELD = ("fp16", *KV)  # formats of a KV cache
+CACHED = ("fp16", *KV)  # formats of a KV cache
 WINDOW = 32  # tokens
 MOST_WINDOW = 1 << 20
 EMBEDDING_MODULE = "model.embed_tokens"
 HEAD_MODULE = "lm_head"
+VERSION = 1  # of the quantization_config in a checkpoint
+TABLES = (EMBEDDING_MODULE, HEAD_MODULE)
 
 
 @dataclass(frozen=True)
@@ -57,26 +60,14 @@ class AttentionScheme:
     the KV cache, "fp16", "int8", "int4" or "int2". None: float. window: the least number of recent tokens that a cache
     of less than 8 bits keeps in float16."""
 
-    logits: int | None = None
-    qk: str | None = None
-    keys: str | None = None
-    values: str | None = None
-    window: int = WINDOW
+    logits: Annotated[int, bounds(LOGIT_BITS[0], LOGIT_BITS[-1])] | None = None
+    qk: Annotated[str, one_of(*QK)] | None = None
+    keys: Annotated[str, one_of(*CACHED)] | None = None
+    values: Annotated[str, one_of(*CACHED)] | None = None
+    window: Annotated[int, bounds(0, MOST_WINDOW)] = WINDOW
 
     def __post_init__(self) -> None:
-        if self.logits is not None and (type(self.logits) is not int or self.logits not in LOGIT_BITS):
-            raise DiffbitError(
-                f"attention's logits has {self.logits!r} bits, wanted a whole number from {LOGIT_BITS[0]} to "
-                f"{LOGIT_BITS[-1]}"
-            )
-        for name, format, wanted in (("qk", self.qk, QK), ("keys", self.keys, HELD), ("values", self.values, HELD)):
-            if format is not None and format not in wanted:
-                raise DiffbitError(f"attention's {name} is {format!r}, wanted one of {', '.join(wanted)} or none")
-        if type(self.window) is not int or not 0 <= self.window <= MOST_WINDOW:
-            raise DiffbitError(
-                f"the KV cache's window is {self.window!r}, wanted a whole number from 0 to {MOST_WINDOW}: the number "
-                "of recent tokens that stay in float16"
-            )
+        check(self, "attention")
 
     @property
     def query_bits(self) -> int:
@@ -85,7 +76,7 @@ class AttentionScheme:
 
     @property
     def key_format(self) -> str:
-        """ "float" or one of HELD: the smaller of the cache's format and the product's."""
+        """ "float" or one of CACHED: the smaller of the cache's format and the product's."""
         return min((self.keys or "float", self.qk or "float"), key=BITS.__getitem__)
 
     @property
@@ -113,17 +104,26 @@ class AttentionScheme:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that are not float, as plain JSON."""
-        found = {name: getattr(self, name) for name in ("logits", "qk", "keys", "values")}
-        found = {name: value for name, value in found.items() if value is not None}
-        if self.has_window:
-            found["window"] = self.window
-        return found
+        values = {name: getattr(self, name) for name in ("logits", "qk", "keys", "values")}
+        values = {name: value for name, value in values.items() if value is not None}
+        return values | ({"window": self.window} if self.has_window else {})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> AttentionScheme:
-        _known(values, tuple(field.name for field in fields(cls)), "a scheme's attention")
-        formats: dict[str, Any] = {name: None if value == "none" else value for name, value in values.items()}
-        return cls(**formats)
+        scheme: AttentionScheme = read(cls, _without_words_for_none(values), "attention")
+        return scheme
+
+
+def _format(value: object, place: str) -> Format | None:
+    if value in (None, "none"):
+        return None
+    if not isinstance(value, str):
+        raise DiffbitError(f"{place} is {shown(value)}, wanted the name of a format, such as 'int4_g32', or 'none'")
+    with located(place):
+        return parse_format(value)
+
+
+FormatOrNone = Annotated[Format | None, _format]
 
 
 @dataclass(frozen=True)
@@ -131,19 +131,18 @@ class Scheme:
     """Formats of linear layers, embedding and head (None: float), activations ("int8", "int4" or None), attention, and
     overrides ((glob, format), ...).
 
-    A ternary layer always rounds its input: to 4 bits if activations are "int4" (rounding.py), else to 8.
+    A ternary layer always rounds its input: to 4 bits if activations are "int4" (formats/rounding.py), else to 8.
     """
 
-    weights: Format | None = None
-    embedding: Format | None = None
-    head: Format | None = None
-    activations: str | None = None
+    weights: FormatOrNone = None
+    embedding: FormatOrNone = None
+    head: FormatOrNone = None
+    activations: Annotated[str, one_of(*ACTIVATIONS)] | None = None
     attention: AttentionScheme = AttentionScheme()
-    overrides: tuple[tuple[str, Format | None], ...] = ()
+    overrides: tuple[tuple[str, FormatOrNone], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.activations not in (None, "int8", "int4"):
-            raise DiffbitError(f"activations are {self.activations!r}, wanted 'int8', 'int4' or nothing")
+        check(self)
         if self.activations == "int4":
             self._check_int4()
         globs = [glob for glob, _ in self.overrides]
@@ -161,18 +160,37 @@ class Scheme:
                     "quantized weights, or activations 'int8'"
                 )
 
-    def format_for(self, module: str) -> Format | None:
-        """Return the format of a linear layer, such as "model.layers.0.self_attn.q_proj"; None: float."""
+    def format_for(self, module: str, float_linears: Container[str] = ()) -> Format | None:
+        """Return the format of a linear layer, such as "model.layers.0.self_attn.q_proj", or of the embedding; None:
+        float. float_linears: the model's linear layers that are quantized only by name."""
         for glob, format in reversed(self.overrides):
-            if _reaches(glob, module):
+            if _reaches(glob, module, float_linears):
                 return format
-        if module in (EMBEDDING_MODULE, HEAD_MODULE):
+        if module in TABLES:
             return self.embedding if module == EMBEDDING_MODULE else self.head
-        return None if module.rpartition(".")[2] in KEPT else self.weights
+        return None if module in float_linears else self.weights
 
-    def overridden(self, module: str) -> bool:
-        """Whether an override matches this linear layer."""
-        return any(_reaches(glob, module) for glob, _ in self.overrides)
+    def chosen(self, config: ModelConfig) -> dict[str, Format]:
+        """Return {module: format} of the linear layers and the embedding, in the model's order, without checking them;
+        a tied head is listed as well."""
+        floats = float_linears(config)
+        formats = {module: self.format_for(module, floats) for module in weight_shapes(config)}
+        return {module: format for module, format in formats.items() if format is not None}
+
+    def overridden(self, config: ModelConfig) -> list[str]:
+        """Return the linear layers that an override matches."""
+        floats = float_linears(config)
+        return [
+            module
+            for module in linear_shapes(config)
+            if any(_reaches(glob, module, floats) for glob, _ in self.overrides)
+        ]
+
+    def without_override(self, config: ModelConfig) -> list[str]:
+        """Return the linear layers whose format is `weights`: no override matches them, and they are neither the head
+        nor kept float by their mixer."""
+        others = {HEAD_MODULE, *float_linears(config), *self.overridden(config)}
+        return [module for module in linear_shapes(config) if module not in others]
 
     def keeps_tied(self, config: ModelConfig) -> bool:
         """Whether the model ties embedding and head, and the scheme keeps them tied."""
@@ -185,21 +203,19 @@ class Scheme:
         Raises DiffbitError if an override matches no layer, or a format cannot hold a layer's shape.
         """
         self.attention.check(config)
-        layers = weight_shapes(config)
+        layers, floats = weight_shapes(config), float_linears(config)
         for glob, _ in self.overrides:
-            if not any(_reaches(glob, module) for module in layers):
+            if not any(_reaches(glob, module, floats) for module in layers):
                 raise DiffbitError(
                     f"override {glob!r} matches no linear layer of this model; wanted a name such as "
                     f"{list(layers)[1]}, lm_head, or model.embed_tokens for the embedding (norms cannot be quantized)"
                 )
-        chosen = {module: format for module in layers if (format := self.format_for(module)) is not None}
+        chosen = self.chosen(config)
         if self.keeps_tied(config):
             chosen.pop(HEAD_MODULE, None)
         for module, format in chosen.items():
-            try:
+            with located(module):
                 (format.check_table if module == EMBEDDING_MODULE else format.check)(layers[module])
-            except DiffbitError as error:
-                raise DiffbitError(f"{module}: {error}") from None
         return chosen
 
     def to_dict(self) -> dict[str, Any]:
@@ -216,15 +232,27 @@ class Scheme:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Scheme:
         """Invert `to_dict`; missing fields mean float. A DiffbitError names an invalid field."""
-        _known(values, ("weights", "embedding", "head", "activations", "attention", "overrides"), "a scheme")
-        overrides = _table(values, "overrides").items()
-        activations = values.get("activations")
-        return cls(
-            **{name: _format(values.get(name), name) for name in ("weights", "embedding", "head")},
-            activations=None if activations == "none" else activations,
-            attention=AttentionScheme.from_dict(_table(values, "attention")),
-            overrides=tuple((glob, _format(value, f"override {glob!r}")) for glob, value in overrides),
-        )
+        attention = AttentionScheme.from_dict(get(values, "attention", Mapping[str, Any], {}))
+        overrides = get(values, "overrides", Mapping[str, FormatOrNone], {})
+        values = _without_words_for_none(values) | {"attention": attention, "overrides": tuple(overrides.items())}
+        scheme: Scheme = read(cls, values, "")
+        return scheme
+
+    def to_entry(self) -> dict[str, Any]:
+        """Return the quantization_config of a checkpoint in diffbit's own layout (layouts/diffbit.py)."""
+        return {"quantizer": "diffbit", "version": VERSION, "scheme": self.to_dict()}
+
+    @classmethod
+    def from_entry(cls, entry: Mapping[str, Any], where: str) -> Scheme:
+        """Return the scheme of a quantization_config that diffbit wrote; where: its file and key, for messages."""
+        if entry.get("version") != VERSION:
+            raise DiffbitError(
+                f"{where} has version {shown(entry.get('version'))}, this diffbit reads version {VERSION}; quantize "
+                "the float checkpoint again"
+            )
+        values = get(entry, "scheme", Mapping[str, Any], place=where)
+        with located(f"{where}.scheme"):
+            return cls.from_dict(values)
 
     @classmethod
     def from_file(cls, path: str | Path) -> Scheme:
@@ -236,13 +264,11 @@ class Scheme:
             values = _read_toml(path)
         else:
             raise DiffbitError(f"{path}: wanted a .json or a .toml file to read a scheme from")
-        try:
-            given = cls.from_dict(values)
-            low_bit = given.weights is not None
+        with located(path):
+            scheme = cls.from_dict(values)
+            low_bit = scheme.weights is not None
             embedding, head = table_formats(low_bit, values.get("embedding"), values.get("head"))
-            return replace(given, embedding=embedding, head=head)
-        except DiffbitError as error:
-            raise DiffbitError(f"{path}: {error}") from None
+            return replace(scheme, embedding=embedding, head=head)
 
     def to_file(self, path: str | Path) -> None:
         """Write a .json or .toml file that `from_file` reads."""
@@ -298,10 +324,9 @@ def parse_kv(text: str) -> dict[str, str | None]:
 
 def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Return {name: (out_features, in_features)} of every linear layer, including a tied head."""
-    found = {
-        name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in shapes(config).items() if is_linear(name)
-    }
-    return found | {HEAD_MODULE: (config.vocab_size, config.hidden_size)}
+    linear = {name.removesuffix(".weight"): shape for name, shape in shapes(config).items() if is_linear(name)}
+    by_name = {name: (shape[0], shape[1]) for name, shape in linear.items()}
+    return by_name | {HEAD_MODULE: (config.vocab_size, config.hidden_size)}
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -309,37 +334,27 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     return {EMBEDDING_MODULE: (config.vocab_size, config.hidden_size)} | linear_shapes(config)
 
 
-def _reaches(glob: str, module: str) -> bool:
-    layer = module.rpartition(".")[2]
-    return fnmatchcase(module, glob) and (layer not in KEPT or layer in glob)
+def float_linears(config: ModelConfig) -> frozenset[str]:
+    """Return the linear layers that mixers keep float unless an override names them."""
+    return frozenset(
+        f"model.layers.{index}.self_attn.{name}"
+        for index, layer in enumerate(config.layers)
+        for name in layer.mixer.float_linears
+    )
+
+
+def _reaches(glob: str, module: str, float_linears: Container[str]) -> bool:
+    """Whether an override's glob matches a module; some match only if the glob has the layer's own name."""
+    by_name = module in TABLES or module in float_linears
+    return fnmatchcase(module, glob) and (not by_name or module.rpartition(".")[2] in glob)
 
 
 def _name(format: Format | None) -> str:
     return "none" if format is None else format.name
 
 
-def _format(value: Any, what: str) -> Format | None:
-    if value in (None, "none"):
-        return None
-    if not isinstance(value, str):
-        raise DiffbitError(f"{what} is {value!r}, wanted the name of a format, such as 'int4_g32', or 'none'")
-    try:
-        return parse_format(value)
-    except DiffbitError as error:
-        raise DiffbitError(f"{what}: {error}") from None
-
-
-def _known(values: Mapping[str, Any], names: Iterable[str], what: str) -> None:
-    for name in values:
-        if name not in names:
-            raise DiffbitError(f"{what} has the unknown key {name!r}, wanted one of {', '.join(names)}")
-
-
-def _table(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = values.get(name) or {}
-    if not isinstance(value, Mapping):
-        raise DiffbitError(f"{name} is {value!r}, wanted a table")
-    return value
+def _without_words_for_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: None if value == "none" else value for name, value in values.items()}
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 from ..settings import SessionOptions
 from .artifact import Artifact
 from .driver import Driver

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 from .artifact import TOKENIZER
 from .generate import Choose, Generation, OnText, generate
 from .sampler import Sampler

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 
 _MAJOR, _MINOR = 75, 76  # CUdevice_attribute: the compute capability
 

@@ -14,7 +14,7 @@ import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 from .artifact import MANIFEST, MODEL, Artifact
 
 VARINT, EIGHT, BYTES, FOUR = 0, 1, 2, 5

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 from .sampler import Sampler
 from .session import Session
 from .tokenizer import Tokenizer

@@ -12,7 +12,7 @@ import os
 from importlib import resources
 from pathlib import Path
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 
 NAMES = ("libdiffbit_ops.so", "libdiffbit_ops.dylib", "diffbit_ops.dll")
 OVERRIDE = "DIFFBIT_LIBRARY"  # environment variable: another build of it, for tests and measurements

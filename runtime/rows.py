@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 from ..ops.cache import TOKENS
 from .session import Logits, Session, zeros
 

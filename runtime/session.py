@@ -25,7 +25,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 from ..settings import SessionOptions
 from .artifact import Artifact
 from .external import check_external

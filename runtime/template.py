@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from ..errors import DiffbitError
-from ..files import read_json
+from ..io.errors import DiffbitError
+from ..io.files import read_json
 from .artifact import Artifact
 from .processes import python_script
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..errors import DiffbitError
-from ..tokenizer_files import MOST_BYTES, open_tokenizer, tokenizer_errors
+from ..io.errors import DiffbitError
+from ..io.tokenizer_files import MOST_BYTES, open_tokenizer, tokenizer_errors
 
 REPLACEMENT = "\ufffd"
 CONTEXT = 8  # prompt tokens at the start of a stream: enough for any character or leading space

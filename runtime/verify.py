@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 from ..settings import SessionOptions
 from .artifact import TOKENIZER, Artifact, artifact_folder
 from .external import check_external

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and tables would be as narrow
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: tests fork, and a child of several threads would wait for ever
 
 import numpy as np
@@ -35,7 +36,7 @@ class Stack:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where there is no NVIDIA card, what needs one is left out, and counted as deselected."""
-    from diffbit.errors import DiffbitError
+    from diffbit.io.errors import DiffbitError
     from diffbit.runtime.driver import Driver
 
     try:
@@ -71,7 +72,7 @@ def pytest_runtest_call(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def as_loud_as_before() -> Iterator[None]:
     """A command with --quiet silences its process, which here goes on with other tests."""
-    from diffbit.progress import is_quiet, set_quiet
+    from diffbit.io.progress import is_quiet, set_quiet
 
     before = is_quiet()
     yield
@@ -121,7 +122,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def quantized(checkpoint: Path) -> Path:
     """The same model with int4_g32 weights."""
-    from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
+    from diffbit.formats import parse_format
+    from diffbit.quantize import Scheme, quantize_checkpoint
 
     path = checkpoint.with_name("diff-int4")
     quantize_checkpoint(checkpoint, path, Scheme(weights=parse_format("int4_g32")))

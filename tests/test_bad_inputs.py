@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffbit.cli.app import main
-from diffbit.errors import DiffbitError
-from diffbit.files import new_folder, write_sealed
-from diffbit.models.checkpoint.safetensors_file import write_tensors
+from diffbit.io.errors import DiffbitError
+from diffbit.io.files import new_folder, write_sealed
+from diffbit.io.safetensors import write_tensors
 
 ROOT = Path(__file__).parent.parent
 Arguments = list[str | Path]
@@ -84,7 +84,7 @@ BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "missing tensor": (lambda p: edit_tensor(p, DOWN, lambda t: None), [DOWN]),
     "misshapen tensor": (lambda p: edit_tensor(p, DOWN, lambda t: t[:, :-1].contiguous()), [DOWN, "127", "128"]),
     "NaN weight": (lambda p: edit_tensor(p, Q, with_nan), [Q, "NaN"]),
-    "dtype is a list": (odd_dtype, [Q, "malformed"]),
+    "dtype is a list": (odd_dtype, [Q, "dtype is [], wanted one of"]),
     "truncated file": (lambda p: truncate(p / "model.safetensors"), ["model.safetensors"]),
     "pickle only": (only_pickle, ["pytorch_model.bin", "safetensors"]),
     "index leads outside": (index_outside, ["../stolen.safetensors"]),

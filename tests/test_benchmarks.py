@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, load, save
 from diffbit.runtime import native, verify
 
@@ -72,7 +72,8 @@ def test_kernels(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_bitnet(checkpoint: Path, tmp_path: Path) -> None:
-    from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
+    from diffbit.formats import parse_format
+    from diffbit.quantize import Scheme, quantize_checkpoint
 
     def write(name: str, format: str | None, seed: int) -> None:
         torch.manual_seed(seed)

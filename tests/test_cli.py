@@ -21,7 +21,8 @@ import pytest
 from typer.main import get_command
 
 from diffbit.cli.app import app, main
-from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
+from diffbit.formats import parse_format
+from diffbit.quantize import Scheme, quantize_checkpoint
 from diffbit.runtime import Session, SessionOptions
 
 ROOT = Path(__file__).parents[1]
@@ -140,7 +141,7 @@ def test_the_closed_choices_are_those_of_the_library() -> None:
     from diffbit.apps.train.config import SCHEDULES
     from diffbit.apps.train.presets import PRESETS
     from diffbit.export.graph import FLOATS
-    from diffbit.runtime.providers import DEVICES
+    from diffbit.settings import DEVICES
 
     def choices(command: str, option: str) -> set[str]:
         home = f"diffbit.cli.{command}" if f"diffbit.cli.{command}" in modules else f"diffbit.apps.{command}.command"
@@ -396,7 +397,7 @@ def test_the_methods_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_log_names_the_layer_and_its_weights(
     workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from diffbit import progress
+    from diffbit.io import progress
 
     monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
     model = str(workplace / "out" / "demo" / "diff_v1")

@@ -14,7 +14,7 @@ from runpy import run_path
 
 import pytest
 
-from diffbit.apps.evaluate.measure import measure
+from diffbit.apps.evaluate.measure import Setup, measure
 from diffbit.calib_data import eval_windows
 from diffbit.cli.app import main
 from diffbit.models import Checkpoint
@@ -41,7 +41,7 @@ def test_a_trained_model(name: str, trained: Trained) -> None:
     assert found.config.attention == name.removesuffix("_ternary") and found.config.max_position == 256
     assert (found.quantization is not None) == name.endswith("_ternary")
     assert sum(file.stat().st_size for file in path.iterdir()) < (4e5 if name.endswith("_ternary") else 8e5)
-    (whole,), _ = measure(load(path), [], eval_windows("stdlib", path, 256, 24))
+    (whole,), _ = measure(load(path), [], Setup(eval_windows("stdlib", path, 256, 24)))
     perplexity = whole.scores.perplexity().value
     assert 0.8 * PERPLEXITY[name] < perplexity < 1.25 * PERPLEXITY[name]  # the text is that of the running Python
     about = json.loads((path / "training.json").read_text())

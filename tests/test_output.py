@@ -30,21 +30,48 @@ def printed(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, columns
     return re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
 
 
+def tables(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, columns: int) -> list[list[str]]:
+    """The headings of each table."""
+    lines = printed(rows, monkeypatch, columns)
+    assert max(map(len, lines)) <= columns
+    return [re.split(r"\s*┃\s*", line.strip("┃ ")) for line in lines if line.startswith("┃")]
+
+
 @pytest.mark.parametrize("columns", [60, 80, 100])
 def test_columns_that_do_not_fit_follow_below(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = printed(ROWS, monkeypatch, columns)
-    assert max(map(len, lines)) <= columns
-    headings = [re.split(r"\s*┃\s*", line.strip("┃ ")) for line in lines if line.startswith("┃")]
-    assert len(headings) > 1 and sum(heading[0] == "model" for heading in headings) == len(headings)
-    shown = [name for heading in headings for name in heading[2:]]
-    assert shown == list(ROWS[0])[2:]  # each once, in order
+    headings = tables(ROWS, monkeypatch, columns)
+    assert len(headings) > 1 and all(heading[0] == "model" for heading in headings)
+    assert headings[0][1:] + [name for heading in headings[1:] for name in heading[1:]] == list(ROWS[0])[1:]
     body = [line for line in lines if line.startswith("│")]
     assert len(body) == len(ROWS) * len(headings) and all("SmolLM2-135M-Instruct." in line for line in body)
     assert sum("a title" in line for line in lines) == 1
 
 
+def test_each_table_names_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the first columns that no two rows have in common, and without those that are the same in all rows."""
+    figures = {f"figure {k}": 1000.5 * k for k in range(9)}
+    layers = [{"model": model, "layer": layer, **figures} for model in ("a", "b") for layer in range(2)]
+    first, *others = tables(layers, monkeypatch, 60)
+    assert others and all(heading[:2] == ["model", "layer"] for heading in (first, *others))
+    formats = [{"model": "x" * 30, "what": "weights", "format": name, **figures} for name in ("int8", "int4")]
+    first, *others = tables(formats, monkeypatch, 60)
+    assert first[:3] == ["model", "what", "format"]
+    assert others and all(heading[0] == "format" and heading[1].startswith("figure") for heading in others)
+    assert tables([{"model": "a", **figures}], monkeypatch, 60)[1][0] == "model"
+
+
 def test_a_wide_terminal_gets_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(line.startswith("┃") for line in printed(ROWS, monkeypatch, 240)) == 1
+
+
+def test_columns_limit_a_file_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    print_table(ROWS)
+    assert 100 < max(map(len, capsys.readouterr().out.splitlines())) <= 160
+    monkeypatch.setenv("COLUMNS", "80")
+    print_table(ROWS)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
 def test_one_column_that_is_too_wide_folds(monkeypatch: pytest.MonkeyPatch) -> None:

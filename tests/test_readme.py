@@ -60,7 +60,9 @@ def test_no_measured_row_stands_on_two_pages() -> None:
                 assert seen.setdefault(measured, page.name) == page.name, f"{page.name} repeats {row}"
 
 
-@pytest.mark.parametrize("room", ["calib_data", "cli", "csrc", "export", "models", "ops", "quantize", "runtime"])
+@pytest.mark.parametrize(
+    "room", ["calib_data", "cli", "csrc", "export", "formats", "models", "ops", "quantize", "runtime"]
+)
 def test_each_room_has_a_page(room: str) -> None:
     """What it does, its files bottom-up, contracts, how to add a thing, tests; the files that it names are there."""
     page = (ROOT / room / "README.md").read_text()
@@ -109,6 +111,7 @@ def test_the_extensions_work(tmp_path: Path) -> None:
         "ops",
         "calib_data",
         "models",
+        "formats",
         "quantize",
         "export",
         "runtime",

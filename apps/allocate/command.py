@@ -35,8 +35,8 @@ from ...cli.quantize import (
     Qk,
     read_scheme,
 )
-from ...errors import DiffbitError
-from ...files import parse_size
+from ...io.errors import DiffbitError
+from ...io.files import parse_size
 
 if TYPE_CHECKING:
     from .mixed import LayerPlan, Plan

@@ -40,22 +40,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...errors import DiffbitError
 from ...export import overhead
+from ...formats import Format, QuantLinear, parse_format
+from ...io.errors import DiffbitError
+from ...io.progress import track
 from ...models import Checkpoint, Decoder, ModelConfig, load, num_parameters
-from ...progress import track
-from ...quantize import CalibStats, Method, QuantLinear, Scheme, apply, linear_shapes, parse_recipe, sizes
+from ...quantize import CalibStats, Method, Scheme, apply, linear_shapes, parse_recipe, sizes
+from ...quantize.calibration.passes import Passes
+from ...quantize.calibration.states import Batch
+from ...quantize.calibration.tokens import Tokens
 from ...quantize.demand import available_memory
-from ...quantize.formats import Format, parse_format
-from ...quantize.layer import Layer, Tokens
+from ...quantize.layer import Layer
 from ...quantize.layerwise import stored_config
-from ...quantize.methods import find
+from ...quantize.methods import Recipe, find
 from ...quantize.methods.rtn import quantize as rtn
 from ...quantize.model import quantize_weight
-from ...quantize.recipe import Recipe
 from ...quantize.report import WIDTHS
-from ...quantize.scheme import KEPT
-from ...quantize.states import Batch
 
 CANDIDATES = ("int2_g128", "int2_g64", "int4_g128", "int4_g32", "int8", "none")
 FLOAT = "none"  # means float, as in schemes
@@ -167,7 +167,7 @@ def allocate(
     decoder = load(checkpoint, device=device)
     transformed = decoder
     if recipe.transforms:  # they run as if every layer had the candidate nearest to the budget
-        nothing = Method("nothing", "rounds no weight", round_layer=lambda layer: {})
+        nothing = Method("nothing", "rounds no weight", round_layer=lambda layer, passes: {})
         transform = Recipe(recipe.name, recipe.transforms, nothing)
         nearest = {module: row[0] for module, row in near.items()}
         transformed = apply(decoder, space.to_scheme(nearest), transform, windows.ids, windows.mask)
@@ -254,7 +254,7 @@ class _Space:
             raise DiffbitError(f"the candidates {', '.join(names) or 'none'} contain no format; name two or more")
         self.scheme = scheme
         shapes, given = linear_shapes(config), scheme.formats(config)
-        free = [name for name in shapes if not scheme.overridden(name) and name.rpartition(".")[2] not in KEPT]
+        free = scheme.without_override(config)
         if not free:
             raise DiffbitError("the overrides fix every linear layer, so there is nothing to choose; remove some")
         self.shapes = {module: shapes[module] for module in free}
@@ -275,9 +275,7 @@ class _Space:
                     f"{module}: none of the candidates can hold a weight of shape {shapes[module]}; name another, such "
                     "as int8"
                 )
-        counted = [
-            m for m in shapes if m not in self.shapes and (scheme.overridden(m) or m.rpartition(".")[2] not in KEPT)
-        ]
+        counted = scheme.overridden(config)
         self.weights = sum(math.prod(shapes[module]) for module in (*self.shapes, *counted))
         self.fixed = sum(nbytes(given.get(module), module) for module in counted)
         whole = sizes(config, scheme, embedding=getattr(torch, checkpoint.dtype)).nbytes + overhead(checkpoint, config)
@@ -347,8 +345,8 @@ def measure(
         fixed = {prefix + n: linear.weight for n, linear in block.named_modules() if isinstance(linear, QuantLinear)}
         own = {module: row for module, row in wanted.items() if module.startswith(prefix)}
         some = {module: format for module, row in own.items() for format in row.values() if format is not None}
-        layer = Layer(base.config, index, scheme, some, tensors, tokens)
-        stats = layer.stats(fixed) if tokens is not None and some else {}
+        layer = Layer(base.config, index, scheme, some, tensors)
+        stats = Passes(layer, tokens).stats(fixed) if tokens is not None and some else {}
         for module, row in own.items():
             weight, own_stats = tensors[f"{module}.weight"], stats.get(module)
             errors = {name: rounding_error(weight, format, own_stats) for name, format in row.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...drawing import MUTED, Data, drawn, heat_map, line, logarithmic
+from ...io.drawing import MUTED, Data, drawn, heat_map, line, logarithmic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -27,10 +27,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ... import files
-from ...errors import DiffbitError
+from ...io import files
+from ...io.errors import DiffbitError
+from ...io.progress import track
 from ...models import Checkpoint, CheckpointWriter, ModelConfig, attention_options, num_parameters
-from ...progress import track
 
 STARTS = ("copy", "rotated")
 LAMBDA_BIAS = -6.0  # of a rotated start

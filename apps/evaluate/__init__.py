@@ -1,4 +1,4 @@
-"""Measures models and the cost of low bits: metrics with intervals, comparison, outliers, plots, a report.
+"""Measures what low bits cost a model: metrics with intervals, comparison, plots, a report.
 
 comparison = compare(["diff", "softmax"], windows, bits=["16", "8", "4", "nf4"])
 comparison.rows(); comparison.to_dict()                        # a table; plain JSON

@@ -1,17 +1,20 @@
-"""diffbit compare and diffbit outliers: measure accuracy against bit-width, and the largest activations."""
+"""diffbit compare: measure accuracy against bit-width."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ...cli import (
+    CALIBRATION_WINDOWS,
+    LAYER_ERRORS,
     Data,
     Field,
     Json,
@@ -20,23 +23,22 @@ from ...cli import (
     Quiet,
     Seed,
     TorchDevice,
+    completion,
+    json_of,
     print_json,
     print_table,
     read_windows,
     remark,
     torch_device,
 )
-from ...cli.options import CALIBRATION_WINDOWS, completion, modules
-from ...cli.output import attention_name
-from ...cli.quantize import LAYER_ERRORS
-from ...errors import DiffbitError
-from ...files import folder_name, locked, read_json
+from ...io import plugins
+from ...io.errors import DiffbitError
+from ...io.files import folder_name, locked, read_json
 
 if TYPE_CHECKING:
-    from ...calib_data import NeedleWindows, Windows
+    from ...calib_data import NeedleWindows
     from ...runtime import Artifact
     from .compare import Comparison
-    from .outliers import OutlierReport
 
 EXAMPLES = {
     "compare": (
@@ -45,82 +47,55 @@ EXAMPLES = {
         "diffbit compare examples/pico/diff_v1 --what weights --bits 4,3 --method rtn,gptq --repeats 5 --max-windows 8",
         "diffbit compare examples/pico/diff_v1 --what kv,qk --bits 16,8,4,2 --max-windows 16",
     ),
-    "outliers": ("diffbit outliers out/demo/diff_v1 out/demo/softmax --plot out/outliers.svg",),
 }
 
-
-Models = Annotated[
-    list[Path],
-    typer.Argument(
-        help="Checkpoints with the same tokenizer. Float ones are quantized to every format, quantized ones are "
-        "measured as they are."
-    ),
-]
-Output = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Output folder for report.html, plots, JSON and CSV.")
-]
-Bits = Annotated[
-    str,
-    typer.Option(metavar="FORMATS", help="Bit-widths or formats, such as 16,8,6,4,3,2,ternary,int4_g32,nf4."),
-]
-What = Annotated[
-    str,
-    typer.Option(metavar="WHAT", help="What is quantized, separated by commas: weights, logits, qk, kv, keys, values."),
-]
-Methods = Annotated[
-    str,
-    typer.Option(
-        metavar="METHODS",
-        autocompletion=completion(modules("quantize", "methods"), "+,"),
-        help="Methods for the weights, separated by commas; each as for `diffbit quantize --method`.",
-    ),
-]
-Calibrate = Annotated[
-    str, typer.Option(metavar="TEXT", help="Calibration text for methods that need it, with the same values as --data.")
-]
-Needles = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N:Q[:LENGTH]",
-        help="Also measure retrieval: in texts of LENGTH tokens, how many of Q queries for N key-value needles are "
-        "answered; several settings are separated by commas, such as 1:1,6:2:512.",
-    ),
-]
+# fmt: off
+Models = Annotated[list[Path], typer.Argument(
+    help="Checkpoints with the same tokenizer. Float ones are quantized to every format, quantized ones are measured "
+    "as they are."
+)]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Folder for report.html, plots, JSON and CSV.")]
+Bits = Annotated[str, typer.Option(
+    metavar="FORMATS", help="Bit-widths or formats, such as 16,8,6,4,3,2,ternary,int4_g32,nf4."
+)]
+What = Annotated[str, typer.Option(
+    metavar="WHAT", help="What is quantized, separated by commas: weights, logits, qk, kv, keys, values."
+)]
+Methods = Annotated[str, typer.Option(
+    metavar="METHODS", autocompletion=completion(lambda: plugins.names("diffbit.quantize.methods"), "+,"),
+    help="Methods for the weights, separated by commas; each as for `diffbit quantize --method`.",
+)]
+Calibrate = Annotated[str, typer.Option(
+    metavar="TEXT", help="Calibration text for methods that need it, with the same values as --data."
+)]
+Needles = Annotated[str | None, typer.Option(
+    metavar="N:Q[:LENGTH]",
+    help="Also measure retrieval: in texts of LENGTH tokens, how many of Q queries for N key-value needles are "
+    "answered; several settings are separated by commas, such as 1:1,6:2:512.",
+)]
 Rows = Annotated[int, typer.Option(help="Texts for each setting of --retrieval.")]
 BatchSize = Annotated[int, typer.Option(help="Windows per batch.")]
-Artifacts = Annotated[
-    list[Path] | None,
-    typer.Option(
-        help="Artifact of one of the float models, measured on ONNX Runtime on the same text. With -o, the report also "
-        "shows the sizes of its parts. Repeatable."
-    ),
-]
-Quantized = Annotated[
-    list[Path] | None,
-    typer.Option(help="Quantized checkpoint whose layer errors the report shows; repeatable."),
-]
-Repeats = Annotated[
-    int,
-    typer.Option(
-        help="Number of roundings of the weights to each format, each with another sample of the calibration text and "
-        "another order of the model's channels. The intervals include their spread; with 1, they cover the text only."
-    ),
-]
-Runs = Annotated[
-    int,
-    typer.Option(
-        help="Number of training runs of each model. Every N checkpoints in a row are runs of one model with different "
-        "seeds, and are compared as one. The intervals then cover another training run; with 1, they do not."
-    ),
-]
-Kind = Annotated[
-    Literal["artifact", "float"],
-    typer.Option(
-        "--arithmetic",
-        help="Inputs of quantized layers: artifact rounds them to int8, as the artifact's operators do on a CPU; float "
-        "leaves them unrounded.",
-    ),
-]
+Artifacts = Annotated[list[Path] | None, typer.Option(
+    help="Artifact of one of the float models, measured on ONNX Runtime on the same text. With -o, the report also "
+    "shows the sizes of its parts. Repeatable."
+)]
+Quantized = Annotated[list[Path] | None, typer.Option(
+    help="Quantized checkpoint whose layer errors the report shows; repeatable."
+)]
+Repeats = Annotated[int, typer.Option(
+    help="Number of roundings of the weights to each format, each with another sample of the calibration text and "
+    "another order of the model's channels. The intervals include their spread; with 1, they cover the text only."
+)]
+Runs = Annotated[int, typer.Option(
+    help="Number of training runs of each model. Every N checkpoints in a row are runs of one model with different "
+    "seeds, and are compared as one. The intervals then cover another training run; with 1, they do not."
+)]
+Kind = Annotated[Literal["artifact", "float"], typer.Option(
+    "--arithmetic",
+    help="Inputs of quantized layers: artifact rounds them to int8, as the artifact's operators do on a CPU; float "
+    "leaves them unrounded.",
+)]
+# fmt: on
 
 
 def compare(
@@ -153,37 +128,34 @@ def compare(
     too: its logits at any number of bits, qk (integer products of queries and keys) at 8 or 4, and kv (the KV cache),
     or keys and values alone, at 8, 4 or 2.
     """
+    from ...calib_data import samples
     from ...quantize import parse_recipe
     from .compare import compare as compare_models
 
     artifacts = _check_places(output, artifact or (), quantized or ())
     with nullcontext() if output is None else locked(output):
         firsts = models[::runs] if runs > 0 else models  # what the report shows of a model, besides its accuracy
-        known = _read_reports(firsts, quantized or ())
+        recorded = _read_reports(firsts, quantized or ())
         windows = read_windows(models[0], data, field, max_windows, length)
-        needles = _needles(models, retrieval, data, field, rows, seed)
+        needles = _needles(models, retrieval or "", data, field, rows, seed)
         methods = method.split(",")
         calibrated = "weights" in what.split(",") and any(parse_recipe(name).calibrated for name in methods)
-        calibration = _calibration(models[0], calibrate, field, repeats) if calibrated else []
+        calibration = []
+        if calibrated:  # the first sample is the one that `diffbit quantize` uses
+            text = read_windows(models[0], calibrate, field, None, None, split="calib")
+            calibration = samples(text, CALIBRATION_WINDOWS, repeats)
         comparison = compare_models(
-            models,
-            windows,
-            bits.split(","),
-            what.split(","),
-            methods,
-            calibration=calibration,
-            repeats=repeats,
-            runs=runs,
-            arithmetic=arithmetic,
-            artifacts=artifacts,
-            batch_size=batch_size,
-            device=torch_device(device),
+            models, windows, bits.split(","), what.split(","), methods, calibration=calibration, repeats=repeats,
+            runs=runs, arithmetic=arithmetic, artifacts=artifacts, batch_size=batch_size, device=torch_device(device),
             needles=needles,
-        )
+        )  # fmt: skip
         if output is not None:
-            known |= {"artifacts": [_artifact_row(opened) for opened in artifacts]}
-            outliers = _outliers(firsts, windows, device)
-            _write(comparison, [report.to_dict() for report in outliers], known, output)
+            recorded["artifacts"] = [_artifact_row(opened) for opened in artifacts]
+            options = ["--data", data, "--field", field, "--max-windows", str(max_windows), "--device", device]
+            options += [] if length is None else ["--length", str(length)]
+            plot = str(output / "outliers.svg")
+            outliers = json_of("outliers", *options, "--plot", plot, "--", *map(str, firsts))
+            _write(comparison, outliers, recorded, output)
         if as_json:
             print_json(comparison.to_dict())
             return
@@ -207,118 +179,86 @@ def _check_places(output: Path | None, artifacts: Sequence[Path], quantized: Seq
     return [Artifact.open(path) for path in artifacts]
 
 
-def _calibration(model: Path, text: str, field: str, repeats: int) -> list[Windows]:
-    """A calibration sample for each repeat; the first is the one that `diffbit quantize` uses."""
-    from ...calib_data import samples
-
-    if repeats == 1:
-        return [read_windows(model, text, field, CALIBRATION_WINDOWS, None, split="calib")]
-    whole = read_windows(model, text, field, None, None, split="calib")
-    return samples(whole, CALIBRATION_WINDOWS, repeats)
-
-
 def _read_reports(models: Sequence[Path], quantized: Sequence[Path]) -> dict[str, Any]:
     """What `train` and `quantize` recorded about the models, by the names of ReportData's fields."""
-    return {
-        "training": {folder_name(model): found for model in models if (found := _training(model))},
-        "quantization": {folder_name(path): _part(path / LAYER_ERRORS, "weights", list) for path in quantized},
-    }
+    reports: dict[str, dict[str, Any]] = {"training": {}, "quantization": {}}
+    paths = [(model, model / "training.json") for model in models]  # no such file: another program trained the model
+    paths += [(path, path / LAYER_ERRORS) for path in quantized]
+    for folder, path in paths:
+        try:
+            if path.name == LAYER_ERRORS:
+                reports["quantization"][folder_name(folder)] = {"weights": list(read_json(path)["weights"])}
+            elif path.is_file():
+                reports["training"][folder_name(folder)] = _training(read_json(path))
+        except (KeyError, TypeError) as error:
+            raise DiffbitError(f"{path}: is not as diffbit wrote it ({error}); restore or remove it") from None
+    return reports
 
 
-def _training(model: Path) -> dict[str, Any] | None:
-    """How `diffbit train` trained a model; None: another program trained it."""
-    path = model / "training.json"
-    if not path.is_file():
-        return None
-    run = _part(path, "result", dict)
-    try:
-        config, result = run["config"], run["result"]
-        rows = config["steps"] * config["batch_size"] * config["accumulate"] * run["processes"]
-        return {"tokens": rows * config["length"], "training_s": result["seconds"], "eval_loss": result["eval_loss"]}
-    except (KeyError, TypeError) as error:
-        raise DiffbitError(f"{path}: is not as `diffbit train` wrote it ({error}); restore or remove it") from None
+def _training(run: dict[str, Any]) -> dict[str, Any]:
+    config, result = run["config"], run["result"]
+    rows = config["steps"] * config["batch_size"] * config["accumulate"] * run["processes"]
+    return {"tokens": rows * config["length"], "training_s": result["seconds"], "eval_loss": result["eval_loss"]}
 
 
-def _part(path: Path, key: str, kind: type) -> dict[str, Any]:
-    """The JSON object in a file that diffbit wrote, which must hold `key`."""
-    values = read_json(path)
-    if not isinstance(values.get(key), kind):
-        raise DiffbitError(f"{path}: has no {key}; it was changed after diffbit wrote it; write it again")
-    return values
-
-
-def _needles(
-    models: Sequence[Path], entries: str | None, data: str, field: str, rows: int, seed: int
-) -> list[NeedleWindows]:
+def _needles(models: list[Path], entries: str, data: str, field: str, rows: int, seed: int) -> list[NeedleWindows]:
     """Build texts with needles for every N:Q[:LENGTH], no longer than the shortest context among the models."""
     from ...calib_data import needle_windows
     from ...models import Checkpoint
     from .retrieval import parse_setting
 
     context = min(Checkpoint(model).config.max_position for model in models)
-    asked = [parse_setting(entry, context) for entry in entries.split(",")] if entries else []
+    settings = [parse_setting(entry, context) for entry in entries.split(",")] if entries else []
     return [
         needle_windows(data, models[0], length, needles, queries, rows, field=field, seed=seed)
-        for needles, queries, length in asked
+        for needles, queries, length in settings
     ]
 
 
 def _artifact_row(opened: Artifact) -> dict[str, Any]:
     """Format, sizes and parts of an artifact, as ReportData's `artifacts` shows them."""
     from ...models import ModelConfig, num_parameters
+    from .variants import on_a_device
 
-    scheme: dict[str, Any] = {"weights": "none", "attention": {}, **(opened.scheme or {})}
-    weights = opened.dtype if scheme["weights"] == "none" else scheme["weights"]
     return {
         "name": folder_name(opened.path),
-        "format": ", ".join(filter(None, (weights, attention_name(scheme["attention"])))),
+        "format": on_a_device(opened).format,
         "bytes": opened.nbytes,
         "source_bytes": 2 * num_parameters(ModelConfig.from_dict(dict(opened.model))),
-        "parts": [dict(part) for part in opened.parts],
+        "parts": [asdict(part) for part in opened.parts],
     }
 
 
-def _write(comparison: Comparison, outliers: list[dict[str, Any]], known: dict[str, Any], output: Path) -> None:
-    """Write report.html, the plots, and the comparison as JSON and CSV."""
-    from .plots import plot_comparison, plot_outliers
+def _write(comparison: Comparison, outliers: list[dict[str, Any]], recorded: dict[str, Any], output: Path) -> None:
+    """Write report.html, the plot, and the comparison as JSON and CSV. recorded: further fields of ReportData."""
+    from .plots import plot_comparison, subjects
     from .report import ReportData, versions, write_report
 
-    report = ReportData(
-        title="Accuracy against bit-width",
-        comparison=comparison.to_dict(),
-        outliers=outliers,
-        commands=[shlex.join(["diffbit", *sys.argv[1:]])],
-        versions=versions(),
-        **known,
-    )
     comparison.write_json(output / "comparison.json")
     comparison.write_csv(output / "comparison.csv")
-    if any(result.what not in ("none", "artifact") for result in comparison.results):  # else there are no bits to plot
-        plot_comparison(comparison.to_dict(), output / "comparison.svg")
-    plot_outliers(outliers, output / "outliers.svg")
+    data, command = comparison.to_dict(), shlex.join(["diffbit", *sys.argv[1:]])
+    if subjects(data):  # else there are no bits to plot
+        plot_comparison(data, output / "comparison.svg")
+    report = ReportData(comparison=data, outliers=outliers, commands=[command], versions=versions(), **recorded)
     write_report(report, output / "report.html")
 
 
 def _remarks(comparison: Comparison, several: bool) -> None:
-    """Print which formats a method refused, and which model loses less. several: name the methods."""
-    for refusal in comparison.refused:
-        remark(f"left out, {refusal.model} by {refusal.method}: {refusal.reason}")
+    """Print which formats were skipped, and which model loses less. several: name the methods."""
+    from .report import verdict
+
+    for skipped in comparison.skipped:
+        remark(f"left out, {skipped.model} by {skipped.method}: {skipped.reason}")
     for contrast in comparison.contrasts:
-        lost = contrast.difference
         by = f" by {contrast.method}" if several and contrast.method != "none" else ""
-        verdict = "less than" if lost.high < 0 else "more than" if lost.low > 0 else "about as much as"
-        made = f", {contrast.runs} training runs of each" if contrast.runs > 1 else ""
-        if contrast.repeats is not None:
-            made += ", one rounding of each" if contrast.repeats == 1 else f", {contrast.repeats} roundings of each"
-        remark(
-            f"{contrast.what} at {contrast.format}{by}: {contrast.model} loses {verdict} {contrast.against} "
-            f"({lost.value:+.4f} nats per token, 95 %: {lost.low:+.4f} to {lost.high:+.4f}{made})"
-            + "".join(
-                f"; {asked['queries']} of {asked['needles']} needles: {100 * found.value:+.1f} points "
-                f"({100 * found.low:+.1f} to {100 * found.high:+.1f})"
-                for asked, found in zip(comparison.needles, contrast.retrieval, strict=bool(contrast.retrieval))
-            )
+        lost = contrast.difference
+        changes = "".join(
+            f"; {setting['queries']} of {setting['needles']} needles: {100 * change.value:+.1f} points "
+            f"({100 * change.low:+.1f} to {100 * change.high:+.1f})"
+            for setting, change in zip(comparison.needles, contrast.retrieval, strict=bool(contrast.retrieval))
         )
+        nats = f"{lost.value:+.4f} nats per token, 95 %: {lost.low:+.4f} to {lost.high:+.4f}"
+        remark(f"{contrast.what} at {contrast.format}{by}: {verdict(asdict(contrast))} ({nats}{changes})")
     if any(contrast.repeats == contrast.runs == 1 for contrast in comparison.contrasts):
         remark(
             "each of these is one rounding, and another rounding may reverse them; --repeats 5 includes the spread of "
@@ -326,40 +266,3 @@ def _remarks(comparison: Comparison, several: bool) -> None:
         )
     if comparison.arithmetic == "float" and any(result.what == "weights" for result in comparison.results):
         remark("inputs of quantized layers are float here; an artifact on a CPU rounds them to int8")
-
-
-def outliers(
-    models: Annotated[list[Path], typer.Argument(help="Checkpoints, float or quantized.")],
-    data: Data = "stdlib",
-    field: Field = "text",
-    max_windows: MaxWindows = 32,
-    length: Length = None,
-    layers: Annotated[bool, typer.Option("--layers", help="Also print a row for each layer.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Write a plot of every layer to this .svg or .png file.")] = None,
-    device: TorchDevice = "auto",
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Measure the largest attention logits and hidden states of models, as Table 5 of arXiv 2410.05258 does."""
-    from .outliers import rows
-
-    reports = _outliers(models, read_windows(models[0], data, field, max_windows, length), device)
-    if plot is not None:
-        from .plots import plot_outliers
-
-        plot_outliers([report.to_dict() for report in reports], plot)
-    if as_json:
-        print_json([report.to_dict() for report in reports])
-        return
-    print_table(rows(reports))
-    if layers:
-        print_table(row for report in reports for row in report.layer_rows())
-
-
-def _outliers(models: Iterable[Path], windows: Windows, device: str) -> list[OutlierReport]:
-    """Measure the outliers of each model on the same windows of text."""
-    from ...quantize import load
-    from .outliers import measure
-
-    where = torch_device(device)
-    return [measure(load(model, device=where), windows, name=folder_name(model)) for model in models]

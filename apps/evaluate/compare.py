@@ -5,42 +5,37 @@ turns the measurements into a comparison: each variant against its own 16-bit mo
 paired over the same windows. "16" is the checkpoint itself, computed in float32 and counted as two bytes per weight, as
 it is usually stored.
 
-The result of rounding depends partly on chance: another calibration sample or order of channels gives another model.
-`repeats` measures several roundings, and every interval includes their spread. Without repeats, intervals and verdicts
-hold only for the one rounding that was measured. Several training runs of a model can be measured as one (runs.py).
-
-A checkpoint that is already quantized, such as one trained in low bits, is measured as it is: it has no variants, and
-its loss against a float model is unknown. The same variants can also be tested on finding needles (retrieval.py).
-Artifacts are measured on ONNX Runtime, together with the float checkpoint that they were made from.
+Intervals and verdicts hold only for the roundings and training runs that were measured: for the one rounding without
+`repeats`, for the one run without `runs`. A checkpoint that is already quantized is measured as it is: it has no
+variants, and its loss against a float model is unknown. Artifacts are measured on ONNX Runtime, together with the float
+checkpoint that they were made from.
 """
 
 from __future__ import annotations
 
 import csv
+import gc
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ... import files
 from ...calib_data import NeedleWindows, Windows
-from ...errors import DiffbitError
-from ...models import Checkpoint, ModelConfig, num_parameters
-from ...quantize import AttentionScheme, load, parse_recipe, read_scheme
-from ...quantize.cache import cache_spec
+from ...io import files
+from ...models import Checkpoint, num_parameters
+from ...quantize import load, parse_recipe, read_scheme
 from ...runtime import Artifact
-from .checks import check_tokenizers, check_windows, model_names, owned_artifacts
+from .checks import artifacts_of, check_tokenizers, check_windows, in_groups, model_names
 from .cost import Cost
-from .measure import Measured, Refusal, measure
-from .metrics import CONFIDENCE, Estimate, mean, paired, perplexity_ratio, recovered
-from .retrieval import Retrieval, contrast, label, retrieval, settings
-from .runs import in_groups, measure_runs
-from .variants import ATTENTION, BITS, FLOAT, METHODS, NO_METHOD, WHAT, bits_of, variants
+from .measure import Measurement, Setup, Skipped, combine, measure
+from .metrics import CONFIDENCE, Estimate, established, paired, perplexity_ratio, recovered
+from .retrieval import Retrieval, gained, retrieval, setting, share
+from .variants import BITS, CACHED, FLOAT, METHODS, NO_METHOD, RTN, UNCHANGED, WHAT, Key, variants
 
-RTN = "rtn"  # rounding to nearest, the baseline of `recovered`
-Key = tuple[str, str, str] | None  # of a variant; None: the unchanged checkpoint
+ByKey = Mapping[Key, Measurement]  # all measurements of a model, the unchanged one first
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,7 @@ class Result:
     """One model at one width. All intervals except `perplexity`'s are of paired differences to the 16-bit model."""
 
     model: str
-    what: str  # one of WHAT, or "artifact"; "none" for the 16-bit model itself, or a quantized checkpoint
+    what: str  # one of WHAT, or "artifact"; "none" for the checkpoint as it is, float or quantized
     format: str
     method: str  # "none" unless weights are rounded
     bits: float
@@ -91,6 +86,13 @@ class ModelInfo:
     hidden_size: int
     other_runs: dict[str, str]  # {path: SHA-256} of further training runs
 
+    @classmethod
+    def of(cls, name: str, group: Sequence[Checkpoint]) -> ModelInfo:
+        first, *others = group
+        config, runs = first.config, {str(other.path): other.sha256() for other in others}
+        size = num_parameters(config), config.num_layers, config.hidden_size
+        return cls(name, str(first.path), first.sha256(), config.attention, *size, runs)
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -99,10 +101,8 @@ class Comparison:
     contrasts: tuple[Contrast, ...]  # every further model against the first
     confidence: float
     text: dict[str, Any]  # source, sha256, windows, length, scored_tokens
-    calibration: (
-        dict[str, Any] | None
-    )  # source, sha256, windows, length, tokens (of the first sample), samples; or None
-    refused: tuple[Refusal, ...]
+    calibration: dict[str, Any] | None  # source, sha256, windows, length, tokens (of the first sample), samples
+    skipped: tuple[Skipped, ...]
     needles: tuple[dict[str, Any], ...]  # length, needles, queries, rows, source, sha256 of each set
     arithmetic: str  # of quantized linear layers, one of measure.ARITHMETICS
 
@@ -113,34 +113,31 @@ class Comparison:
     def rows(self) -> list[dict[str, Any]]:
         """Return a row per result. "MB moved" and "M ops t/i/f" (millions of operations with ternary, integer and float
         weights; cost.py) are per decoded token."""
-        percent = f"{self.confidence:.0%}"
         several = any(result.method not in (NO_METHOD, RTN) for result in self.results)
         compared = {result.what for result in self.results}
-        weights, cache = "weights" in compared, compared & set(ATTENTION)
-        rows = []
+        rows: list[dict[str, Any]] = []
         for result in self.results:
-            stored = result.what == "none" and result.format != FLOAT  # already quantized: has no float model
-            ratio = result.ratio
-            rows.append(
-                {
-                    "model": result.model,
-                    "what": "-" if result.what == "none" else result.what,
-                    "format": result.format,
-                    **({"method": "-" if result.method == NO_METHOD else result.method} if several else {}),
-                    **({"bits/weight": round(result.bits_per_weight, 2)} if weights else {}),
-                    **({"MB": round(result.nbytes / 1e6, 2)} if weights else {}),
-                    **({"KV bytes/token": round(result.cache_bytes, 1)} if cache else {}),
-                    "MB moved": round(result.cost.nbytes / 1e6, 2),
-                    "M ops t/i/f": "/".join(f"{count / 1e6:.1f}" for count in result.cost.operations.values()),
-                    "perplexity": result.perplexity.value,
-                    "increase": "-" if stored else f"{ratio.value - 1:+z.2%}",
-                    percent: "-" if stored else f"{ratio.low - 1:+z.2%} to {ratio.high - 1:+z.2%}",
-                    **({"of rtn's loss recovered": _share(result.recovered)} if several else {}),
-                    "KL": "-" if stored else result.kl.value,
-                    "agreement": "-" if stored else f"{result.agreement.value:.2%}",
-                    **{f"found, {label(one)}": _share_found(one.accuracy, one.change) for one in result.retrieval},
-                }
-            )
+            ratio, what = result.ratio, "-" if result.what == UNCHANGED else result.what
+            shown = what != "-" or result.format == FLOAT  # else it is quantized, and has no float model
+            row: dict[str, Any] = {"model": result.model, "what": what, "format": result.format}
+            rows.append(row)
+            if several:
+                row["method"] = "-" if result.method == NO_METHOD else result.method
+            if "weights" in compared:
+                row |= {"bits/weight": round(result.bits_per_weight, 2), "MB": round(result.nbytes / 1e6, 2)}
+            if compared & set(CACHED):
+                row["KV bytes/token"] = round(result.cache_bytes, 1)
+            row["MB moved"] = round(result.cost.nbytes / 1e6, 2)
+            row["M ops t/i/f"] = "/".join(f"{count / 1e6:.1f}" for count in result.cost.operations.values())
+            row["perplexity"] = result.perplexity.value
+            row["increase"] = f"{ratio.value - 1:+z.2%}" if shown else "-"
+            row[f"{self.confidence:.0%}"] = f"{ratio.low - 1:+z.2%} to {ratio.high - 1:+z.2%}" if shown else "-"
+            if several:
+                row["of rtn's loss recovered"] = _share(result.recovered)
+            row["KL"] = result.kl.value if shown else None
+            row["agreement"] = f"{result.agreement.value:.2%}" if shown else "-"
+            for one in result.retrieval:
+                row[f"found, {one.needles}:{one.queries} of {one.length}"] = _share_found(one.accuracy, one.change)
         return rows
 
     def write_json(self, path: str | Path) -> None:
@@ -174,160 +171,108 @@ def compare(
     device: torch.device | str = "cpu",
     needles: Sequence[NeedleWindows] = (),
 ) -> Comparison:
-    """Compare float checkpoints at several bit-widths, and quantized ones unchanged, on windows of their shared
-    tokenizer.
+    """Compare float checkpoints at several bit-widths, and quantized ones as they are, on the same windows of text.
 
     methods: recipes for rounding weights. calibration: windows of other text, for methods that calibrate; a sample for
     each repeat, or one for all. repeats: number of roundings of each variant with rounded weights. arithmetic:
     "artifact" or "float" (measure.py). artifacts: artifacts of the checkpoints, to measure on ONNX Runtime. names: of
-    the models, for tables and plots; default: the folders' names. runs: training runs of each model, which follow one
-    another in `paths` and are compared as one. batch_size: windows at a time. confidence: of the
-    intervals. cache_bytes: memory for the 16-bit model's log-probabilities. needles: sets of rows with needles, to test
-    every variant on. Raises DiffbitError if models, windows or names do not fit together.
+    the models; default: the folders' names. runs: training runs of each model, which follow one another in `paths` and
+    are compared as one. batch_size: windows at a time. confidence: of the intervals. cache_bytes: memory for the 16-bit
+    model's log-probabilities. needles: sets of rows with needles, to test every variant on. Raises DiffbitError if
+    models, windows or names do not fit together.
     """
     chosen = variants(bits, what, methods)
-    if len(windows.ids) < 2:
-        raise DiffbitError("the text fills one window, and an interval needs two: give more text, or shorter windows")
-    if any(len(one.starts) < 2 for one in needles):
-        raise DiffbitError("needles in one row give no interval; ask for two rows or more")
+    samples = [calibration] if isinstance(calibration, Windows) else list(calibration or ())
+    setup = Setup(windows, samples, needles, repeats, arithmetic, confidence, batch_size, cache_bytes)
     checkpoints = [Checkpoint(path) for path in paths]
     groups = in_groups(checkpoints, runs)
     names = model_names([group[0] for group in groups], names)
-    samples = [calibration] if isinstance(calibration, Windows) else list(calibration or ())
     for checkpoint in checkpoints:
-        for text in (windows, *samples, *(one.windows for one in needles)):
-            check_windows(checkpoint, text)
+        for text in (windows, *samples, *(rows.windows for rows in needles)):
+            check_windows(checkpoint.path, checkpoint.config.vocab_size, checkpoint.config.max_position, text)
     check_tokenizers(checkpoints)
-    owned = owned_artifacts(checkpoints, artifacts, windows)
+    by_path = artifacts_of(checkpoints, artifacts, windows)
 
-    measured: dict[str, list[Measured]] = {}
-    refused: list[Refusal] = []
+    measurements: dict[str, list[Measurement]] = {}
+    skipped: dict[Skipped, None] = {}  # each once, even if several runs of a model share it
     for name, group in zip(names, groups, strict=True):
-
-        def run(checkpoint: Checkpoint, label: str) -> tuple[list[Measured], list[Refusal]]:
+        by_run = []
+        for run, checkpoint in enumerate(group, 1):
+            gc.collect()  # the model before this one; module hooks are reference cycles
             scheme = read_scheme(checkpoint)
-            return measure(
-                load(checkpoint, device=device),
-                chosen if scheme is None else (),
-                windows,
-                samples,
-                name=label,
-                repeats=repeats,
-                arithmetic=arithmetic,
-                batch_size=batch_size,
-                cache_bytes=cache_bytes,
-                needles=needles,
-                stored=scheme,
-                artifacts=owned.get(checkpoint.path, ()),
-            )
-
-        measured[name], refusals = measure_runs(name, group, run)
-        refused += refusals
+            title = name if len(group) == 1 else f"{name}, run {run} of {len(group)}"
+            measured, left_out = measure(
+                load(checkpoint, device=device), chosen if scheme is None else (), setup, name=title, stored=scheme,
+                artifacts=by_path.get(checkpoint.path, ()),
+            )  # fmt: skip
+            by_run.append(measured)
+            skipped |= dict.fromkeys(replace(variant, model=name) for variant in left_out)
+        measurements[name] = combine(by_run)
     if not any(parse_recipe(method).calibrated for method in methods):
-        samples = []
-    return conclude(groups, measured, refused, windows, samples, confidence, needles, arithmetic)
+        setup = replace(setup, calibration=())
+    return conclude(groups, measurements, tuple(skipped), setup)
 
 
 def conclude(
     groups: Sequence[Sequence[Checkpoint]],
-    measured: Mapping[str, Sequence[Measured]],
-    refused: Sequence[Refusal],
-    windows: Windows,
-    calibration: Sequence[Windows],
-    confidence: float = CONFIDENCE,
-    needles: Sequence[NeedleWindows] = (),
-    arithmetic: str = "artifact",
+    measurements: Mapping[str, Sequence[Measurement]],
+    skipped: Sequence[Skipped],
+    setup: Setup,
 ) -> Comparison:
-    """Turn the measurements of each model, by name and with the 16-bit model first, into a comparison.
+    """Turn the measurements of each model, by name and with the unchanged model first, into a comparison.
 
     groups: the training runs of each model, mostly one.
     """
-    results: list[Result] = []
-    contrasts: list[Contrast] = []
-    models: list[ModelInfo] = []
-    by_key: dict[str, dict[Key, Measured]] = {
-        name: {one.variant.key if one.variant else None: one for one in found} for name, found in measured.items()
-    }
-    first = next(iter(by_key))
-    for (checkpoint, *others), (name, own) in zip(groups, by_key.items(), strict=True):
-        config = checkpoint.config
-        size = num_parameters(config), config.num_layers, config.hidden_size
-        runs = {str(other.path): other.sha256() for other in others}
-        models.append(ModelInfo(name, str(checkpoint.path), checkpoint.sha256(), config.attention, *size, runs))
-        results += [_result(name, config, one, own, confidence, needles) for one in measured[name]]
-        if name != first:
-            contrasts += _contrasts(name, own, first, by_key[first], confidence, len(groups[0]))
-    calibrated = None
-    if calibration:
-        tokens = int(calibration[0].mask.sum())
-        calibrated = _about(calibration[0]) | {"tokens": tokens, "samples": len(calibration)}
+    by_key = {name: {one.variant.key: one for one in measured} for name, measured in measurements.items()}
+    first, *others = by_key
+    contrasts = [_contrasts(name, by_key[name], first, by_key[first], setup, len(groups[0])) for name in others]
+    samples = setup.calibration
+    calibration = (
+        _about(samples[0]) | {"tokens": int(samples[0].mask.sum()), "samples": len(samples)} if samples else None
+    )
     return Comparison(
-        models=tuple(models),
-        results=tuple(results),
-        contrasts=tuple(contrasts),
-        confidence=confidence,
-        text=_about(windows) | {"scored_tokens": windows.scored},
-        calibration=calibrated,
-        refused=tuple(refused),
-        needles=tuple(settings(needles)),
-        arithmetic=arithmetic,
+        models=tuple(ModelInfo.of(name, group) for name, group in zip(by_key, groups, strict=True)),
+        results=tuple(_result(name, one, by_key[name], setup) for name in by_key for one in by_key[name].values()),
+        contrasts=tuple(itertools.chain.from_iterable(contrasts)),
+        confidence=setup.confidence,
+        text=_about(setup.windows) | {"scored_tokens": setup.windows.scored},
+        calibration=calibration,
+        skipped=tuple(skipped),
+        needles=tuple(map(setting, setup.needles)),
+        arithmetic=setup.arithmetic,
     )
 
 
-def _result(
-    name: str,
-    config: ModelConfig,
-    measured: Measured,
-    own: Mapping[Key, Measured],
-    confidence: float,
-    needles: Sequence[NeedleWindows],
-) -> Result:
-    """own: all measurements of the model, by key."""
-    variant, scores, reference = measured.variant, measured.scores, own[None].scores
-    stored = None if measured.scheme is None else measured.scheme.weights
-    attention = AttentionScheme() if measured.scheme is None else measured.scheme.attention
-    rounded = None
-    if variant is not None and variant.method != RTN:
-        rounded = own.get((variant.what, variant.format, RTN))
+def _result(name: str, one: Measurement, measured: ByKey, setup: Setup) -> Result:
+    variant, scores, whole = one.variant, one.scores, next(iter(measured.values()))
+    rounded = None if variant.method == RTN else measured.get((variant.what, variant.format, RTN))
+    sets = zip(setup.needles, one.answers, whole.answers, strict=bool(one.answers))
     return Result(
-        model=name,
-        what="none" if variant is None else variant.what,
-        format=variant.format if variant else stored.name if stored else FLOAT,
-        method=NO_METHOD if variant is None else variant.method,
-        bits=variant.bits if variant else bits_of(stored) if stored else 16.0,
-        bits_per_weight=measured.bits_per_weight,
-        nbytes=measured.nbytes,
-        perplexity=scores.perplexity(confidence),
-        ratio=perplexity_ratio(scores, reference, confidence),
-        kl=scores.divergence(confidence),
-        agreement=scores.agreement(confidence),
-        recovered=None if rounded is None else recovered(scores, rounded.scores, reference, confidence),
-        cache_bytes=cache_spec(config, attention, "float16").bytes_per_1k_tokens / 1000,
-        cost=measured.cost,
-        retrieval=tuple(
-            retrieval(one, answers, whole, confidence)
-            for one, answers, whole in zip(needles, measured.answers, own[None].answers, strict=bool(measured.answers))
-        ),
-        repeats=measured.repeats,
-    )
+        name, *variant.key, variant.bits, one.bits_per_weight, one.nbytes,
+        perplexity=scores.perplexity(setup.confidence),
+        ratio=perplexity_ratio(scores, whole.scores, setup.confidence),
+        kl=scores.divergence(setup.confidence),
+        agreement=scores.agreement(setup.confidence),
+        recovered=None if rounded is None else recovered(scores, rounded.scores, whole.scores, setup.confidence),
+        cache_bytes=one.cache_bytes, cost=one.cost, repeats=one.repeats,
+        retrieval=tuple(retrieval(*needles, setup.confidence) for needles in sets),
+    )  # fmt: skip
 
 
-def _contrasts(
-    name: str, own: Mapping[Key, Measured], first: str, of_first: Mapping[Key, Measured], confidence: float, runs: int
-) -> list[Contrast]:
+def _contrasts(name: str, measured: ByKey, first: str, of_first: ByKey, setup: Setup, runs: int) -> list[Contrast]:
     """Compare the variants that both models have with the first model's."""
-    whole, first_whole, contrasts = own[None], of_first[None], []
-    for key, low in own.items():
+    whole, first_whole, contrasts = next(iter(measured.values())), next(iter(of_first.values())), []
+    for key, low in measured.items():
         other = of_first.get(key)
-        if key is None or other is None:
+        if low.variant.what == UNCHANGED or other is None:
             continue
         lost = paired(low.scores, whole.scores) - paired(other.scores, first_whole.scores)
-        answers = zip(low.answers, whole.answers, other.answers, first_whole.answers, strict=True)
-        found = tuple(contrast((a, b), (c, d), confidence) for a, b, c, d in answers)
-        assert low.variant is not None
+        difference = whole.scores.mean(lost, setup.confidence)
+        sets = zip(low.answers, whole.answers, other.answers, first_whole.answers, strict=True)
+        gains = ((gained(a, b) - gained(c, d), a.shape[-1]) for a, b, c, d in sets)
+        changes = tuple(share(gain, queries, setup.confidence) for gain, queries in gains)
         repeats = low.repeats if low.variant.rounds else None
-        difference = mean(lost, whole.scores.tokens, confidence, whole.scores.document)
-        contrasts.append(Contrast(name, first, *key, difference, found, repeats, runs))
+        contrasts.append(Contrast(name, first, *key, difference, changes, repeats, runs))
     return contrasts
 
 
@@ -354,13 +299,11 @@ def _flat(result: Result) -> dict[str, Any]:
 
 def _share_found(value: Estimate, change: Estimate) -> str:
     """Format a share, such as that of queries answered, and its change with the interval in percentage points."""
-    points = (f"{100 * end:+z.1f}" for end in (change.value, change.low, change.high))
+    points = (f"{100 * end:+z.1f}" for end in astuple(change))
     return f"{value.value:.1%} ({next(points)}; {next(points)} to {next(points)})"
 
 
 def _share(estimate: Estimate | None) -> str:
-    if estimate is None:
-        return "-"
-    if estimate.high - estimate.low > abs(estimate.value):
-        return "not established"
+    if estimate is None or not established(*astuple(estimate)):
+        return "-" if estimate is None else "not established"
     return f"{estimate.value:.0%} ({estimate.low:.0%} to {estimate.high:.0%})"

@@ -23,11 +23,11 @@ from collections import Counter
 from dataclasses import dataclass
 from math import log2, prod
 
+import numpy as np
+
 from ...models import LayerSpec, ModelConfig
-from ...models.checkpoint import is_linear, shapes
-from ...models.checkpoint.names import EMBEDDING, stays_float32
-from ...ops.cache import WIDTHS, Buffer
-from ...quantize import Scheme, linear_shapes
+from ...models.checkpoint import is_linear, shapes, stays_float32
+from ...quantize import EMBEDDING_MODULE, Scheme, linear_shapes
 from ...quantize.cache import is_low_bit, step_bytes
 
 
@@ -57,29 +57,29 @@ def token_cost(config: ModelConfig, scheme: Scheme | None, context: int, dtype: 
     """Return the cost for a model under a scheme (None: float); dtype: float16 or float32, of float parts."""
     scheme = scheme or Scheme()
     count = Counter(ternary=0, integer=0, floating=0, other=0)
-    nbytes = config.hidden_size * WIDTHS[dtype]  # the embedding's row
+    width = np.dtype(dtype).itemsize
+    nbytes = config.hidden_size * width  # the embedding's row
+    formats = scheme.chosen(config)
     for module, (rows, columns) in linear_shapes(config).items():
-        format, weights = scheme.format_for(module), rows * columns
+        format, weights = formats.get(module), rows * columns
         if format is None:
             count["floating"] += weights
-            nbytes += weights * WIDTHS[dtype]
+            nbytes += weights * width
             continue
-        nbytes += format.device_nbytes((rows, columns), WIDTHS[dtype])
+        nbytes += format.device_nbytes((rows, columns), width)
         rounding = format.device_rounding(format.rounding(module, columns, scheme.activations))
-        if rounding is not None and format.integer_product:
-            count["ternary"] += weights
+        if rounding is None:
+            count.update(floating=weights, other=rows * format.groups(columns))
+        elif format.integer_product:
             block = rounding.hadamard
-            count["other"] += 2 * columns + 2 * rows + (columns * int(log2(block)) + columns if block > 1 else 0)
-        elif rounding is not None:
-            count["integer"] += weights
-            count["other"] += 2 * columns + rows * format.groups(columns)
+            transform = columns * int(log2(block)) + columns if block > 1 else 0
+            count.update(ternary=weights, other=2 * columns + 2 * rows + transform)
         else:
-            count["floating"] += weights
-            count["other"] += rows * format.groups(columns)
+            count.update(integer=weights, other=2 * columns + rows * format.groups(columns))
     for name, shape in shapes(config).items():
-        if is_linear(name) or name == EMBEDDING or ".lambda_" in name:  # already counted; lambda vectors are constants
+        if is_linear(name) or name == f"{EMBEDDING_MODULE}.weight" or ".lambda_" in name:  # counted, or constants
             continue
-        nbytes += prod(shape) * WIDTHS["float32" if stays_float32(name) else dtype]
+        nbytes += prod(shape) * (4 if stays_float32(name) else width)
         count["other"] += prod(shape) * (2 if name.endswith("norm.weight") else name.endswith(".bias"))
     for layer in config.layers:
         count.update(_layer(layer, scheme, context))
@@ -93,18 +93,18 @@ def _layer(layer: LayerSpec, scheme: Scheme, context: int) -> dict[str, int]:
     attention = scheme.attention
     cached = 0  # how many numbers of keys, and of values, are in the cache
 
-    def kv(heads: int, width: int, in_place: str, sliding_window: int) -> tuple[Buffer, ...]:
+    def kv(heads: int, width: int, in_place: str, sliding_window: int) -> tuple[()]:
         nonlocal cached
         cached += heads * width * min(context, sliding_window or context)
         return ()
 
     layer.mixer.buffers(kv)
-    found = layer.mixer.operations(context, is_low_bit(attention))
-    other = found.other + layer.mlp.elementwise * layer.mlp.intermediate_size
+    operations = layer.mixer.operations(context, is_low_bit(attention))
+    other = operations.other + layer.mlp.elementwise * layer.mlp.intermediate_size
     if attention.value_format.startswith("int"):
         other += cached
     if attention.key_format.startswith("int"):
         other += layer.mixer.softmaxes * context if attention.query_bits else cached
     if attention.query_bits:
-        return {"integer": found.logits, "floating": found.matrix, "other": other}
-    return {"floating": found.logits + found.matrix, "other": other}
+        return {"integer": operations.logits, "floating": operations.matrix, "other": other}
+    return {"floating": operations.logits + operations.matrix, "other": other}

@@ -4,22 +4,24 @@ Each variant is made in memory from the float checkpoint, scored token by token 
 before the next one is made. "16 bits" is the checkpoint itself, computed in float32. Artifacts of the model run on ONNX
 Runtime, one window at a time.
 
-By default, linear layers round their inputs as the artifact's operators do on a CPU, mostly to int8 in blocks
-(quantize/formats/ defines the rule of each format). "float" rounds them only if the scheme says so.
+By default, linear layers round their inputs as the artifact's operators do on a CPU, mostly to int8 in blocks (formats/
+defines the rule of each format). "float" rounds them only if the scheme says so.
 
 If weights are rounded, `repeats` makes a variant several times, each time calibrated on another sample and with another
-order of the channels (quantize/reorder.py); the first uses the model's own order.
+order of the channels (quantize/reorder.py); the first uses the model's own order. `combine` makes one measurement of K
+training runs, which have the shape of K roundings, each averaged over its own roundings. The k-th runs of two models
+are paired, such as those that saw the same batches in the same order.
 
 Memory: the model, one variant (which shares unquantized tensors with it), and the 16-bit model's log-probabilities for
-as many windows as fit into `cache_bytes`. On the other windows the 16-bit model runs again for each variant, because a
-variant can be slow to make and is made only once. Low-bit attention holds several copies of its weights [heads, T, T];
-it processes as many windows at a time as fit into EXPLICIT_BYTES.
+as many windows as fit into `cache_bytes`; on the other windows the 16-bit model runs again for each variant. Low-bit
+attention holds several copies of its weights [heads, T, T], so it processes as many windows at a time as fit into
+EXPLICIT_BYTES.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -27,42 +29,72 @@ import torch
 from torch import Tensor
 
 from ...calib_data import NeedleWindows, Windows
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
+from ...io.progress import track
 from ...models import Decoder, ModelConfig
-from ...progress import track
 from ...quantize import HEAD_MODULE, AttentionScheme, Scheme, apply, linear_shapes, sizes
 from ...quantize.model import as_exported
 from ...runtime import Artifact, Session
 from .cost import Cost, token_cost
-from .metrics import Scores, log_probabilities, score
+from .metrics import CONFIDENCE, Scores, log_probabilities, score
 from .retrieval import answered
-from .variants import Variant, on_a_device
+from .variants import RTN, Variant, on_a_device, unchanged
 
 EXPLICIT_BYTES = 2 << 30  # memory for explicit attention weights in low-bit attention
 COPIES = 8  # of the attention weights, in float32: logits, probabilities, masks
-
-
 ARITHMETICS = ("artifact", "float")  # inputs of quantized linear layers: rounded as on a device, or not
-Logits = Callable[[Tensor, Tensor | None], Tensor]
-"""(ids int64 [B, S], mask int64 [B, S] or None: all are tokens) -> logits [B, S, V]"""
+Logits = Callable[..., Tensor]
+"""(ids int64 [B, S], attention_mask= int64 [B, S] or None: all are tokens) -> logits [B, S, V], as a Decoder"""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A variant of a model on the windows; variant None is the unchanged checkpoint."""
+class Setup:
+    """What every model is measured on, and how. Raises DiffbitError for values that do not fit together."""
 
-    variant: Variant | None
-    scheme: Scheme | None  # of the variant, or of a checkpoint that is quantized already
+    windows: Windows
+    calibration: Sequence[Windows] = ()  # for methods that calibrate: a sample for each repeat, or one for all
+    needles: Sequence[NeedleWindows] = ()
+    repeats: int = 1  # roundings of each variant whose weights are rounded
+    arithmetic: str = "artifact"  # one of ARITHMETICS
+    confidence: float = CONFIDENCE  # of the intervals
+    batch_size: int = 8  # windows at a time
+    cache_bytes: int = 1 << 30  # memory for the 16-bit model's log-probabilities
+
+    def __post_init__(self) -> None:
+        if len(self.windows.ids) < 2:
+            raise DiffbitError("the text fills one window; an interval needs two: give more text, or shorter windows")
+        if any(len(rows.starts) < 2 for rows in self.needles):
+            raise DiffbitError("needles in one row give no interval; ask for two rows or more")
+        for name, number in (("batch_size", self.batch_size), ("repeats", self.repeats)):
+            if number < 1:
+                raise DiffbitError(f"{name} is {number}, wanted 1 or more")
+        if self.arithmetic not in ARITHMETICS:
+            raise DiffbitError(f"arithmetic is {self.arithmetic!r}, wanted {' or '.join(ARITHMETICS)}")
+        if (count := len(self.calibration)) not in (0, 1, self.repeats):
+            raise DiffbitError(f"{count} samples of calibration text for {self.repeats} repeats; give one each, or one")
+
+    @property
+    def length(self) -> int:
+        """Tokens of a window."""
+        return self.windows.ids.shape[1]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What was measured of one variant of a model; compare.py makes estimates of it."""
+
+    variant: Variant
     scores: Scores  # of one or several roundings, or of several training runs
     nbytes: int  # of the weights in a float16 artifact; of an artifact, of its files
     bits_per_weight: float  # of the linear layers that are quantized, scales included
+    cache_bytes: float  # of the KV cache, per token of context
     cost: Cost  # of a decoded token, at the windows' length
     repeats: int = 1  # roundings of the weights, in each training run
     answers: tuple[np.ndarray, ...] = ()  # [K, n, R] for each set of needles: which queries are answered
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Skipped:
     """A variant that its method cannot make, such as ternary weights, and why."""
 
     model: str
@@ -73,144 +105,110 @@ class Refusal:
 
 def measure(
     decoder: Decoder,
-    chosen: Sequence[Variant],
-    windows: Windows,
-    calibration: Sequence[Windows] = (),
+    variants: Sequence[Variant],
+    setup: Setup,
     *,
     name: str = "the model",
-    repeats: int = 1,
-    arithmetic: str = "artifact",
-    batch_size: int = 8,
-    cache_bytes: int = 1 << 30,
-    needles: Sequence[NeedleWindows] = (),
     stored: Scheme | None = None,
     artifacts: Sequence[Artifact] = (),
-) -> tuple[list[Measured], list[Refusal]]:
-    """Measure the model and each chosen variant on all windows and needles; also returns what the methods refused.
+) -> tuple[list[Measurement], list[Skipped]]:
+    """Measure the model as it is, each variant of it, and its artifacts; also return the variants that were skipped.
 
-    calibration: a sample for each repeat, or one for all. stored: the scheme of a checkpoint that is already quantized;
-    it has no variants. artifacts: of this model. Raises DiffbitError if a model computes NaN, or if every variant was
-    refused.
+    stored: the scheme of a checkpoint that is already quantized; it has no variants. Raises DiffbitError if a model
+    computes NaN, or if every variant was skipped.
     """
-    _check(chosen, calibration, repeats, arithmetic, batch_size)
-    scorer = _Scorer(decoder, windows, cache_bytes)
-    measured: list[Measured] = []
-    refused: list[Refusal] = []
-    length = windows.ids.shape[1]
-    for variant in track([None, *chosen], f"comparing {name}"):
-        model, scheme = decoder, stored if variant is None else variant.scheme
+    if not setup.calibration and (calibrated := [variant.method for variant in variants if variant.calibrates]):
+        raise DiffbitError(f"method {calibrated[0]} calibrates on text; give calibration windows")
+    scorer = _Scorer(decoder, setup)
+    measurements: list[Measurement] = []
+    skipped: list[Skipped] = []
+    whole = unchanged(stored)
+    for variant in track([whole, *variants], f"comparing {name}"):
         scores: list[Scores] = []
         answers: list[list[np.ndarray]] = []
-        for repeat in range(repeats if variant is not None and variant.rounds else 1):
-            if variant is not None:
-                try:
-                    model = _apply(decoder, variant, calibration, repeat)
-                except DiffbitError as error:
-                    refused.append(Refusal(name, variant.format, variant.method, str(error)))
-                    break
-            if arithmetic == "artifact":
-                as_exported(model)
+        for repeat in range(setup.repeats if variant.rounds else 1):
             try:
-                scores.append(scorer.scores(in_torch(model), _batch_size(variant, decoder.config, length, batch_size)))
+                model = decoder if variant is whole else _apply(decoder, variant, setup.calibration, repeat)
             except DiffbitError as error:
-                raise DiffbitError(f"{name}, {variant or '16 bits'}: {error}") from None
-            sizes_ = [_batch_size(variant, decoder.config, one.windows.ids.shape[1], batch_size) for one in needles]
-            answers.append([answered(model, one, size) for one, size in zip(needles, sizes_, strict=True)])
+                skipped.append(Skipped(name, variant.format, variant.method, str(error)))
+                break
+            if setup.arithmetic == "artifact":
+                as_exported(model)
+            batch_sizes = _batch_sizes(variant, decoder.config, setup)
+            scores.append(scorer.scores(model, batch_sizes[0], f"{name}, {variant}"))
+            sets = zip(setup.needles, batch_sizes[1:], strict=True)
+            answers.append([answered(model, needles, size) for needles, size in sets])
         else:
-            measured.append(
-                Measured(
-                    variant=variant,
-                    scheme=scheme,
-                    scores=Scores.of_repeats(scores),
-                    nbytes=sizes(model.config, scheme, "fp16").nbytes,
-                    bits_per_weight=_bits_per_weight(model.config, scheme),
-                    cost=token_cost(model.config, scheme, length),
-                    repeats=len(scores),
-                    answers=tuple(np.stack(sets) for sets in zip(*answers, strict=True)),
-                )
-            )
-        del model  # before the next one is made
-    if refused and len(measured) == 1:
-        raise DiffbitError(f"{name}: {refused[0].reason}")
-    measured += [_measured_on_device(artifact, scorer, length) for artifact in track(artifacts, "running artifacts")]
-    return measured, refused
+            stacked = tuple(np.stack(repeats) for repeats in zip(*answers, strict=True))
+            measurements.append(_measurement(variant, model.config, setup.length, scores, stacked))
+        model = decoder  # the variant is gone before the next one is made
+    if skipped and len(measurements) == 1:
+        raise DiffbitError(f"{name}: {skipped[0].reason}")
+    for artifact in track(artifacts, "running artifacts"):
+        scores = [scorer.scores(on_device(Session(artifact)), 1, str(artifact.path))]
+        config = ModelConfig.from_dict(dict(artifact.model))
+        measurement = _measurement(on_a_device(artifact), config, setup.length, scores)
+        measurements.append(replace(measurement, nbytes=artifact.nbytes))
+    return measurements, skipped
 
 
-def _check(
-    chosen: Sequence[Variant], calibration: Sequence[Windows], repeats: int, arithmetic: str, batch_size: int
-) -> None:
-    if batch_size < 1:
-        raise DiffbitError(f"batch_size is {batch_size}, wanted 1 or more")
-    if repeats < 1:
-        raise DiffbitError(f"repeats is {repeats}, wanted 1 or more")
-    if arithmetic not in ARITHMETICS:
-        raise DiffbitError(f"arithmetic is {arithmetic!r}, wanted {' or '.join(ARITHMETICS)}")
-    if not calibration and (calibrated := [variant.method for variant in chosen if variant.calibrates]):
-        raise DiffbitError(f"method {calibrated[0]} calibrates on text; give calibration windows")
-    if calibration and len(calibration) not in (1, repeats):
-        raise DiffbitError(
-            f"{len(calibration)} samples of calibration text for {repeats} repeats; give one each, or one"
-        )
+def _measurement(
+    variant: Variant, config: ModelConfig, length: int, scores: Sequence[Scores], answers: tuple[np.ndarray, ...] = ()
+) -> Measurement:
+    size, cost = sizes(config, variant.scheme, "fp16"), token_cost(config, variant.scheme, length)
+    bits, cache_bytes = _bits_per_weight(config, variant.scheme), size.kv_bytes_per_1k_tokens / 1000
+    return Measurement(
+        variant, Scores.of_repeats(scores), size.nbytes, bits, cache_bytes, cost, repeats=len(scores), answers=answers
+    )
 
 
-def in_torch(model: Decoder) -> Logits:
-    device = next(model.parameters()).device
-
-    def logits(ids: Tensor, mask: Tensor | None) -> Tensor:
-        found: Tensor = model(ids.to(device), attention_mask=None if mask is None else mask.to(device))
-        return found
-
-    return logits
+def combine(runs: Sequence[Sequence[Measurement]]) -> list[Measurement]:
+    """Combine the measurements of K training runs, each in the same order; leaves out what not all of them have."""
+    if len(runs) == 1:
+        return list(runs[0])
+    by_key = [{one.variant.key: one for one in run} for run in runs]
+    combined = []
+    for parts in ([run[key] for run in by_key] for key in by_key[0] if all(key in run for run in by_key)):
+        sets = zip(*(one.answers for one in parts), strict=True)
+        answers = tuple(np.stack([roundings.mean(0) for roundings in answers]) for answers in sets)
+        scores = Scores.of_repeats([one.scores for one in parts])
+        combined.append(replace(parts[0], scores=scores, answers=answers))
+    return combined
 
 
 def on_device(session: Session) -> Logits:
-    """Return the logits function of an artifact on ONNX Runtime: one row at a time, each with an empty cache."""
+    """Return an artifact's logits on ONNX Runtime, as a function: one row at a time, each with an empty cache."""
 
-    def logits(ids: Tensor, mask: Tensor | None) -> Tensor:
+    def logits(ids: Tensor, *, attention_mask: Tensor | None) -> Tensor:
         rows = []
         for row in range(len(ids)):
             session.reset()
-            seen = None if mask is None else mask[row : row + 1].numpy()
-            rows.append(session.prefill(ids[row : row + 1].numpy(), seen, all_positions=True)[0])
-        return torch.from_numpy(np.stack(rows))
+            mask = None if attention_mask is None else attention_mask[row : row + 1].cpu().numpy()
+            rows.append(session.prefill(ids[row : row + 1].cpu().numpy(), mask, all_positions=True)[0])
+        return torch.from_numpy(np.stack(rows)).to(ids.device)
 
     return logits
-
-
-def _measured_on_device(artifact: Artifact, scorer: _Scorer, length: int) -> Measured:
-    scheme = None if artifact.scheme is None else Scheme.from_dict(artifact.scheme)
-    config = ModelConfig.from_dict(dict(artifact.model))
-    try:
-        scores = scorer.scores(on_device(Session(artifact)), 1)
-    except DiffbitError as error:
-        raise DiffbitError(f"{artifact.path}: {error}") from None
-    return Measured(
-        variant=on_a_device(artifact),
-        scheme=scheme,
-        scores=scores,
-        nbytes=artifact.nbytes,
-        bits_per_weight=_bits_per_weight(config, scheme),
-        cost=token_cost(config, scheme, length),
-    )
 
 
 class _Scorer:
     """Scores models on windows of text against the 16-bit model, whose log-probabilities it keeps if they fit."""
 
-    def __init__(self, reference: Decoder, windows: Windows, cache_bytes: int) -> None:
+    def __init__(self, reference: Decoder, setup: Setup) -> None:
+        windows, device = setup.windows, next(reference.parameters()).device
         self.reference = reference
-        self.device = next(reference.parameters()).device
-        self.ids, self.target, self.mask = map(torch.from_numpy, (windows.ids, windows.target, windows.mask))
+        self.ids, self.target, self.mask = (
+            torch.from_numpy(array).to(device) for array in (windows.ids, windows.target, windows.mask)
+        )
         self.document = windows.document
-        self.cached_windows = cache_bytes // (self.ids.shape[1] * reference.config.vocab_size * 4)
+        self.cached_windows = setup.cache_bytes // (setup.length * reference.config.vocab_size * 4)
         self.cache: dict[int, Tensor] = {}
         self.begun = False  # whether the 16-bit model has been scored
 
-    def scores(self, logits: Logits, batch_size: int) -> Scores:
-        """Score the 16-bit model, which must come first, or another one."""
+    def scores(self, logits: Logits, batch_size: int, name: str) -> Scores:
+        """Score the 16-bit model, which must come first, or another one; name: for errors."""
         scores = Scores.zeros(len(self.ids), self.document)
         for start in range(0, len(self.ids), batch_size):
-            batch = slice(start, min(start + batch_size, len(self.ids)))
+            batch = slice(start, start + batch_size)
             log_q = self._log_probabilities(logits, batch)
             log_p: dict[int, Tensor] = {}
             if not self.begun:
@@ -218,10 +216,12 @@ class _Scorer:
             elif all(window in self.cache for window in log_q):
                 log_p = self.cache
             else:
-                log_p = self._log_probabilities(in_torch(self.reference), batch)
+                log_p = self._log_probabilities(self.reference, batch)
             for window, row in log_q.items():
-                ids, target = self.ids[window].to(self.device), self.target[window].to(self.device)
-                score(scores, window, ids, target, row, log_p.get(window))
+                try:
+                    score(scores, window, self.ids[window], self.target[window], row, log_p.get(window))
+                except DiffbitError as error:
+                    raise DiffbitError(f"{name}: {error}") from None
         self.begun = True
         return scores
 
@@ -229,32 +229,29 @@ class _Scorer:
         """{window: [n, V] at its scored tokens}."""
         mask = self.mask[batch]
         with torch.inference_mode():
-            rows = enumerate(logits(self.ids[batch], None if mask.all() else mask.long()), batch.start)
-            return {
-                window: log_probabilities(row.to(self.device), self.target[window].to(self.device))
-                for window, row in rows
-            }
+            rows = logits(self.ids[batch], attention_mask=None if mask.all() else mask.long())
+            return {window: log_probabilities(row, self.target[window]) for window, row in enumerate(rows, batch.start)}
 
 
 def _apply(decoder: Decoder, variant: Variant, calibration: Sequence[Windows], repeat: int) -> Decoder:
-    method = variant.method if variant.rounds else "rtn"
-    if not variant.calibrates:
-        return apply(decoder, variant.scheme, method, order=repeat)
-    text = calibration[min(repeat, len(calibration) - 1)]
-    return apply(decoder, variant.scheme, method, text.ids, text.mask, order=repeat)
+    method = variant.method if variant.rounds else RTN
+    text = calibration[min(repeat, len(calibration) - 1)] if variant.calibrates else None
+    return apply(decoder, variant.scheme, method, *((text.ids, text.mask) if text else ()), order=repeat)
 
 
-def _batch_size(variant: Variant | None, config: ModelConfig, length: int, wanted: int) -> int:
-    """Return how many windows of `length` tokens a variant processes at a time, at most `wanted`."""
-    if variant is None or variant.scheme.attention == AttentionScheme():
-        return wanted
+def _batch_sizes(variant: Variant, config: ModelConfig, setup: Setup) -> list[int]:
+    """Return how many rows a variant processes at a time: of the windows, and of each set of needles."""
+    lengths = [setup.length, *(needles.windows.ids.shape[1] for needles in setup.needles)]
+    if variant.scheme.attention == AttentionScheme():
+        return [setup.batch_size] * len(lengths)
     heads = max(layer.mixer.softmaxes for layer in config.layers) or 1  # each has weights of its own
-    return max(1, min(wanted, EXPLICIT_BYTES // (COPIES * 4 * heads * length * length)))
+    most = (EXPLICIT_BYTES // (COPIES * 4 * heads * length * length) for length in lengths)
+    return [max(1, min(setup.batch_size, size)) for size in most]
 
 
-def _bits_per_weight(config: ModelConfig, scheme: Scheme | None) -> float:
+def _bits_per_weight(config: ModelConfig, scheme: Scheme) -> float:
     """Average over the decoder's linear layers that the scheme quantizes; 16 if it quantizes none."""
-    formats = {} if scheme is None else scheme.formats(config)
-    own = {m: shape for m, shape in linear_shapes(config).items() if m in formats and m != HEAD_MODULE}
-    nbytes = sum(formats[module].device_nbytes(shape, 2) for module, shape in own.items())
-    return 8 * nbytes / sum(map(prod, own.values())) if own else 16.0
+    formats = scheme.formats(config)
+    shapes = {m: shape for m, shape in linear_shapes(config).items() if m in formats and m != HEAD_MODULE}
+    nbytes = sum(formats[module].device_nbytes(shape, 2) for module, shape in shapes.items())
+    return 8 * nbytes / sum(map(prod, shapes.values())) if shapes else 16.0

@@ -5,7 +5,6 @@
     agreement    share of scored tokens at which both models' most likely token is the same
 
 Per window only sums are kept: tokens, negative log likelihood, KL, agreements. Everything else follows from them.
-
 Intervals describe the variation of the text. Tokens of one window are far from independent, so the window is the unit.
 Neighbouring windows are correlated, too (lag-1 correlation of our models' losses: 0.18 to 0.36), and so are windows of
 one document. So the error is estimated from low-frequency cosine waves over the series of windows, which capture the
@@ -26,18 +25,17 @@ k = skewness(e) / sqrt(W) and t the quantile of Student's distribution, the inte
 
 Simulated coverage of 95 % intervals (tests/apps/evaluate/test_metrics.py), for windows with a lag-1 correlation of 0,
 0.2 and 0.4: normal losses 95, 95, 92 % with 8 windows and 94 to 96 with 16 to 240; lognormal losses (sigma 1) 94, 93,
-91 % with 8 windows and 94 to 96 with more. 3 to 30 documents with their own effects (30 % of the variance): 94 to 96 %.
-Coverage is lower for two documents (85 to 94 %), or if one makes up most of the text (85 to 88 %); the interval then
-only holds for text of these documents. Treating windows as independent would give 79 to 91 % and, lognormal, 71 to 85
-%; with few documents, 35 to 90 %.
+91 % with 8 windows and 94 to 96 with more. 3 to 30 documents with their own effects (30 % of the variance): 94 to 96 %;
+two documents 85 to 94 %, one that makes up most of the text 85 to 88 %. Treating windows as independent would give 79
+to 91 %, lognormal 71 to 85 %, with few documents 35 to 90 %.
 
 Two models are compared on the SAME windows: y_w is then the difference of their sums in window w, so that the
-difficulty of a window for both cancels ("paired"). This interval is many times narrower than two separate ones would
+difficulty of a window for both cancels ("paired"), and the interval is many times narrower than two separate ones would
 suggest. Perplexities and their ratios are exponentials of such an r and of its interval's ends.
 
-Repeats. The result of rounding depends partly on chance: another calibration sample, or another order of the channels,
-gives another model with about the same error but another perplexity. For K such roundings with sums [K, W], r is their
-mean, and its variance, s^2 / K of the K rates, is added to the text's; Student's degrees of freedom are Satterthwaite's
+The result of rounding depends partly on chance: another calibration sample, or another order of the channels, gives
+another model with about the same error but another perplexity. For K such roundings with sums [K, W], r is their mean,
+and its variance, s^2 / K of the K rates, is added to the text's; Student's degrees of freedom are Satterthwaite's
 (1946), rounded down. The interval of a single rounding covers only the text.
 
 The share of plain rounding's loss that a method recovers is 1 - q with q = sum d / sum d0, where d_w and d0_w are the
@@ -45,8 +43,8 @@ paired differences of the method's and of plain rounding's windows to the 16-bit
 (1954): all q for which the interval above, of d_w - q d0_w, contains zero. If plain rounding's own loss is not
 significantly different from zero, the share is None.
 
-K training runs of a model take the place of its K roundings (runs.py). Otherwise the intervals do not cover another
-training run. They never cover text of another kind. If all windows agree exactly, the interval has zero width.
+K training runs of a model take the place of its K roundings; otherwise the intervals do not cover another training
+run. They never cover text of another kind. If all windows agree exactly, the interval has zero width.
 """
 
 from __future__ import annotations
@@ -54,13 +52,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 
 CONFIDENCE = 0.95
 
@@ -74,7 +72,12 @@ class Estimate:
     high: float
 
     def to_dict(self) -> dict[str, float]:
-        return {"value": self.value, "low": self.low, "high": self.high}
+        return asdict(self)
+
+
+def established(value: float, low: float, high: float) -> bool:
+    """Whether the interval of a share is at most as wide as the share; if not, a table says "not established"."""
+    return high - low <= abs(value)
 
 
 @dataclass(frozen=True)
@@ -104,21 +107,25 @@ class Scores:
         )
         return cls(repeats[0].tokens, nll, kl, agree, repeats[0].document)
 
+    def mean(self, totals: np.ndarray, confidence: float = CONFIDENCE) -> Estimate:
+        """Return sums over these windows, such as a paired difference, per scored token."""
+        return mean(totals, self.tokens, confidence, self.document)
+
     def perplexity(self, confidence: float = CONFIDENCE) -> Estimate:
         """Perplexity on this text; to compare models use `perplexity_ratio`, whose interval is paired."""
-        return _exp(mean(self.nll, self.tokens, confidence, self.document))
+        return _exp(self.mean(self.nll, confidence))
 
     def divergence(self, confidence: float = CONFIDENCE) -> Estimate:
         """KL per token, nats."""
-        return clip(mean(self.kl, self.tokens, confidence, self.document), 0.0, math.inf)
+        return clip(self.mean(self.kl, confidence), 0.0, math.inf)
 
     def agreement(self, confidence: float = CONFIDENCE) -> Estimate:
-        return clip(mean(self.agree, self.tokens, confidence, self.document), 0.0, 1.0)
+        return clip(self.mean(self.agree, confidence), 0.0, 1.0)
 
 
 def perplexity_ratio(model: Scores, reference: Scores, confidence: float = CONFIDENCE) -> Estimate:
     """Return the perplexity of `model` / that of `reference` on the same windows, paired: 1.02 is 2 % worse."""
-    return _exp(mean(paired(model, reference), model.tokens, confidence, model.document))
+    return _exp(model.mean(paired(model, reference), confidence))
 
 
 def paired(model: Scores, reference: Scores) -> np.ndarray:
@@ -148,9 +155,13 @@ def mean(
             f"{windows} window(s) with {scored:.0f} tokens to score: an interval needs at least two windows; "
             "give more text, or shorter windows"
         )
-    rate, residuals = _residuals(totals, tokens)
+    summed = totals.mean(0)
+    rate = float(summed.sum() / tokens.sum())
+    residuals = summed - rate * tokens
     waves = windows - 1 if independent else frequencies(windows, document)
-    spreads = [_text_spread(residuals, waves), _rounding_spread(totals.sum(1))]
+    sums, repeats = totals.sum(1), len(totals)
+    of_roundings = (sums - sums.mean()) / math.sqrt(repeats * (repeats - 1)) if repeats > 1 else np.zeros(0)
+    spreads = [_text_spread(residuals, waves), of_roundings]
     variances = [float(spread @ spread) for spread in spreads]
     error = math.sqrt(sum(variances))
     if not error:
@@ -170,24 +181,11 @@ def frequencies(windows: int, document: np.ndarray | None = None) -> int:
     return min(most, windows - 1)
 
 
-def _residuals(totals: np.ndarray, tokens: np.ndarray) -> tuple[float, np.ndarray]:
-    """Return r, and e [W] of the mean over the repeats, for totals [K, W]."""
-    summed = totals.mean(0)
-    rate = float(summed.sum() / tokens.sum())
-    return rate, summed - rate * tokens
-
-
 def _text_spread(residuals: np.ndarray, count: int) -> np.ndarray:
     """Return u [B]: numbers of mean 0 whose squares sum to the variance of a sum over windows."""
     windows = len(residuals)
     waves = np.cos(np.pi / windows * np.outer(np.arange(1, count + 1), np.arange(windows) + 0.5))
     return math.sqrt(2 / count) * (waves @ residuals)
-
-
-def _rounding_spread(sums: np.ndarray) -> np.ndarray:
-    """Return the same for the mean of K sums: [K] -> [K]; empty for K = 1."""
-    repeats = len(sums)
-    return (sums - sums.mean()) / math.sqrt(repeats * (repeats - 1)) if repeats > 1 else np.zeros(0)
 
 
 def _quantile(confidence: float, spreads: Sequence[np.ndarray]) -> float:
@@ -210,15 +208,14 @@ def recovered(method: Scores, rounded: Scores, reference: Scores, confidence: fl
     1: as good as the 16-bit model; below 0: worse than plain rounding. None if plain rounding's loss is not
     significant.
     """
-    ours, theirs = paired(method, reference), paired(rounded, reference)
-    if mean(theirs, reference.tokens, confidence, reference.document).low <= 0:
+    ours, theirs = (np.atleast_2d(paired(scores, reference)) for scores in (method, rounded))
+    if reference.mean(theirs, confidence).low <= 0:
         return None
-    own, other = np.atleast_2d(ours), np.atleast_2d(theirs)
-    q = float(own.sum(1).mean() / other.sum(1).mean())
+    q = float(ours.sum(1).mean() / theirs.sum(1).mean())
 
     def holds(end: float) -> bool:
-        one = mean(own - end * other, reference.tokens, confidence, reference.document)
-        return one.low <= 0 <= one.high
+        difference = reference.mean(ours - end * theirs, confidence)
+        return difference.low <= 0 <= difference.high
 
     def last(direction: float) -> float:
         """Return an end of the interval, which exists because theirs.low > 0."""
@@ -247,14 +244,14 @@ def score(scores: Scores, window: int, ids: Tensor, target: Tensor, log_q: Tenso
 
     Without log_p the model is the 16-bit model itself: no divergence, full agreement. Raises DiffbitError for NaN.
     """
-    wanted = ids[1:][target[1:]]
-    nll = -log_q.gather(-1, wanted[:, None]).double().sum().item()
+    tokens = ids[1:][target[1:]]
+    nll = -log_q.gather(-1, tokens[:, None]).double().sum().item()
     if not math.isfinite(nll):
         raise DiffbitError("the model's logits hold NaN or infinity")
-    scores.tokens[window] = len(wanted)
+    scores.tokens[window] = len(tokens)
     scores.nll[window] = nll
     if log_p is None:
-        scores.agree[window] = len(wanted)
+        scores.agree[window] = len(tokens)
         return
     divergence = (log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0)  # below 0 by rounding only
     scores.kl[window] = divergence.double().sum().item()

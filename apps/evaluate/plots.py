@@ -1,5 +1,5 @@
-"""Plots of the results of compare.py and outliers.py. They take the results' `to_dict()`, so that a JSON file can be
-plotted again. The i-th model of a comparison has the i-th colour in every plot and in the report's tables.
+"""Plots of a comparison. They take its `to_dict()`, so that a JSON file can be plotted again. The i-th model has the
+i-th colour in every plot and in the report's tables.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...drawing import MUTED, Data, drawn, line, logarithmic, short
-from ...errors import DiffbitError
-from ...quantize import parse_format
+from ...formats import parse_format
+from ...io.drawing import MUTED, Data, drawn, line, logarithmic, short, shortened
+from ...io.errors import DiffbitError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,15 +25,7 @@ SUBJECTS = {  # what can be compared: a heading, and the label of the horizontal
     "keys": ("Cached keys", "format of the cache"),
     "values": ("Cached values", "format of the cache"),
 }
-SITES = {"hidden_states": "Hidden states", "attention_logits": "Attention logits"}
 ENDS = ("value", "low", "high")
-
-SHORT, LONG = 14, 32  # characters of a model's name in a legend: of two columns, and at most
-
-
-def shortened(name: str) -> str:
-    """Return a model's name for a legend, without its middle if it is long."""
-    return name if len(name) <= LONG else f"{name[: LONG // 2]}…{name[-LONG // 2 :]}"
 
 
 def plot_comparison(comparison: Data, path: str | Path) -> None:
@@ -46,13 +38,6 @@ def plot_comparison(comparison: Data, path: str | Path) -> None:
         for number, row in enumerate(rows):
             for index, panel in enumerate(axes[number * columns : (number + 1) * columns]):
                 draw(panel, row[index]) if index < len(row) else panel.set_axis_off()
-
-
-def plot_outliers(reports: Sequence[Data], path: str | Path) -> None:
-    """Plot the largest value and the median of every layer's hidden states and attention logits."""
-    with drawn(path, 2) as axes:
-        for panel, site in zip(axes, SITES, strict=True):
-            layers(panel, reports, site)
 
 
 def subjects(comparison: Data) -> list[str]:
@@ -104,14 +89,14 @@ INCREASE = Metric(
 KL = Metric("KL divergence", "from the 16-bit model, nats per token", " nats", lambda r, end: float(r["kl"][end]), 1e-7)
 
 
-def _needles(asked: Data, index: int) -> Metric:
+def _needles(setting: Data, index: int) -> Metric:
     """The change of the share of queries answered, of the index-th set of needles."""
-    return Metric(
-        f"{asked['queries']} of {asked['needles']} needles",
-        f"points to 16 bits, of {asked['length']:,} tokens",
-        " points",
-        lambda result, end: 100 * float(result["retrieval"][index]["change"][end]),
-    )
+
+    def change(result: Data, end: str) -> float:
+        return 100 * float(result["retrieval"][index]["change"][end])
+
+    name, label = "{queries} of {needles} needles", "points to 16 bits, of {length:,} tokens"
+    return Metric(name.format(**setting), label.format(**setting), " points", change)
 
 
 def charts(comparison: Data, what: str) -> list[Chart]:
@@ -121,10 +106,9 @@ def charts(comparison: Data, what: str) -> list[Chart]:
     model with a line per method.
     """
     results = [result for result in comparison["results"] if result["what"] == what]
+    models, methods = (list(dict.fromkeys(r[key] for r in results)) for key in ("model", "method"))
     widths = order(results)
     results.sort(key=lambda result: list(widths).index(result["format"]))
-    models = list(dict.fromkeys(r["model"] for r in comparison["results"] if r["what"] == what))
-    methods = list(dict.fromkeys(r["method"] for r in comparison["results"] if r["what"] == what))
     subject, label = SUBJECTS[what]
 
     def chart(about: str, metric: Metric, lines: dict[str, list[Data]]) -> Chart:
@@ -134,18 +118,17 @@ def charts(comparison: Data, what: str) -> list[Chart]:
         return Chart(f"{about}: {metric.name}", label, ticks, metric, lines, bounds)
 
     if len(methods) > 1:
-        by_method = [
-            {method: [r for r in results if (r["model"], r["method"]) == (model, method)] for method in methods}
-            for model in models
+        return [
+            chart(name, INCREASE, {m: [r for r in results if (r["model"], r["method"]) == (name, m)] for m in methods})
+            for name in models
         ]
-        return [chart(model, INCREASE, lines) for model, lines in zip(models, by_method, strict=True)]
-    own = {model: [r for r in results if r["model"] == model] for model in models}
-    found = [chart(subject, metric, own) for metric in (INCREASE, KL)]
+    by_model = {model: [r for r in results if r["model"] == model] for model in models}
+    shown = [chart(subject, metric, by_model) for metric in (INCREASE, KL)]
     whole = {r["model"]: r["retrieval"] for r in comparison["results"] if r["what"] == "none"}
-    for index, asked in enumerate(comparison["needles"]):
-        at_16 = {f"{m}, {whole[m][index]['accuracy']['value']:.1%} at 16 bits": lines for m, lines in own.items()}
-        found.append(chart(subject, _needles(asked, index), at_16))
-    return found
+    for index, setting in enumerate(comparison["needles"]):
+        at_16 = {f"{m}, {whole[m][index]['accuracy']['value']:.1%} at 16 bits": r for m, r in by_model.items()}
+        shown.append(chart(subject, _needles(setting, index), at_16))
+    return shown
 
 
 def draw(axes: Axes, chart: Chart) -> None:
@@ -177,31 +160,6 @@ def draw(axes: Axes, chart: Chart) -> None:
     axes.set_xlabel(chart.label)
     axes.set_ylabel(metric.label)
     axes.legend(loc="upper left" if floor else "lower left")
-
-
-def layers(axes: Axes, reports: Sequence[Data], site: str) -> None:
-    """The largest |x| of every layer and its median (thin), of all models, on a logarithmic axis."""
-    from matplotlib.ticker import LogLocator, MaxNLocator
-
-    names = [shortened(report["model"]) for report in reports]
-    columns = 2 if all(len(name) <= SHORT for name in names) else 1
-    for index, (name, report) in enumerate(zip(names, reports, strict=True)):
-        own, look = report[site]["layers"], line(index)
-        places = [layer["layer"] for layer in own]
-        axes.plot(places, [layer["top"]["1"] for layer in own], label=f"{name}, largest", zorder=3, **look)
-        medians = [layer["median"] for layer in own]
-        if all(medians):
-            thin = look | {"linewidth": 1.0, "markersize": 3, "alpha": 0.7}
-            axes.plot(places, medians, label=f"{name}, median", **thin)
-    logarithmic(axes)
-    low, high = axes.get_ylim()
-    axes.set_ylim(low, high * (high / low) ** (0.12 + 0.18 / columns * len(reports)))  # room for the legend
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,), numticks=12))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
-    axes.set_title(f"{SITES[site]}: largest and median |x|")
-    axes.set_xlabel("layer")
-    axes.set_ylabel("|x|")
-    axes.legend(loc="upper left", ncols=columns, columnspacing=1.2)
 
 
 def _tick(name: str, what: str, width: float) -> str:

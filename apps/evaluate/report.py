@@ -1,16 +1,15 @@
-"""Renders the results as one page: report.html, a single file without scripts or network access.
+"""Renders results as one page, report.html.j2: a single file without scripts or network access.
 
 It takes plain dictionaries, as the commands print them with --json, and shows those that are given:
 
     training       {model: {"tokens", "loss", ...}}                     any names; `diffbit train`
-    outliers       OutlierReport.to_dict() of each model                `diffbit outliers`
+    outliers       of each model                                        `diffbit outliers`
     comparison     Comparison.to_dict()                                 `diffbit compare`
     quantization   {title: Report.to_dict()}                            `diffbit quantize`
     artifacts      {"name", "format", "bytes", "source_bytes", "parts"} sizes; source_bytes: at 16 bits
 
-The page is report.html.j2, with autoescape on: everything that comes from a file is escaped. Plots are images within
-the page, each with its numbers in words for readers who cannot see it. Colours follow the models' order in
-`comparison`, else in `outliers`.
+Everything that comes from a file is escaped. Plots are images within the page, each with its numbers in words for
+readers who cannot see it. Colours follow the models' order in `comparison`, else in `outliers`.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from __future__ import annotations
 import math
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -26,25 +26,16 @@ from pathlib import Path
 from platform import machine, python_version, system
 from typing import TYPE_CHECKING, Any
 
-from ... import files
-from ...drawing import COLORS, Data, heat_map, panels, svg
+from ...io import files
+from ...io.drawing import COLORS, SITES, Data, draw_layers, heat_map, panels, svg
 from . import plots
+from .metrics import established
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Finding = tuple[str, str]  # a headline number, and the sentence that explains it
 Figure = tuple[str, str]  # a plot as an image within the page, and its words
-PUBLISHED = {  # Table 5 of arXiv 2410.05258: top-1, 2, 3, 10, 100, median
-    "attention_logits": {
-        "Transformer 3B, published": (318.0, 308.2, 304.9, 284.7, 251.5, 5.4),
-        "DIFF 3B, published": (38.8, 38.8, 37.3, 32.0, 27.4, 3.3),
-    },
-    "hidden_states": {
-        "Transformer 3B, published": (3608.6, 3607.4, 3603.6, 3552.1, 2448.2, 0.6),
-        "DIFF 3B, published": (1688.2, 1672.5, 1672.1, 1624.3, 740.9, 1.2),
-    },
-}
 PACKAGES = ("diffbit", "torch", "numpy", "onnx", "onnxruntime", "tokenizers", "matplotlib")
 
 
@@ -52,7 +43,7 @@ PACKAGES = ("diffbit", "torch", "numpy", "onnx", "onnxruntime", "tokenizers", "m
 class ReportData:
     """The contents of a report; see the module's docstring. Empty parts are omitted."""
 
-    title: str = "Low-bit comparison"
+    title: str = "Accuracy against bit-width"
     comparison: Data | None = None
     outliers: Sequence[Data] = ()
     training: Mapping[str, Data] = field(default_factory=dict)
@@ -64,21 +55,17 @@ class ReportData:
 
 def versions() -> dict[str, str]:
     """Of Python, the system and the packages that the numbers depend on."""
-    found = {"python": python_version(), "system": f"{system()} {machine()}"}
+    names = {"python": python_version(), "system": f"{system()} {machine()}"}
     for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+        with suppress(metadata.PackageNotFoundError):
+            names[package] = metadata.version(package)
+    return names
 
 
-def write_report(data: ReportData, path: str | Path) -> Path:
-    """Write the page; returns its path."""
-    path, text = Path(path), render(data)
+def write_report(data: ReportData, path: str | Path) -> None:
+    text = render(data)
     with files.write_atomic(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
-    return path
 
 
 def render(data: ReportData) -> str:
@@ -89,68 +76,72 @@ def render(data: ReportData) -> str:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    filters = (number, percent, increase, points, nats, size, integer, cell)
-    environment.filters |= {write.__name__: write for write in filters}
-    comparison = data.comparison
-    names = [info["name"] for info in comparison["models"]] if comparison else []
+    environment.filters |= {write.__name__: write for write in (number, percent, increase, points, nats, size)}
+    comparison = data.comparison or {"models": (), "results": (), "contrasts": ()}
+    names = [info["name"] for info in comparison["models"]]
     names += [*(report["model"] for report in data.outliers), *data.training]
     colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(dict.fromkeys(names))}
     return environment.get_template("report.html.j2").render(
         data=data,
         findings=[*_outlier_findings(data), *_contrast_findings(comparison), *_artifact_findings(data)],
         colors=colors,
-        subjects=[] if comparison is None else [_subject(comparison, what) for what in plots.subjects(comparison)],
-        ran=[] if comparison is None else [r for r in comparison["results"] if r["what"] == "artifact"],
-        sites=[(site, title, _outlier_figure(data, site)) for site, title in plots.SITES.items() if data.outliers],
+        subjects=[_subject(comparison, what) for what in plots.subjects(comparison)],
+        ran=[result for result in comparison["results"] if result["what"] == "artifact"],
+        sites=[(site, title, _outlier_figure(data, site)) for site, title in SITES.items() if data.outliers],
         layers=list(_layer_errors(data)),
-        published=PUBLISHED,
-        made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        established=established,
+        verdict=verdict,
+        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
 
 
 def _outlier_findings(data: ReportData) -> Iterator[Finding]:
-    if len(data.outliers) != 2:
-        return
     for site, what in (("hidden_states", "hidden state"), ("attention_logits", "attention logit")):
-        pairs = ((report[site]["top"]["1"], report["model"]) for report in data.outliers)
-        (low, small), (high, large) = sorted(pairs)
-        ratio = f"{high / low:.2g}×" if low else "∞"
-        yield ratio, f"Largest {what}: {large} {number(high)}, {small} {number(low)}."
+        if len(data.outliers) == 2:
+            (low, small), (high, large) = sorted(
+                (report[site]["top"]["1"], report["model"]) for report in data.outliers
+            )
+            ratio = f"{high / low:.2g}×" if low else "∞"
+            yield ratio, f"Largest {what}: {large} {number(high)}, {small} {number(low)}."
 
 
-def _contrast_findings(comparison: Data | None) -> Iterator[Finding]:
-    """At the width nearest to 4 bits, by the method that loses least there: which model loses more, and is it sure?"""
-    for what in plots.subjects(comparison) if comparison else ():
-        assert comparison
+def _contrast_findings(comparison: Data) -> Iterator[Finding]:
+    """At the width nearest to 4 bits, by the method that loses least there: which model loses less?"""
+    for what in plots.subjects(comparison):
         results = [r for r in comparison["results"] if r["what"] == what]
         width = min(results, key=lambda r: (abs(r["bits"] - 4), r["bits_per_weight"]))["format"]
         results = [r for r in results if r["format"] == width]
         methods = dict.fromkeys(r["method"] for r in results)
         best = min(methods, key=lambda m: sum(math.log(r["ratio"]["value"]) for r in results if r["method"] == m))
-        own = {r["model"]: r for r in results if r["method"] == best}
+        by_model = {r["model"]: r for r in results if r["method"] == best}
         where = f"{plots.SUBJECTS[what][0]} at {width}"
         if len(methods) > 1:
             where += f" by {best}, the best of {len(methods)} methods"
         key = what, width, best
         for c in (c for c in comparison["contrasts"] if (c["what"], c["format"], c["method"]) == key):
-            less, more = sorted((own[c["against"]], own[c["model"]]), key=lambda r: r["ratio"]["value"])
+            less, more = sorted((by_model[c[one]] for one in ("against", "model")), key=lambda r: r["ratio"]["value"])
             headline = f"{increase(less['ratio']['value'])} vs {increase(more['ratio']['value'])}"
-            sure = c["difference"]["low"] * c["difference"]["high"] > 0
-            verdict = (
-                f"{less['model']} loses less; the paired interval excludes zero." if sure
-                else "The paired interval includes zero: the difference is not significant on this text."
-            )  # fmt: skip
-            if c["repeats"] == c["runs"] == 1 and sure:
-                verdict = f"{less['model']} loses less in this one rounding of each; another may reverse it."
-            yield headline, f"{where}: perplexity of {less['model']} vs {more['model']}. {verdict}"
-        if len(own) == 1:
-            (result,) = own.values()
+            yield headline, f"{where}: perplexity of {less['model']} vs {more['model']}; {verdict(c)}."
+        if len(by_model) == 1:
+            (result,) = by_model.values()
             yield increase(result["ratio"]["value"]), f"{where}: perplexity of {result['model']} against 16 bits."
 
 
+def verdict(contrast: Data) -> str:
+    """Which model loses less, as far as the interval of the paired difference says, and what it was measured on."""
+    model, against, repeats = contrast["model"], contrast["against"], contrast["repeats"]
+    low, high = contrast["difference"]["low"], contrast["difference"]["high"]
+    measured = [f"{contrast['runs']} training runs of each"] if contrast["runs"] > 1 else []
+    if repeats is not None:
+        measured.append("one rounding of each" if repeats == 1 else f"{repeats} roundings of each")
+    less, more = (model, against) if high < 0 else (against, model)
+    sure = f"{less} loses less than {more}"
+    text = sure if low * high > 0 else f"not established whether {model} or {against} loses less"
+    return ", ".join([text, *measured])
+
+
 def _artifact_findings(data: ReportData) -> Iterator[Finding]:
-    known = [entry for entry in data.artifacts if entry.get("source_bytes")]
-    if known:
+    if known := [entry for entry in data.artifacts if entry.get("source_bytes")]:
         best = min(known, key=lambda entry: entry["bytes"] / entry["source_bytes"])
         text = f"{best['name']} is {size(best['bytes'])}; at 16 bits it would be {size(best['source_bytes'])}."
         yield f"{best['source_bytes'] / best['bytes']:.1f}× smaller", text
@@ -184,8 +175,8 @@ def _outlier_figure(data: ReportData, site: str) -> Figure:
         largest = [layer["top"]["1"] for layer in report[site]["layers"]]
         ends = f"{number(largest[0])} in the first layer, {number(largest[-1])} in the last"
         words.append(f"{report['model']}: largest value {ends}, {number(max(largest))} at most")
-    title = f"{plots.SITES[site]} by layer. {'; '.join(words)}."
-    return _figure(partial(plots.layers, reports=data.outliers, site=site), title)
+    title = f"{SITES[site]} by layer. {'; '.join(words)}."
+    return _figure(partial(draw_layers, reports=data.outliers, site=site), title)
 
 
 def _layer_errors(data: ReportData) -> Iterator[dict[str, Any]]:
@@ -229,35 +220,22 @@ def nats(value: float) -> str:
     return f"{value:+.3g}".replace("-", "−", 1)
 
 
-def number(value: float | None) -> str:
-    """Three to four digits that matter, thousands with commas."""
-    if value is None or math.isnan(value):
-        return "–"
-    if math.isinf(value):
-        return "∞"
-    if value == 0:
-        return "0"
+def number(value: object) -> str:
+    """Three to four digits that matter, thousands with commas; None is a dash, and words stay words."""
+    if type(value) is int:
+        return f"{value:,}"
+    if value is None or not isinstance(value, float):
+        return "–" if value is None else str(value)
+    if not math.isfinite(value):
+        return "–" if math.isnan(value) else "∞"
     if abs(value) < 1e-4:
-        return f"{value:.1e}".replace("e-0", "e-")
+        return f"{value:.1e}".replace("e-0", "e-") if value else "0"
     if abs(value) < 100:
         return f"{value:#.3g}"
     return f"{value:,.1f}" if abs(value) < 10_000 else f"{value:,.0f}"
 
 
-def integer(value: int | None) -> str:
-    return "–" if value is None else f"{value:,}"
-
-
-def cell(value: object) -> str:
-    """A value of unknown type."""
-    if isinstance(value, float):
-        return number(value)
-    return integer(value) if value is None or type(value) is int else str(value)
-
-
 def size(count: float | None) -> str:
     """Bytes as kB, MB, GB."""
-    if not count:
-        return "–"
-    unit = min(3, int(math.log10(count)) // 3)
-    return f"{count / 1000**unit:.3g} {('B', 'kB', 'MB', 'GB')[unit]}"
+    unit = min(3, int(math.log10(count)) // 3) if count else 0
+    return f"{count / 1000**unit:.3g} {('B', 'kB', 'MB', 'GB')[unit]}" if count else "–"

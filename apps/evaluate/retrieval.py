@@ -8,14 +8,14 @@ and without low bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from ...calib_data import VALUE, NeedleWindows
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ...models import Decoder
 from .metrics import CONFIDENCE, Estimate, clip, mean
 
@@ -36,19 +36,19 @@ class Retrieval:
 
 def parse_setting(text: str, context: int) -> tuple[int, int, int]:
     """ "N:R" or "N:R:LENGTH" -> (N, R, length); the length is the context where none is given."""
-    parts = text.strip().split(":")
-    if len(parts) not in (2, 3) or not all(part.isdecimal() for part in parts):
+    setting = re.fullmatch(r"(\d+):(\d+)(?::(\d+))?", text.strip())
+    if setting is None:
         raise DiffbitError(
             f"needles {text!r}: wanted NEEDLES:QUERIES or NEEDLES:QUERIES:LENGTH, such as 6:2 or 6:2:512"
         )
-    needles, queries, length = (*map(int, parts), context)[:3]
+    needles, queries, length = map(int, setting.groups(context))
     return needles, queries, length
 
 
 def answered(model: Decoder, needles: NeedleWindows, batch_size: int) -> np.ndarray:
     """Which queries the model answers: bool [n, R]."""
     device = next(model.parameters()).device
-    found = []
+    batches = []
     for begin in range(0, len(needles.starts), batch_size):
         ids = torch.from_numpy(needles.windows.ids[begin : begin + batch_size]).to(device)
         starts = torch.from_numpy(needles.starts[begin : begin + batch_size]).to(device)
@@ -56,52 +56,41 @@ def answered(model: Decoder, needles: NeedleWindows, batch_size: int) -> np.ndar
             likeliest = model(ids).argmax(-1)  # [B, T]: of the token after each
         places = [starts + offset for offset in range(VALUE)]
         right = [likeliest.gather(1, place - 1) == ids.gather(1, place) for place in places]
-        found.append(torch.stack(right).all(0).cpu().numpy())
-    return np.concatenate(found)
+        batches.append(torch.stack(right).all(0).cpu().numpy())
+    return np.concatenate(batches)
 
 
 def retrieval(
-    needles: NeedleWindows, found: np.ndarray, reference: np.ndarray, confidence: float = CONFIDENCE
+    needles: NeedleWindows, answers: np.ndarray, reference: np.ndarray, confidence: float = CONFIDENCE
 ) -> Retrieval:
-    """found, reference: bool [K, n, R], which queries this model, in K roundings, and the 16-bit model answer."""
-    rows, queries = found.shape[-2:]
-    asked = np.full(rows, queries)
+    """answers, reference: bool [K, n, R], which queries this model, in K roundings, and the 16-bit model answer."""
+    queries = answers.shape[-1]
     part = np.minimum((needles.depths * DEPTHS).astype(int), DEPTHS - 1)
-    by_depth = [found[..., part == depth] for depth in range(DEPTHS)]
+    by_depth = [answers[..., part == depth] for depth in range(DEPTHS)]
     return Retrieval(
         length=needles.windows.ids.shape[1],
         needles=needles.needles,
         queries=queries,
-        accuracy=clip(mean(found.sum(-1), asked, confidence, independent=True), 0.0, 1.0),
-        change=mean(lost(found, reference), asked, confidence, independent=True),
-        by_depth=tuple(float(own.mean()) if own.size else None for own in by_depth),
+        accuracy=clip(share(answers.sum(-1), queries, confidence), 0.0, 1.0),
+        change=share(gained(answers, reference), queries, confidence),
+        by_depth=tuple(float(at_depth.mean()) if at_depth.size else None for at_depth in by_depth),
     )
 
 
-def lost(found: np.ndarray, reference: np.ndarray) -> np.ndarray:
+def gained(answers: np.ndarray, reference: np.ndarray) -> np.ndarray:
     """In each row, queries answered minus those that the 16-bit model answers: int64 [K, n]."""
-    return found.sum(-1) - reference.sum(-1)
+    return answers.sum(-1) - reference.sum(-1)
 
 
-def contrast(
-    pair: tuple[np.ndarray, np.ndarray], against: tuple[np.ndarray, np.ndarray], confidence: float = CONFIDENCE
-) -> Estimate:
-    """Change of one model's share of queries answered minus that of another's; each pair is (found, reference)."""
-    difference = lost(*pair) - lost(*against)
-    return mean(difference, np.full(*pair[0].shape[-2:]), confidence, independent=True)
+def share(counts: np.ndarray, queries: int, confidence: float = CONFIDENCE) -> Estimate:
+    """Counts [K, n] of n rows of `queries` queries each, as a share of the queries."""
+    return mean(counts, np.full(counts.shape[-1], queries), confidence, independent=True)
 
 
-def label(setting: Retrieval) -> str:
-    """A column's heading, such as "6:2 of 1024"."""
-    return f"{setting.needles}:{setting.queries} of {setting.length}"
-
-
-def settings(needles: Sequence[NeedleWindows]) -> list[dict[str, object]]:
-    """The sets of needles, for a report."""
-    return [
-        {
-            "length": one.windows.ids.shape[1], "needles": one.needles, "queries": one.starts.shape[1],
-            "rows": len(one.starts), "source": one.windows.source, "sha256": one.windows.sha256,
-        }
-        for one in needles
-    ]  # fmt: skip
+def setting(needles: NeedleWindows) -> dict[str, object]:
+    """A set of needles, for a report."""
+    windows, (rows, queries) = needles.windows, needles.starts.shape
+    return {
+        "length": windows.ids.shape[1], "needles": needles.needles, "queries": queries, "rows": rows,
+        "source": windows.source, "sha256": windows.sha256,
+    }  # fmt: skip

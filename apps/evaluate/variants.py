@@ -1,8 +1,7 @@
-"""What to compare with the 16-bit model: weights in a number format, rounded by a method, or a part of attention.
+"""What is measured of a model: the model as it is, its weights in a number format, or a part of its attention.
 
-A number of bits stands for a format: 8 for int8 (one scale per row), 7 to 2 for int7_g64 ... int2_g64. A format may
-also be named: int4_g32, nf4, ternary. Parts of attention (quantize/attention.py) take the widths that they have a
-format for and leave out the others:
+A number of bits stands for a format: 8 for int8 (one scale per row), 7 to 2 for int7_g64 ... int2_g64. Parts of
+attention (quantize/attention.py) take the widths that they have a format for and leave out the others:
 
     logits          2 to 8, dynamic absmax per query row (arXiv 2410.05258, Figure 8). Only in torch, for comparison;
                     artifacts do not support it
@@ -20,32 +19,36 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ...errors import DiffbitError
-from ...quantize import AttentionScheme, Format, Scheme, parse_format, parse_recipe, table_formats
+from ...formats import Format, parse_format
+from ...io.errors import DiffbitError
+from ...quantize import AttentionScheme, Scheme, parse_recipe, table_formats
 from ...quantize.scheme import KV, LOGIT_BITS, QK
 from ...runtime import Artifact
 
 BITS = ("16", "8", "6", "4", "3", "2", "ternary")
-ATTENTION = {"qk": QK, "kv": KV, "keys": KV, "values": KV}  # the formats that each part takes
-WHAT = ("weights", "logits", *ATTENTION)
-METHODS = ("rtn",)
-FLOAT = "16"  # the unchanged checkpoint
+CACHED = {"qk": QK, "kv": KV, "keys": KV, "values": KV}  # parts of attention, with the formats that each takes
+WHAT = ("weights", "logits", *CACHED)
+RTN = "rtn"  # rounding to nearest, which other methods are compared with
+METHODS = (RTN,)
+UNCHANGED, FLOAT = "none", "16"  # the checkpoint as it is, and its format if it is not quantized
+ON_DEVICE = "artifact"
 NO_METHOD = "none"  # of a variant whose weights are not rounded
 GROUP_SIZE = 64  # of a format that is given as a number of bits below 8
+Key = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A model to compare with the 16-bit model."""
+    """What is measured of a model."""
 
-    what: str  # one of WHAT, or "artifact"
+    what: str  # one of WHAT, UNCHANGED or ON_DEVICE
     format: str  # int4_g64, nf4, ...; int8, int4, int2 for qk and the KV cache; "4-bit" for logits
     method: str  # rtn, gptq, rotate+gptq, ...; NO_METHOD unless weights are rounded
     bits: float  # of one number, without scales; ternary: log2(3)
     scheme: Scheme
 
     @property
-    def key(self) -> tuple[str, str, str]:
+    def key(self) -> Key:
         return self.what, self.format, self.method
 
     @property
@@ -59,7 +62,16 @@ class Variant:
         return self.rounds and parse_recipe(self.method).calibrated
 
     def __str__(self) -> str:
+        if self.what == UNCHANGED:
+            return "16 bits" if self.format == FLOAT else self.format
         return f"{self.what} at {self.format}" + (f" by {self.method}" if self.what == "weights" else "")
+
+
+def unchanged(scheme: Scheme | None) -> Variant:
+    """Return the variant that is the checkpoint as it is; scheme: of one that is quantized already."""
+    weights = None if scheme is None else scheme.weights
+    name, bits = (FLOAT, 16.0) if weights is None else (weights.name, bits_of(weights))
+    return Variant(UNCHANGED, name, NO_METHOD, bits, scheme or Scheme())
 
 
 def variants(bits: Sequence[str] = BITS, what: Sequence[str] = WHAT, methods: Sequence[str] = METHODS) -> list[Variant]:
@@ -74,32 +86,29 @@ def variants(bits: Sequence[str] = BITS, what: Sequence[str] = WHAT, methods: Se
     recipes = list(dict.fromkeys(parse_recipe(method).name for method in methods))
     widths = list(dict.fromkeys(str(entry).strip() for entry in bits))
     formats = {entry: _format(entry) for entry in widths if entry != FLOAT}
-    found: list[Variant] = []
+    chosen: list[Variant] = []
     if "weights" in what:
         for format in dict.fromkeys(formats.values()):  # "8" and "int8" are one
             embedding, head = table_formats(True, None, None)  # as `diffbit quantize` has them by default
             scheme = Scheme(format, embedding, head)
-            found += [Variant("weights", format.name, recipe, bits_of(format), scheme) for recipe in recipes]
-    if "logits" in what:
-        found += [_logits(int(entry)) for entry in formats if entry.isdigit() and int(entry) in LOGIT_BITS]
-    for part in (part for part in ATTENTION if part in what):
-        found += _attention(part, formats)
-    if not found and formats:
+            chosen += [Variant("weights", format.name, recipe, bits_of(format), scheme) for recipe in recipes]
+    for part in (part for part in WHAT[1:] if part in what):
+        chosen += _attention(part, formats)
+    if not chosen and formats:
         raise DiffbitError(
             f"--bits {','.join(widths)} with --what {','.join(what)} leaves nothing to compare with the 16-bit model; "
             f"give widths such as {','.join(BITS)}, or 16 alone for the models as they are"
         )
-    return found
+    return chosen
 
 
 def on_a_device(artifact: Artifact) -> Variant:
     """Return the variant that describes an artifact."""
     scheme = Scheme() if artifact.scheme is None else Scheme.from_dict(artifact.scheme)
-    weights = artifact.dtype if scheme.weights is None else scheme.weights.name
-    cache = {part: format for part, format in scheme.attention.to_dict().items() if part != "window"}
-    format = ", ".join([f"{weights}, mixed" if scheme.overrides else weights, *(f"{k} {v}" for k, v in cache.items())])
-    bits = 16.0 if scheme.weights is None else bits_of(scheme.weights)
-    return Variant("artifact", format, artifact.method or NO_METHOD, bits, scheme)
+    name, bits = (artifact.dtype, 16.0) if scheme.weights is None else (scheme.weights.name, bits_of(scheme.weights))
+    cache = (f"{part} {format}" for part, format in scheme.attention.to_dict().items() if part != "window")
+    format = ", ".join([f"{name}, mixed" if scheme.overrides else name, *cache])
+    return Variant(ON_DEVICE, format, artifact.method or NO_METHOD, bits, scheme)
 
 
 def bits_of(format: Format) -> float:
@@ -107,22 +116,17 @@ def bits_of(format: Format) -> float:
     return round(math.log2(format.codes), 3)
 
 
-def _logits(bits: int) -> Variant:
-    return Variant("logits", f"{bits}-bit", NO_METHOD, bits, Scheme(attention=AttentionScheme(logits=bits)))
-
-
 def _attention(part: str, entries: Iterable[str]) -> list[Variant]:
-    """Variants of one part of attention, in those of the formats that it has."""
-    names = dict.fromkeys(f"int{entry}" if entry.isdigit() else entry for entry in entries)
-    rounded = ("keys", "values") if part == "kv" else (part,)
-    return [
-        Variant(
-            part, name, NO_METHOD, int(name.removeprefix("int")),
-            Scheme(attention=AttentionScheme.from_dict(dict.fromkeys(rounded, name))),
-        )
-        for name in names
-        if name in ATTENTION[part]
-    ]  # fmt: skip
+    """Variants of one part of attention, at those of the widths that it has."""
+    if part == "logits":
+        bits = {f"{entry}-bit": int(entry) for entry in entries if entry.isdigit() and int(entry) in LOGIT_BITS}
+        schemes = {name: AttentionScheme(logits=width) for name, width in bits.items()}
+    else:
+        names = dict.fromkeys(f"int{entry}" if entry.isdigit() else entry for entry in entries)
+        bits = {name: int(name.removeprefix("int")) for name in names if name in CACHED[part]}
+        rounded = ("keys", "values") if part == "kv" else (part,)
+        schemes = {name: AttentionScheme.from_dict(dict.fromkeys(rounded, name)) for name in bits}
+    return [Variant(part, name, NO_METHOD, bits[name], Scheme(attention=schemes[name])) for name in bits]
 
 
 def _format(entry: str) -> Format:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import DiffbitError
-from ...files import read_json
+from ...io.errors import DiffbitError
+from ...io.files import read_json
 from ...version import __version__
 
 ATTENTION = {

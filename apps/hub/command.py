@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from ...cli import Json, Quiet, print_json, print_table, remark
-from ...errors import DiffbitError
-from ...hub import HubName, is_read, upload
+from ...io.errors import DiffbitError
+from ...io.hub import HubName, is_read, upload
 from ...runtime import MANIFEST, Artifact
 from .card import Card, read_results
 
@@ -88,20 +88,20 @@ def checkpoint_card(folder: Path, repo: str) -> Card:
     """Read every weight of a checkpoint and return its card."""
     from ...models import Checkpoint
     from ...models.checkpoint import shapes
-    from ...quantize.layouts import read_scheme, read_weight
+    from ...quantize import Weights
 
     if not folder.is_dir():
         raise DiffbitError(f"{folder}: is no folder, wanted an artifact or a checkpoint folder to upload")
     checkpoint = Checkpoint(folder)
-    scheme, entry = read_scheme(checkpoint), checkpoint.quantization or {}
+    weights, entry = Weights(checkpoint), checkpoint.quantization or {}
     for name in shapes(checkpoint.config):
-        read_weight(checkpoint, name, scheme)
+        weights.read(name)
     files = sorted(file for file in folder.iterdir() if file.is_file() and is_read(file.name))
     return Card(
         repo,
         artifact=False,
         model=checkpoint.config.to_dict(),
-        scheme=None if scheme is None else scheme.to_dict(),
+        scheme=None if weights.scheme is None else weights.scheme.to_dict(),
         method=entry.get("method"),
         calibration=entry.get("calibration"),
         files={file.name: file.stat().st_size for file in files},

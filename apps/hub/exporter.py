@@ -23,10 +23,11 @@ from transformers.exporters.base import HfExporter
 from transformers.exporters.configs import ExportConfigMixin
 from transformers.exporters.metadata import ExportMetadata
 
-from ...errors import DiffbitError
 from ...export import export_artifact
-from ...quantize import Scheme, parse_format, quantize_checkpoint, table_formats
-from ...tokenizer_files import tokenizer_files
+from ...formats import parse_format
+from ...io.errors import DiffbitError
+from ...io.tokenizer_files import tokenizer_files
+from ...quantize import Scheme, quantize_checkpoint, table_formats
 
 
 @dataclass

@@ -24,10 +24,10 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from numpy.typing import ArrayLike, NDArray
 
-from ...errors import DiffbitError
-from ...progress import track
+from ...io.errors import DiffbitError
+from ...io.progress import track
+from ...io.tokenizer_files import TOKENIZER
 from ...runtime import Artifact, ChatTemplate, Sampler, Session, TextOutput, Tokenizer
-from ...tokenizer_files import TOKENIZER
 
 BATCH_SIZE = 8
 MAX_TOKENS = 256  # generated tokens if a task sets no limit, as in the harness's other models

@@ -3,7 +3,7 @@
     import diffbit.apps.hub.transformers
     model = AutoModelForCausalLM.from_pretrained("out/diff-int4")
 
-Quantized linear layers and embeddings become QuantLinear and QuantEmbedding (quantize/linear.py), which multiply by
+Quantized linear layers and embeddings become QuantLinear and QuantEmbedding (formats/linear.py), which multiply by
 dequantized weights and round activations according to the scheme; the rest is transformers' own model. On disk the rows
 of codes and scales are in Hugging Face's order, like the rows of the weights, so they are used as they are.
 
@@ -26,11 +26,12 @@ from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ...errors import DiffbitError
-from ...models.checkpoint import is_linear, read_header
+from ...formats import Format, QTensor, QuantEmbedding
+from ...io.errors import DiffbitError
+from ...io.safetensors import read_header
+from ...models.checkpoint import is_linear
 from ...models.families import families
-from ...quantize import EMBEDDING_MODULE, HEAD_MODULE, Format, QTensor, QuantEmbedding, Scheme, quant_linear
-from ...quantize.layouts import parse_entry
+from ...quantize import EMBEDDING_MODULE, HEAD_MODULE, Scheme, quant_linear
 
 NAME = "diffbit"
 
@@ -78,7 +79,7 @@ class DiffbitQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: QuantizationConfigMixin, **options: Any) -> None:
         super().__init__(quantization_config, **options)
-        self.scheme: Scheme = parse_entry(quantization_config.to_dict(), "config.json: quantization_config")
+        self.scheme = Scheme.from_entry(quantization_config.to_dict(), "config.json: quantization_config")
         if attention := self.scheme.attention.to_dict():
             told = ", ".join(f"{name} {value}" for name, value in attention.items())
             raise DiffbitError(

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ...cli import ArtifactPaths, Quiet, as_artifacts, remark, with_settings
-from ...errors import DiffbitError, MissingDependency
+from ...io.errors import DiffbitError, MissingDependency
 from ...settings import SessionOptions
 
 EXAMPLES = {

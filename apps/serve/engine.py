@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ...runtime import FinishReason, Logits, Session, TextOutput, TextStream, Tokenizer
 from .batch import Rows
 

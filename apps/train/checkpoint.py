@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
-from ...errors import DiffbitError
-from ...files import check_sha256, new_folder, read_sealed, sha256_file, write_sealed
+from ...io.errors import DiffbitError
+from ...io.files import check_sha256, new_folder, read_sealed, sha256_file, write_sealed
+from ...io.safetensors import read_header, write_tensors
 from ...models import Decoder, load, save
-from ...models.checkpoint import read_header, shapes
-from ...models.checkpoint.safetensors_file import write_tensors
+from ...models.checkpoint import shapes
 from .head_norm import folded
 
 FOLDER = "checkpoints"

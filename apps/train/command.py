@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ...cli import Data, Field, Json, Quiet, Seed, TorchDevice, print_json, print_table
-from ...cli.options import completion, modules, of_formats
+from ...cli import Data, Field, Json, Quiet, Seed, TorchDevice, completion, print_json, print_table
+from ...cli.options import of_formats
+from ...io import plugins
 
 EXAMPLES = {
     "train": (
@@ -38,7 +39,7 @@ Attention = Annotated[
     str | None,
     typer.Option(
         metavar="VARIANT",
-        autocompletion=completion(modules("models", "attention")),
+        autocompletion=completion(lambda: plugins.names("diffbit.models.attention")),
         help="Attention variant: diff_v1, diff_v2, softmax, ...; default: diff_v1, or that of --init.",
     ),
 ]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...calib_data import VALUE, Needles
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 
 
 class Rows:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...calib_data import TextTokenizer, load_tokenizer
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ...models import Checkpoint
 from ...quantize import load
 from .config import TrainConfig

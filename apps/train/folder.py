@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -13,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ... import durable
-from ...drawing import COLORS, drawn
-from ...errors import DiffbitError
-from ...files import make_folder, write_atomic
+from ...io import durable
+from ...io.drawing import COLORS, drawn
+from ...io.errors import DiffbitError
+from ...io.files import make_folder, parse_json, write_atomic
 from ...models import Decoder, save
 from ...quantize import Scheme
 from ...quantize import save as save_quantized
@@ -73,10 +72,10 @@ def read_log(out: str | Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            rows.append(parse_json(line.encode(), f"{path}: line {number}"))
+        except DiffbitError:
             if number < len(lines):
-                raise DiffbitError(f"{path}: line {number} is not valid JSON; restore the file") from None
+                raise
     return rows
 
 
@@ -112,8 +111,7 @@ def _draw_losses(axes: Axes, logs: Mapping[str, list[dict[str, Any]]]) -> None:
         axes.plot(*_smooth(steps, losses), color=color, label=f"{name}, training")
         answers = [(row["step"], row["answer_loss"]) for row in log if "answer_loss" in row]
         if answers:
-            found = _smooth(*np.array(answers).T)
-            axes.plot(*found, color=color, linestyle=":", label=f"{name}, needles' answers")
+            axes.plot(*_smooth(*np.array(answers).T), color=color, linestyle=":", label=f"{name}, needles' answers")
         scored = [(row["step"], row["eval_loss"]) for row in log if "eval_loss" in row]
         if scored:
             axes.plot(*zip(*scored, strict=True), "o", color=color, markersize=4, label=f"{name}, held out")

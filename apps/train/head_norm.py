@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...models import Decoder
-from ...models.layers.attention import Differential
+from ...models.attention import Differential
 
 
 class GainedLinear(nn.Linear):

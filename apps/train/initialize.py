@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ...models import Decoder
-from ...models.checkpoint import is_linear
-from ...models.checkpoint.names import EMBEDDING
-from ...models.layers.norm import RMSNorm
+from ...models.checkpoint import EMBEDDING, is_linear
+from ...models.layers import RMSNorm
 
 
 def initialize(model: Decoder, seed: int, o_proj: float = 1.0, lambda_bias: float = 0.0) -> None:

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from ...calib_data import load_tokenizer
-from ...errors import DiffbitError
+from ...formats import parse_format
+from ...io.errors import DiffbitError
 from ...models import Checkpoint, ModelConfig, attention_options, num_parameters, variants
-from ...models.layers.attention import AttentionOptions
-from ...quantize import parse_format
+from ...models.attention import AttentionOptions
 from .config import TrainConfig
 from .folder import MASTER
 

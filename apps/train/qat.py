@@ -21,13 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...errors import DiffbitError
+from ...formats import Format, QTensor, Rounding, rounded_input, spread
+from ...formats.rounding import straight_through
+from ...io.errors import DiffbitError
 from ...models import Decoder
 from ...models.checkpoint import shapes
-from ...quantize import QTensor, Rounding, Scheme, rounded_input, spread
-from ...quantize.formats import Format
-from ...quantize.rounding import straight_through
-from ...quantize.scales import search
+from ...quantize import Scheme
+from ...quantize.calibration.scales import search
 
 MIN_SCALE = 2.0**-24  # the smallest number above 0 in fp16
 

@@ -52,14 +52,14 @@ from ...calib_data import (
     train_tokenizer,
     windows,
 )
-from ...drawing import require_matplotlib
-from ...errors import DiffbitError, MissingDependency
-from ...files import check_apart, locked, write_json
+from ...io.drawing import require_matplotlib
+from ...io.errors import DiffbitError, MissingDependency
+from ...io.files import check_apart, locked, write_json
+from ...io.processes import Processes, processes
+from ...io.progress import track
 from ...models import Checkpoint, Decoder, load
+from ...models.attention import Attention
 from ...models.checkpoint import shapes
-from ...models.layers.attention import Attention
-from ...processes import Processes, processes
-from ...progress import track
 from .checkpoint import FOLDER, last_checkpoint, read_training, restore, save_checkpoint
 from .config import TrainConfig
 from .data import Rows

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ...errors import DiffbitError
-from ...files import check_apart, new_folder, write_json
+from ...io.errors import DiffbitError
+from ...io.files import check_apart, new_folder, write_json
+from ...io.tokenizer_files import TOKENIZER
 from ...runtime import FILE_BYTES, MANIFEST, Artifact
-from ...tokenizer_files import TOKENIZER
 
 PAGE = Path(__file__).parent / "page"
 MODEL_FOLDER, LIBRARIES = "model", "lib"

@@ -1,6 +1,6 @@
 """A model with all extensions, quantized, exported, verified and run; it writes to a folder of its own.
 
-cp -r examples/extending/models examples/extending/quantize . && python examples/extending/check.py
+cp -r examples/extending/{formats,models,quantize} . && python examples/extending/check.py
 """
 
 import os
@@ -11,12 +11,13 @@ import torch
 
 from diffbit.calib_data import train_tokenizer
 from diffbit.export import export_artifact, reference_model
+from diffbit.formats import parse_format
 from diffbit.models import Decoder, LayerSpec, ModelConfig, save
 from diffbit.models.attention import gated
 from diffbit.models.families import read_config, write_config
 from diffbit.models.mixers import recurrence
 from diffbit.models.mlp import reglu
-from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
+from diffbit.quantize import Scheme, quantize_checkpoint
 from diffbit.quantize.methods import clipped, rtn
 from diffbit.runtime import Session, verify
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..graph import GROUP_QUERY_MULTIPLE, Cache, Graph, Heads, Value
-from ..layers.attention import Attention, AttentionOptions
 from ..layers.rope import Rope
 from ..layers.state import Carried, State
-from ..mixer import Place, Symmetries
+from ..mixers import Place, Symmetries
+from ._attention import Attention, AttentionOptions
 
 
 @dataclass(frozen=True)

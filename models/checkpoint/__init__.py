@@ -1,11 +1,9 @@
 """Checkpoint folders: read (read.py), written (write.py), tensor by tensor.
 
-names.py             names of a model's tensors, and their shapes
-safetensors_file.py  files of tensors; gguf_file.py  the same of a GGUF file
-folder.py            a folder of them
+names.py      names of a model's tensors, and their shapes
+folder.py     a folder of safetensors files; gguf_file.py  the same of a GGUF file
 """
 
-from .names import is_linear, shapes
-from .safetensors_file import read_header
+from .names import EMBEDDING, is_linear, shapes, stays_float32
 
-__all__ = ["is_linear", "read_header", "shapes"]
+__all__ = ["EMBEDDING", "is_linear", "shapes", "stays_float32"]

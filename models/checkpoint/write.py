@@ -13,16 +13,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ... import files
-from ...errors import DiffbitError
-from ...tokenizer_files import tokenizer_files
+from ...io import files
+from ...io.errors import DiffbitError
+from ...io.safetensors import write_tensors
+from ...io.tokenizer_files import tokenizer_files
 from ..config import ModelConfig
 from ..decoder import Decoder, num_parameters
 from ..families import family_for, write_config
 from .folder import INDEX, SINGLE
 from .names import layer_of, linear_of, reorder, shapes, stays_float32
 from .read import Checkpoint
-from .safetensors_file import write_tensors
 
 DTYPES = ("float32", "bfloat16", "float16")
 SINGLE_FILE_LIMIT = 2 << 30  # bytes; `save` writes larger models one file per layer

@@ -1,19 +1,26 @@
-"""Checkpoint families: one file each, found by listing this folder (models/family.py defines its contents)."""
+"""Checkpoint families: one file each, found by listing this folder (and those of installed packages, io/plugins.py).
+
+_family.py defines the contents of a file, _huggingface.py has what most have in common; a file needs nothing but the
+names below.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from importlib import import_module
-from pkgutil import iter_modules
 from typing import Any
 
-from ...errors import DiffbitError
+from ...io import plugins
+from ...io.errors import DiffbitError
 from ..config import ModelConfig
-from ..family import Family
-from ._huggingface import common_fields
+from ..layers.rope import interleaved
+from ._family import Family, Stored
+from ._huggingface import HuggingFace, attention_of, common_fields, special_tokens
 
-__all__ = ["families", "family_for", "family_of"]
+__all__ = [
+    "Family", "HuggingFace", "Stored", "attention_of", "diff_llama_v2", "diffllama", "families", "family_for",
+    "family_of", "interleaved", "special_tokens",
+]  # fmt: skip
 
 GENERIC = "diffbit"  # can represent every model
 
@@ -21,9 +28,8 @@ GENERIC = "diffbit"  # can represent every model
 @cache
 def families() -> tuple[Family, ...]:
     """Return all families; the generic one is last."""
-    names = [module.name for module in iter_modules(__path__) if not module.name.startswith("_")]
-    found = [family for name in names for family in import_module(f".{name}", __name__).FAMILIES]
-    return tuple(sorted(found, key=lambda family: (family.model_type == GENERIC, family.model_type)))
+    known = [family for name in plugins.names(__name__) for family in plugins.load(__name__, name).FAMILIES]
+    return tuple(sorted(known, key=lambda family: (family.model_type == GENERIC, family.model_type)))
 
 
 def family_of(values: Mapping[str, Any]) -> Family:

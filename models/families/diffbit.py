@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import ModelConfig
-from ..family import Family
+from ._family import Family
 
 OTHERS = ("model_type", "torch_dtype", "dtype", "transformers_version", "quantization_config")  # beside the ModelConfig
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..layers.attention import AttentionOptions
+from ..attention import AttentionOptions
 from ._huggingface import HuggingFace
 
 

@@ -1,26 +1,11 @@
-"""Building blocks of layers, and the lookup of a mixer's or an MLP's options by listing their folders."""
+"""Building blocks of layers: attention's products, masks, norms, RoPE, and states between calls."""
 
-from __future__ import annotations
+from .arithmetic import Arithmetic, LogitsHook
+from .masks import real_tokens
+from .norm import LayerNorm, RMSNorm
+from .rope import Rope
+from .state import Carried, NoState, State
 
-from functools import cache
-from importlib import import_module
-from pkgutil import iter_modules
-from types import ModuleType
-from typing import Any
-
-from ...errors import DiffbitError
-
-
-@cache
-def names(folder: ModuleType) -> tuple[str, ...]:
-    """Return the names of the files of attention/, mixers/ or mlp/, which each have `Options`."""
-    return tuple(sorted(module.name for module in iter_modules(folder.__path__)))
-
-
-def options(what: str, name: str, *folders: ModuleType) -> Any:
-    """Return the options class in the file of this name."""
-    for folder in folders:
-        if name in names(folder):
-            return import_module(f"{folder.__name__}.{name}").Options
-    known = ", ".join(file for folder in folders for file in names(folder))
-    raise DiffbitError(f"{what} is {name!r}, wanted one of {known}")
+__all__ = [
+    "Arithmetic", "Carried", "LayerNorm", "LogitsHook", "NoState", "RMSNorm", "Rope", "State", "real_tokens",
+]  # fmt: skip

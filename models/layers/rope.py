@@ -2,7 +2,7 @@
 
 Pair j of a head's d numbers is rotated by the angle position * theta^(-2j/d). The pair is (x_j, x_{j+d/2}), the
 "rotate half" order of Hugging Face; the interleaved order (x_2j, x_2j+1) of Meta's and unilm's code is the same
-rotation after a permutation of the rows of q_proj and k_proj (families/unilm.py). Angles, cos and sin are float32.
+rotation after a permutation of the rows of q_proj and k_proj (`interleaved`). Angles, cos and sin are float32.
 
 A RopeScaling extends the context; its names are Hugging Face's rope_type:
 
@@ -18,13 +18,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
-from ..checks import check_count, check_flag, check_positive
+from ...io.errors import DiffbitError
+from ...io.fields import Count, Positive, check, get, one_of, read
 
 Rope = tuple[Tensor, ...]  # cos and sin, and those of local_rope if layers have it: fp32 [B, S, d/2], or [S, d/2]
 
@@ -34,6 +34,9 @@ class RopeScaling:
     """rope_type: its name in config.json."""
 
     rope_type: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check(self)
 
     @property
     def amplitude(self) -> float:
@@ -60,10 +63,7 @@ class NoPositions(RopeScaling):
 @dataclass(frozen=True)
 class Dynamic(RopeScaling):
     rope_type = "dynamic"
-    factor: float
-
-    def __post_init__(self) -> None:
-        check_positive("factor", self.factor)
+    factor: Positive
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,13 @@ class Linear(Dynamic):
 @dataclass(frozen=True)
 class Llama3(RopeScaling):
     rope_type = "llama3"
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position: int
+    factor: Positive
+    low_freq_factor: Positive
+    high_freq_factor: Positive
+    original_max_position: Count
 
     def __post_init__(self) -> None:
-        for name in ("factor", "low_freq_factor", "high_freq_factor"):
-            check_positive(name, getattr(self, name))
-        check_count("original_max_position", self.original_max_position)
+        super().__post_init__()
         if self.high_freq_factor <= self.low_freq_factor:
             raise DiffbitError(
                 f"rope scaling: high_freq_factor is {self.high_freq_factor}, wanted more than low_freq_factor, "
@@ -105,18 +103,12 @@ class Yarn(RopeScaling):
     pairs that make less than beta_slow by `factor`. truncate: whether the bounds between are whole pair indices."""
 
     rope_type = "yarn"
-    factor: float
-    original_max_position: int
-    attention_factor: float
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    factor: Positive
+    original_max_position: Count
+    attention_factor: Positive
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
     truncate: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("factor", "attention_factor", "beta_fast", "beta_slow"):
-            check_positive(name, getattr(self, name))
-        check_count("original_max_position", self.original_max_position)
-        check_flag("truncate", self.truncate)
 
     @property
     def amplitude(self) -> float:
@@ -145,22 +137,17 @@ def _blend(frequencies: Tensor, factor: float, kept: Tensor) -> Tensor:
 
 
 SCALINGS: dict[str, type[RopeScaling]] = {
-    found.rope_type: found for found in (NoPositions, Linear, Dynamic, Llama3, Yarn)
+    scaling.rope_type: scaling for scaling in (NoPositions, Linear, Dynamic, Llama3, Yarn)
 }
 
 
-def scaling_from(values: Mapping[str, Any]) -> RopeScaling:
+def scaling_from(value: object, place: str) -> RopeScaling:
     """Invert `to_dict`; without a rope_type, as in earlier versions, it is llama3."""
-    if not isinstance(values, Mapping):
-        raise DiffbitError(f"rope_scaling is {values!r}, wanted an object")
-    given = dict(values)
-    kind = given.pop("rope_type", Llama3.rope_type)
-    if kind not in SCALINGS:
-        raise DiffbitError(f"rope_scaling: rope_type is {kind!r}, wanted one of {', '.join(SCALINGS)}")
-    try:
-        return SCALINGS[kind](**given)
-    except TypeError as error:
-        raise DiffbitError(f"rope_scaling: {error}") from None
+    values = dict(read(Mapping[str, Any], value, place))
+    kind = get(values, "rope_type", Annotated[str, one_of(*SCALINGS)], Llama3.rope_type, place)
+    values.pop("rope_type", None)
+    scaling: RopeScaling = read(SCALINGS[kind], values, place)
+    return scaling
 
 
 def inverse_frequencies(
@@ -170,6 +157,11 @@ def inverse_frequencies(
     exponent = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
     frequencies = 1.0 / theta**exponent
     return frequencies if scaling is None else scaling.scaled(frequencies, theta)
+
+
+def interleaved(heads: int, head_dim: int) -> Tensor:
+    """Return the row order of an interleaved projection: rotate-half's rows = on disk[rows]."""
+    return torch.arange(heads * head_dim).view(heads, head_dim // 2, 2).transpose(1, 2).flatten()
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:

@@ -1,4 +1,4 @@
-"""A layer's state between calls, in torch. Each mixer makes its own (models/mixer.py, `state`).
+"""A layer's state between calls, in torch. Each mixer makes its own (models/mixers/_mixer.py, `state`).
 
 A state is an object with `reset()`, which forgets every token. Attention's is a LayerCache, a pair of buffers
 [B, Hk, C, d], allocated once and appended in place: Hk heads of width d (diff_v1 stores a 2d-wide value as two
@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 
 Carried = dict[int, tuple[Tensor, ...]]
-"""Tensors that layers pass to later ones, by the index of the source layer (models/mixer.py, `reads`)."""
+"""Tensors that layers pass to later ones, by the index of the source layer (models/mixers/_mixer.py, `reads`)."""
 
 
 class State(Protocol):

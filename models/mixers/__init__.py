@@ -1,2 +1,15 @@
-"""Mixers other than attention, such as recurrences with a state of fixed size: one file each, found by listing this
-folder. models/mixer.py defines the contents of a file; docs/extending.md shows one."""
+"""What a mixer is (_mixer.py), and mixers other than attention, such as recurrences with a state of fixed size.
+
+One file each, found by listing this folder (and those of installed packages, io/plugins.py): the core has none,
+apps/variants/ has Mamba, and docs/extending.md shows another. A file needs nothing but the names below and operators.
+"""
+
+from ...ops.cache import TOKENS, Buffer
+from ..graph import Cache, Graph, Value
+from ..layers import Carried, NoState, Rope, State, real_tokens
+from ._mixer import KVBuffers, Mixer, MixerOptions, Operations, Place, Replay, Symmetries
+
+__all__ = [
+    "TOKENS", "Buffer", "Cache", "Carried", "Graph", "KVBuffers", "Mixer", "MixerOptions", "NoState", "Operations",
+    "Place", "Replay", "Rope", "State", "Symmetries", "Value", "real_tokens",
+]  # fmt: skip

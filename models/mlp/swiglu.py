@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..graph import Graph, Value
-from ..layers.mlp import GatedMLP, MLPOptions
-from ..mixer import Place
+from ..mixers import Place
+from ._gated import GatedMLP, MLPOptions
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ class DiffbitExportCommand(BaseOptimumCLICommand):
     def run(self) -> None:
         from diffbit.cli.app import main
         from diffbit.cli.output import print_error
-        from diffbit.errors import DiffbitError
-        from diffbit.files import check_place
+        from diffbit.io.errors import DiffbitError
+        from diffbit.io.files import check_place
 
         try:  # before the work
             check_place(self.args.output, overwrite=self.args.overwrite)

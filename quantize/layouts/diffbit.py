@@ -10,42 +10,21 @@ would warn and load random weights. Folders of earlier versions, with quant_meth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from ...errors import DiffbitError
+from ...formats import Format, QTensor
+from ...io.errors import DiffbitError
 from ...models import Checkpoint
-from ..formats import Format, QTensor
 from ..scheme import Scheme, weight_shapes
-from ._common import about
+from . import Layout
 
-METHOD = "diffbit"
 PARTS = ("codes", "scale", "zero")
-VERSION = 1
 
 
 def scheme(checkpoint: Checkpoint) -> Scheme:
-    return parse_entry(checkpoint.quantization or {}, about(checkpoint))
-
-
-def parse_entry(entry: Mapping[str, Any], where: str) -> Scheme:
-    """Return the scheme in a quantization_config that diffbit wrote; where: its file and key, for messages."""
-    if entry.get("version") != VERSION:
-        raise DiffbitError(
-            f"{where} has version {entry.get('version')!r}, this diffbit reads version {VERSION}; quantize the float "
-            "checkpoint again"
-        )
-    if not isinstance(entry.get("scheme"), dict):
-        raise DiffbitError(f"{where} has no scheme; restore config.json")
-    try:
-        return Scheme.from_dict(entry["scheme"])
-    except DiffbitError as error:
-        raise DiffbitError(f"{where}: {error}") from None
+    return Scheme.from_entry(checkpoint.quantization or {}, f"{checkpoint.path / 'config.json'}: quantization_config")
 
 
 def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
-    wanted = PARTS[:2] if format.symmetric else PARTS
-    names = [f"{module}.{part}" for part in wanted]
+    names = [f"{module}.{part}" for part in (PARTS[:2] if format.symmetric else PARTS)]
     if f"{module}.weight" in checkpoint.names or not all(name in checkpoint.names for name in names):
         raise DiffbitError(
             f"{checkpoint.path}: the scheme in config.json says that {module}.weight is {format}, but the weights "
@@ -53,3 +32,6 @@ def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
         )
     shape = weight_shapes(checkpoint.config)[module]
     return QTensor.from_packed(format, shape, *(checkpoint.read_raw(name) for name in names))
+
+
+LAYOUT = Layout("diffbit", PARTS, scheme, read)

@@ -2,7 +2,7 @@
 
 If a column of a weight is multiplied by s > 1 before rounding and divided by s afterwards, its error is s times
 smaller, as long as it does not extend its group's range. The division is free, because it is folded into the module
-that computes the column's input (folding.py): the norm before q, k and v and before gate and up, up_proj before
+that computes the column's input (_folding.py): the norm before q, k and v and before gate and up, up_proj before
 down_proj, v_proj before o_proj. In diff_v1 the head norm is between the last two. Scales do not pass through a norm, so
 o_proj is not scaled.
 
@@ -24,23 +24,24 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ...processes import Processes
-from ..folding import per_channel, scale_groups
-from ..formats import Format
+from ...formats import Format
+from ...io.processes import Processes
+from ..calibration.passes import Passes
+from ..calibration.states import ALONE
+from ..calibration.stats import CalibStats
 from ..layer import Layer
-from ..method import Method
-from ..states import ALONE
-from ..stats import CalibStats
+from . import Method
+from ._folding import per_channel, scale_groups
 
 ALPHAS = tuple(i / 20 for i in range(21))  # alpha
 ROWS = 1024  # evenly spread rows of each weight that the search uses
 SMALLEST = 1e-4  # lower bound of x and w of a channel, relative to their mean, so that no channel is scaled to zero
 
 
-def transform(layer: Layer) -> None:
+def transform(layer: Layer, passes: Passes) -> None:
     if layer.formats and layer.index >= 0:  # an embedding has no module before it
-        stats = layer.stats()
-        scale_groups(layer, lambda first, w, f, channels: search(w, f, stats[first], channels, layer.here))
+        stats = passes.stats()
+        scale_groups(layer, lambda first, w, f, channels: search(w, f, stats[first], channels, passes.here))
 
 
 def search(

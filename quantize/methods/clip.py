@@ -1,7 +1,7 @@
 """Rounds to nearest with clipped ranges that minimise the error on calibration tokens.
 
 For each group of columns w, with G the input's Gram matrix of these columns, it chooses among the scales and zero
-points of scales.py those with the least error of the group's contribution to the output,
+points of calibration/scales.py those with the least error of the group's contribution to the output,
 
     d G d^T,    d = decode(encode(w)) - w
 
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
-from .. import scales
-from ..formats import Format, QTensor
-from ..method import Method
+from ...formats import Format, QTensor
+from ...io.errors import DiffbitError
+from ..calibration import scales
+from . import Method
 
 
 def quantize(weight: Tensor, format: Format, stats: Any) -> QTensor:

@@ -36,10 +36,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...errors import DiffbitError
-from .. import scales
-from ..formats import Format, QTensor
-from ..method import Method
+from ...formats import Format, QTensor
+from ...io.errors import DiffbitError
+from ..calibration import scales
+from . import Method
 
 DAMPING = 0.01
 ROUNDS = 3

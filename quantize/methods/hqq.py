@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
-from ..formats import Format, QTensor
-from ..method import Method
+from ...formats import Format, QTensor
+from ...io.errors import DiffbitError
+from . import Method
 
 P = 0.7
 BETA, GROWTH = 10.0, 1.01

@@ -32,16 +32,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from ...errors import DiffbitError
-from ...models.layers.softmax import Arithmetic
-from ..formats import QTensor
-from ..formats.base import divisor
-from ..layer import Layer, Tokens
-from ..method import Method
-from ..rounding import straight_through
-from ..spill import Rows
-from ..stages import round_all
-from . import gptq
+from ...formats import QTensor
+from ...formats.base import divisor
+from ...formats.rounding import straight_through
+from ...io.errors import DiffbitError
+from ...models.layers.arithmetic import Arithmetic
+from ..calibration.passes import Passes
+from ..calibration.rounds import round_all
+from ..calibration.spill import DiskTensor
+from ..calibration.tokens import Tokens
+from ..layer import Layer
+from . import Method, gptq
 
 SEED = 0
 STEPS = 100  # by default; the recipe learned:50 has 50
@@ -54,31 +55,31 @@ CHECKS = 2  # number of intermediate evaluations of the iterate
 CHECK_WINDOWS = 16  # windows of an evaluation
 
 
-def quantize_layer(layer: Layer, steps: int = STEPS) -> dict[str, QTensor]:
+def quantize_layer(layer: Layer, passes: Passes, steps: int = STEPS) -> dict[str, QTensor]:
     """Round the weights in layer.formats together; put improved norms, biases and lambdas into layer.refitted."""
-    if layer.tokens is None:
+    if passes.tokens is None:
         raise DiffbitError("learned needs calibration tokens; pass a text, such as --calibrate mix")
-    layer.expect(steps + len(layer.formats) * len(layer.tokens.slices))
-    start = _start(layer)
+    passes.expect(steps + len(layer.formats) * passes.batches)
+    start = _start(layer, passes)
     with torch.enable_grad():
-        return learn(layer, layer.tokens, start, steps)
+        return learn(layer, passes, passes.tokens, start, steps)
 
 
-def _start(layer: Layer) -> dict[str, QTensor]:
+def _start(layer: Layer, passes: Passes) -> dict[str, QTensor]:
     start: dict[str, QTensor] = {}
     for stage in layer.stages():
-        stats = layer.stats(start, stage[:1])[stage[0]]
-        start |= round_all(layer, lambda name: gptq.quantize, stage, stats)
+        stats = passes.stats(start, stage[:1])[stage[0]]
+        start |= round_all(layer, passes, lambda name: gptq.quantize, stage, stats)
     return start
 
 
-def learn(layer: Layer, tokens: Tokens, start: Mapping[str, QTensor], steps: int) -> dict[str, QTensor]:
+def learn(layer: Layer, passes: Passes, tokens: Tokens, start: Mapping[str, QTensor], steps: int) -> dict[str, QTensor]:
     """Train `steps` steps from `start`; return the best iterate's weights, and put its floats into layer.refitted.
 
     Rates fall linearly to 0. SignSGD begins with 1 / steps, in scales of the weights; so do the clip factors' ends.
     Each step needs the one before it: one process takes them, and others wait.
     """
-    problem = Problem(layer, tokens)
+    problem = Problem(layer, passes, tokens)
     best, floats = tokens.here.of_first(lambda: _descend(problem, start, steps))
     for name, tensor in floats.items():
         layer.refitted[name] = tensor.to(layer.tensors[name].dtype)
@@ -89,7 +90,7 @@ def _descend(
     problem: Problem, start: Mapping[str, QTensor], steps: int
 ) -> tuple[dict[str, QTensor], dict[str, Tensor]]:
     """The best iterate: weights; norms, biases and lambdas."""
-    layer, tokens = problem.layer, problem.tokens
+    layer, passes, tokens = problem.layer, problem.passes, problem.tokens
     weights = {name: LearnedWeight(layer.tensors[f"{name}.weight"], quantized) for name, quantized in start.items()}
     floats = {
         name: tensor.detach().float().clone().requires_grad_()
@@ -119,7 +120,7 @@ def _descend(
             adam.param_groups[0]["lr"] = FLOAT_RATE * left
             adam.step()
             adam.zero_grad()
-            layer.step(next(iter(start)))
+            passes.step(next(iter(start)))
     return best, best_floats
 
 
@@ -133,8 +134,9 @@ def _batches(count: int, size: int, seed: int) -> Iterator[Tensor]:
 class Problem:
     """The error of a layer's output as a function of its weights {linear layer: [N, K]}, norms, biases and lambdas."""
 
-    def __init__(self, layer: Layer, tokens: Tokens) -> None:
-        self.layer, self.tokens, self.module = layer, tokens, layer.module({}).requires_grad_(False)
+    def __init__(self, layer: Layer, passes: Passes, tokens: Tokens) -> None:
+        self.layer, self.passes, self.tokens = layer, passes, tokens
+        self.module = layer.module({}).requires_grad_(False)
         module: Any
         for name, module in self.module.named_modules():
             format = layer.formats.get(layer.prefix + name)
@@ -147,12 +149,12 @@ class Problem:
                 module.arithmetic = _StraightArithmetic(module.arithmetic)
         true = layer.module()
         self.true = None if layer.is_layer else true
-        self.target: Tensor | Rows = torch.empty(0)  # empty for the head, whose logits would take too much memory
+        self.target: Tensor | DiskTensor = torch.empty(0)  # empty for the head, whose logits would take too much memory
         if layer.is_layer:
             self.target = tokens.exact.space(*tokens.exact.hidden.shape[1:])
 
             def aim(rows: slice) -> Tensor:
-                return layer.run(true, tokens.exact.batch(rows))
+                return passes.run(true, tokens.exact.batch(rows))
 
             with torch.no_grad():
                 for rows, made in zip(tokens.exact.slices, tokens.here.share(tokens.exact.slices, aim), strict=True):
@@ -163,11 +165,11 @@ class Problem:
         batch = self.tokens.batch(rows)
         named = {f"{name}.weight": weight for name, weight in weights.items()} | dict(floats)
         state = {self.layer.local(name): value for name, value in named.items()}
-        output = self.layer.run(lambda *inputs: functional_call(self.module, state, inputs), batch)
+        output = self.passes.run(lambda *inputs: functional_call(self.module, state, inputs), batch)
         if self.true is None:
             return (output - self.target[rows])[batch.counted].square().sum() / max(1, int(batch.counted.sum()))
         with torch.no_grad():
-            wanted = self.layer.run(self.true, self.tokens.exact.batch(rows))[batch.counted].log_softmax(-1)
+            wanted = self.passes.run(self.true, self.tokens.exact.batch(rows))[batch.counted].log_softmax(-1)
         return F.kl_div(output[batch.counted].log_softmax(-1), wanted, reduction="batchmean", log_target=True)
 
     def checked(self, weights: Mapping[str, Tensor], floats: Mapping[str, Tensor]) -> float:

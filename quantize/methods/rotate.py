@@ -2,13 +2,13 @@
 
 It uses only rotations that fold into the weights, so they are free at run time and do not change the model's function:
 
-  residual stream   h -> h R, R [E, E] a randomised Hadamard transform (hadamard.py). RMSNorm commutes with R once its
+  residual stream   h -> h R, R [E, E] a randomised Hadamard transform (_rotation.py). RMSNorm commutes with R once its
                     weight g is folded into the layers that follow: embedding E R, readers W diag(g) R, o_proj and
                     down_proj R^T W and R^T b of their biases, the final norm and the head likewise.
   heads             values, and queries with keys: rotate_heads.py
 
-LayerNorm commutes with an R that keeps the mean (hadamard.py). Its weight folds in the same way, and its bias b becomes
-(b / g) R; a model with a g near 0 is refused.
+LayerNorm commutes with an R that keeps the mean. Its weight folds in the same way, and its bias b becomes (b / g) R; a
+model with a g near 0 is refused.
 
 A tied head is untied, which costs its bytes, because the final norm's weight is folded into the head but not into the
 embedding. The two could stay tied only if R mixed no channels of different g, which no rotation of a trained model
@@ -23,13 +23,14 @@ from dataclasses import replace
 
 import torch
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ...models import ModelConfig
 from ...models.checkpoint.names import EMBEDDING, HEAD
-from ..folding import attention_readers, change_rows, mlp_readers, unchanged
-from ..hadamard import Rotation
+from ..calibration.passes import Passes
 from ..layer import FINAL_NORM, Layer
-from ..method import Method
+from . import Method
+from ._folding import attention_readers, change_rows, mlp_readers, unchanged
+from ._rotation import Rotation
 from .rotate_heads import SEED, rotate_values, turn_planes, warning
 
 MOST_BIAS = 256  # largest ratio of max|b / g| to max|b| of a LayerNorm; b / g is stored in the bias's dtype
@@ -40,7 +41,7 @@ def config(config: ModelConfig) -> ModelConfig:
     return replace(config, tie_embeddings=False)
 
 
-def transform(layer: Layer) -> None:
+def transform(layer: Layer, passes: Passes) -> None:
     if layer.is_layer and layer.spec.norms != "before":
         raise DiffbitError(
             f"{layer.prefix[:-1]}: has norms after its mixer and its MLP, whose weights no other weight can take in, "

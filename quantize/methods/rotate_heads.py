@@ -2,7 +2,7 @@
 
 It does not change the model's function, and adds nothing at run time or to the file:
 
-  values            v -> v Q, Q [w, w] a randomised Hadamard transform (hadamard.py), one per kv head: Q^T W_v, W_o Q.
+  values            v -> v Q, Q [w, w] a randomised Hadamard transform (_rotation.py), one per kv head: Q^T W_v, W_o Q.
                     In diff_v1 w is 2d: Q passes exactly through the difference (A1 - lambda A2) v and through the head
                     norm, which has no weight.
   queries, keys     RoPE rotates rows j and j + d/2 of a sub-head as a pair. So the pair may be rotated by any angle, if
@@ -25,13 +25,14 @@ import math
 import torch
 from torch import Tensor
 
+from ...formats import Format
 from ...models import ModelConfig
-from ...models.mixer import Symmetries
-from ..folding import change_rows, unchanged
-from ..formats import Format
-from ..hadamard import Rotation
+from ...models.mixers import Symmetries
+from ..calibration.passes import Passes
 from ..layer import Layer
-from ..method import Method
+from . import Method
+from ._folding import change_rows, unchanged
+from ._rotation import Rotation
 
 SEED = 0
 ANGLES = tuple(i * math.pi / 32 for i in range(16))  # below a quarter turn, which swaps the rows and keeps the error
@@ -44,7 +45,7 @@ def warning(config: ModelConfig) -> str | None:
     return f"layers {', '.join(kept)} are not rotated: they have no heads, or share them with other layers"
 
 
-def transform(layer: Layer) -> None:
+def transform(layer: Layer, passes: Passes) -> None:
     if layer.is_layer:
         with unchanged(layer):
             for name, tensor in layer.tensors.items():

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..formats import Format, QTensor
-from ..method import Method
+from ...formats import Format, QTensor
+from . import Method
 
 
 def quantize(weight: Tensor, format: Format, stats: Any = None) -> QTensor:

@@ -12,7 +12,7 @@ import pytest
 from diffbit.calib_data import eval_windows, load_text, train_tokenizer
 from diffbit.calib_data.mix import TEXT
 from diffbit.cli.options import chat_template
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 
 TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}</s>{% endfor %}"
 

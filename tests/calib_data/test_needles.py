@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from diffbit.calib_data import VALUE, Needles, NeedleWindows, load_tokenizer, needle_windows, train_tokenizer
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 
 LINE = re.compile(r"\n@ ([a-z]+) = ([a-z ]+)(?=\n)")
 

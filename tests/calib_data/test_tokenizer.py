@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from diffbit.calib_data import END_OF_TEXT, load_text, load_tokenizer, train_tokenizer
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 
 TEXTS = [
     "def f(x):\n    return x + 1\n",

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffbit.calib_data import Windows, eval_windows, load_text, load_tokenizer, stream, train_tokenizer, windows
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 
 EOS = 99
 

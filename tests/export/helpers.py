@@ -11,8 +11,9 @@ import onnxruntime
 import torch
 
 from diffbit.export import export_artifact
+from diffbit.formats import parse_format
 from diffbit.models import Decoder, ModelConfig, save
-from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
+from diffbit.quantize import Scheme, quantize_checkpoint
 
 from ..configs import resized
 

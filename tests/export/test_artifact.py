@@ -15,10 +15,11 @@ import torch
 from diffbit import DiffbitError, runtime
 from diffbit.export import export_artifact, reference_model
 from diffbit.export.artifact import NOISE, golden_prompt
+from diffbit.formats import parse_format
 from diffbit.models import Decoder, load, save
 from diffbit.ops import diff_attention
 from diffbit.ops.cache import Buffer
-from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
+from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
 
 from .conftest import Maker
 from .helpers import (

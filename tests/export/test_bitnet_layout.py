@@ -16,12 +16,13 @@ from typer.testing import CliRunner
 from diffbit import DiffbitError
 from diffbit.cli.app import app
 from diffbit.export import export_artifact, export_checkpoint
+from diffbit.formats import QTensor, parse_format
 from diffbit.models import Checkpoint
 from diffbit.models.checkpoint.names import shapes
-from diffbit.quantize import AttentionScheme, QTensor, Scheme, load, parse_format, quantize_checkpoint, read_weight
+from diffbit.quantize import AttentionScheme, Scheme, load, quantize_checkpoint, read_weight
 from diffbit.runtime import verify
 
-from ..quantize.bitnet_folders import DIVIDING, MASTER, PACKED, theirs, write_folder
+from ..apps.convert.bitnet_folders import DIVIDING, MASTER, PACKED, theirs, write_folder
 from .conftest import Maker
 from .helpers import Runner, relative_error, write_tokenizer
 

@@ -20,9 +20,9 @@ from diffbit.apps.train.config import TrainConfig
 from diffbit.apps.train.folder import MASTER
 from diffbit.apps.train.trainer import train
 from diffbit.export import export_artifact
+from diffbit.formats.rounding import spread
 from diffbit.models import Checkpoint, Decoder, ModelConfig, load
 from diffbit.quantize import read_scheme
-from diffbit.quantize.rounding import spread
 from diffbit.runtime import native
 
 from .helpers import VARIANTS

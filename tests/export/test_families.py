@@ -13,9 +13,10 @@ import torch
 
 import diffbit
 from diffbit import models
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact, reference_model
-from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
+from diffbit.formats import parse_format
+from diffbit.io.errors import DiffbitError
+from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
 from diffbit.runtime import Session, verify
 
 from ..models.helpers import VOCABULARY, hf_model, saved, tokens

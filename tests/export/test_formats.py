@@ -14,8 +14,8 @@ import torch
 
 from diffbit.export import export_artifact
 from diffbit.export.graph import Graph
-from diffbit.quantize import QuantLinear, Scheme, linear_shapes, parse_format, quantize_checkpoint, rtn
-from diffbit.quantize.formats import names
+from diffbit.formats import QuantLinear, names, parse_format
+from diffbit.quantize import Scheme, linear_shapes, quantize_checkpoint, rtn
 from diffbit.runtime import native, verify
 from diffbit.runtime.providers import open_session as session_of
 

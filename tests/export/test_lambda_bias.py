@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact, reference_model
+from diffbit.formats import parse_format
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, load
-from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
+from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
 from diffbit.runtime import Session, verify
 
 from .helpers import config_of, relative_error, write_model

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from diffbit.export import export_artifact, export_checkpoint
-from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
+from diffbit.formats import parse_format
+from diffbit.quantize import Scheme, quantize_checkpoint
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from diffbit.export import export_artifact, reference_model
+from diffbit.formats import QTensor, QuantEmbedding, QuantLinear, parse_format
 from diffbit.models import Decoder, ModelConfig
-from diffbit.quantize import QTensor, QuantEmbedding, QuantLinear, Scheme, load, parse_format, quantize_checkpoint
+from diffbit.quantize import Scheme, load, quantize_checkpoint
 from diffbit.runtime import Session, native
 from diffbit.runtime.verify import verify
 

@@ -26,8 +26,8 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 import diffbit
 from diffbit.cli.output import print_error
-from diffbit.errors import DiffbitError
-from diffbit.progress import set_quiet
+from diffbit.io.errors import DiffbitError
+from diffbit.io.progress import set_quiet
 
 from .. import forks
 from .targets import TARGETS, TEXT, Target, in_process, make

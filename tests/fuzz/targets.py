@@ -28,15 +28,16 @@ from diffbit.apps.train import trainer as trainer_module
 from diffbit.apps.train.config import TrainConfig
 from diffbit.apps.train.trainer import train
 from diffbit.calib_data import eval_windows, load_text, load_tokenizer, train_tokenizer
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
-from diffbit.files import json_sha256, sha256_file
+from diffbit.formats import parse_format
+from diffbit.io.errors import DiffbitError
+from diffbit.io.files import json_sha256, sha256_file
+from diffbit.io.tokenizer_files import tokenizer_files
 from diffbit.models import Checkpoint, Decoder, ModelConfig, save
-from diffbit.quantize import Scheme, load, parse_format, quantize_checkpoint
+from diffbit.quantize import Scheme, load, quantize_checkpoint
 from diffbit.quantize import resume as resume_module
 from diffbit.runtime import Sampler, Session, Tokenizer, generate, verify
 from diffbit.runtime import verify as verify_function
-from diffbit.tokenizer_files import tokenizer_files
 
 from .mutations import (
     Mutation,

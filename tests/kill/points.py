@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from diffbit import durable
+from diffbit.io import durable
 
 from .. import forks
 

@@ -3,12 +3,14 @@ bytes, nothing is left beside them, and at no moment is there neither the old ou
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,17 +18,18 @@ from typing import Any
 import pytest
 import torch
 
-from diffbit import drawing
 from diffbit.apps.evaluate.compare import compare
 from diffbit.apps.train import trainer as trainer_module
 from diffbit.apps.train.config import TrainConfig
 from diffbit.apps.train.trainer import train
 from diffbit.calib_data import Windows, train_tokenizer
 from diffbit.calib_data.window import digest
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
+from diffbit.formats import parse_format
+from diffbit.io import drawing
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig, save
-from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
+from diffbit.quantize import Scheme, quantize_checkpoint
 from diffbit.quantize.methods import learned
 
 from .points import killed_after, killed_at
@@ -124,7 +127,9 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("require_matplotlib", "plot_losses"):  # matplotlib would take most of the time
         monkeypatch.setattr(trainer_module, name, lambda *_: None)
     monkeypatch.setattr(drawing, "svg", lambda figure: "<svg></svg>")
-    monkeypatch.setattr(learned, "METHOD", learned.METHOD.with_steps(2))
+    monkeypatch.setattr(
+        learned, "METHOD", dataclasses.replace(learned.METHOD, round_layer=partial(learned.quantize_layer, steps=2))
+    )
 
 
 def content(folder: Path, names: tuple[str, ...] = ()) -> dict[str, bytes]:

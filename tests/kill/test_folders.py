@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from diffbit import durable
-from diffbit.files import locked
+from diffbit.io import durable
+from diffbit.io.files import locked
 
-from ..test_files import NEW, OLD, read, write
+from ..io.test_files import NEW, OLD, read, write
 from .points import killed_at
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="fork and renameat2")

@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from diffbit import DiffbitError, models
+from diffbit.io.safetensors import read_header
 from diffbit.models.checkpoint.names import linear_of, reorder
-from diffbit.models.checkpoint.safetensors_file import read_header
 from diffbit.models.layers.rope import Llama3
 
 from .helpers import LLAMA3, hf_model, saved, small_config, tokens
@@ -293,7 +293,7 @@ def test_streaming_takes_the_memory_of_a_tensor_not_of_the_file(tmp_path: Path) 
 
 
 def test_weights_are_as_readable_as_any_other_file(tmp_path: Path) -> None:
-    from diffbit.models.checkpoint.safetensors_file import write_tensors
+    from diffbit.io.safetensors import write_tensors
 
     write_tensors(tmp_path / "weights.safetensors", {"a": torch.ones(2)})
     (tmp_path / "other").touch()

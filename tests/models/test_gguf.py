@@ -19,15 +19,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from diffbit import models
 from diffbit.calib_data import load_tokenizer, train_tokenizer
 from diffbit.cli.options import chat_template
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
+from diffbit.formats import parse_format
+from diffbit.io.errors import DiffbitError
+from diffbit.io.tokenizer_files import WORDS, tokenizer_files
 from diffbit.models import Checkpoint
 from diffbit.models.families import read_config
 from diffbit.models.families._gguf import NAMES
 from diffbit.models.families._huggingface import common_fields
-from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
+from diffbit.quantize import Scheme, quantize_checkpoint
 from diffbit.runtime import verify
-from diffbit.tokenizer_files import WORDS, tokenizer_files
 
 HIDDEN, FFN, HEADS, KV, WIDTH, LAYERS, VOCABULARY = 256, 512, 8, 4, 32, 2, 300
 TEXT = Path(__file__).read_text()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from diffbit import models
-from diffbit.models.layers import softmax
+from diffbit.models.layers import arithmetic as softmax
 
 from . import interpreter
 from .helpers import small_config, tokens

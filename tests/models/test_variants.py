@@ -11,7 +11,7 @@ from torch import Tensor
 from diffbit import DiffbitError, models
 from diffbit.models.families import family_for
 from diffbit.models.layers.rope import inverse_frequencies
-from diffbit.models.mixer import Place
+from diffbit.models.mixers import Place
 
 from .helpers import small_config, tokens
 

@@ -14,7 +14,7 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.ops import schema
 from diffbit.ops.signature import Op as Signature
 from diffbit.ops.signature import Type

@@ -15,7 +15,8 @@ import pytest
 
 from diffbit.apps.convert.differential import convert
 from diffbit.export import export_artifact
-from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
+from diffbit.formats import parse_format
+from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
 
 from .host import ROOT, build, skip
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 
 from .cases import ATTENTION_CASES, CUDA_ATTENTION_CASES, RING_CASES, AttentionCase
 from .cuda_attention import check, run_cuda, same_bits

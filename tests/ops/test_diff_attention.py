@@ -22,7 +22,7 @@ import pytest
 import torch
 from onnx import helper
 
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.ops import diff_attention, diff_attention_reference
 from diffbit.ops.signature import DOMAIN
 from diffbit.runtime import native

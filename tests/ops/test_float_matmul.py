@@ -13,6 +13,7 @@ from .cases import generator
 from .cuda_run import TYPES, Device, on_each_device
 from .onnx_run import body_of, on_each_isa, run_node
 
+LANES = 16  # sums that the definition adds to in turn
 cases = pytest.mark.parametrize(  # a is [2, rows, k]; 241: more rows than are floats at a time
     ("rows", "k", "n"), [(1, 64, 40), (3, 201, 33), (9, 16, 7), (5, 7, 1), (4, 576, 130), (241, 77, 30)]
 )

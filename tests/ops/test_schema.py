@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.ops import diff_attention, hadamard, int4_matmul, schema, ternary_matmul
 from diffbit.ops.signature import DOMAIN, Type
 

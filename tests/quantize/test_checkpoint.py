@@ -13,21 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffbit import models
-from diffbit.errors import DiffbitError
+from diffbit.formats import Format, QTensor, QuantLinear, Rounding, parse_format, quantize_per_token_int8
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, Decoder, ModelConfig
 from diffbit.quantize import (
     AttentionScheme,
-    Format,
-    QTensor,
-    QuantLinear,
-    Rounding,
     Scheme,
     apply,
     load,
     load_block,
-    parse_format,
     quantize_checkpoint,
-    quantize_per_token_int8,
     read_scheme,
     read_weight,
     rtn,
@@ -220,7 +215,7 @@ def slow_output_errors(model: Path, scheme: Scheme, mask: torch.Tensor) -> dict[
 @pytest.mark.parametrize("batch_tokens", [2048, 20])
 @pytest.mark.parametrize("attention", ["diff_v1", "diff_v2"])
 def test_report_tells_the_truth(attention: str, batch_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from diffbit.quantize import states
+    from diffbit.quantize.calibration import states
 
     monkeypatch.setattr(states, "BATCH_TOKENS", batch_tokens)
     source = make(tmp_path / "float", resized(CONFIG, attention=attention))
@@ -306,7 +301,7 @@ def test_an_extreme_weight_is_named(tmp_path: Path):
     "change, words",
     [
         (lambda entry: entry.update(version=2), ["version 2", "version 1"]),
-        (lambda entry: entry.pop("scheme"), ["no scheme"]),
+        (lambda entry: entry.pop("scheme"), ["config.json: quantization_config.scheme is missing"]),
         (lambda entry: entry["scheme"].update(weights="int4_g33"), ["int4_g33"]),
         (lambda entry: entry["scheme"].update(bits=4), ["bits"]),
         (lambda entry: entry["scheme"].update(weights="int8"), ["q_proj", "codes"]),

@@ -15,13 +15,14 @@ import torch
 
 from diffbit import models
 from diffbit.cli.app import main
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
 from diffbit.export.demand import export_demand
+from diffbit.formats import parse_format
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, Decoder, ModelConfig
-from diffbit.quantize import Scheme, demand, parse_format, quantize_checkpoint
+from diffbit.quantize import Scheme, demand, quantize_checkpoint
 from diffbit.quantize.demand import Demand
-from diffbit.quantize.recipe import parse_recipe
+from diffbit.quantize.methods import parse_recipe
 
 from .. import forks
 

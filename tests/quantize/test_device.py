@@ -11,9 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diffbit import models
 from diffbit.cli.app import main
+from diffbit.formats import parse_format
+from diffbit.io.processes import Processes
 from diffbit.models import Decoder, ModelConfig
-from diffbit.processes import Processes
-from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
+from diffbit.quantize import Scheme, quantize_checkpoint
 from diffbit.quantize.demand import Demand
 from diffbit.quantize.methods import gptq
 
@@ -106,6 +107,6 @@ def test_what_a_gpu_cannot_do_is_a_sentence(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "torch sees no CUDA GPU; pass cpu" in sentence()
-    monkeypatch.setattr("diffbit.processes.processes", lambda device: Processes(0, 1, DEVICE))
+    monkeypatch.setattr("diffbit.io.processes.processes", lambda device: Processes(0, 1, DEVICE))
     monkeypatch.setattr("diffbit.quantize.quantize_checkpoint", full)
     assert sentence().startswith("error: the GPU's memory does not suffice (CUDA out of memory. Tried to allocate 2.00")

@@ -15,26 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffbit import models
 from diffbit.calib_data import eval_windows
-from diffbit.errors import DiffbitError
+from diffbit.formats import Format, QTensor, parse_format
+from diffbit.io import plugins
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, Decoder, ModelConfig
-from diffbit.quantize import (
-    CalibStats,
-    Format,
-    QTensor,
-    Scheme,
-    apply,
-    layerwise,
-    load,
-    parse_format,
-    quantize_checkpoint,
-    read_weight,
-    recipe,
-    rtn,
-)
+from diffbit.quantize import CalibStats, Scheme, apply, layerwise, load, quantize_checkpoint, read_weight, rtn
 from diffbit.quantize import layer as layer_module
-from diffbit.quantize.layer import FINAL_NORM, Layer, Tokens
+from diffbit.quantize.calibration.passes import Passes
+from diffbit.quantize.calibration.tokens import Tokens
+from diffbit.quantize.layer import FINAL_NORM, Layer
 from diffbit.quantize.layerwise import quantize_layers
-from diffbit.quantize.method import Method
+from diffbit.quantize.methods import Method, parse_recipe
 
 from ..configs import resized
 
@@ -67,7 +58,7 @@ def by_activations(weight: torch.Tensor, format: Format, stats: CalibStats) -> Q
     return rtn(weight * (1 + stats.gram.diagonal().sqrt() / 8 + stats.mean_abs / 8 + stats.absmax / 64), format)
 
 
-def untie(layer: Layer) -> None:
+def untie(layer: Layer, passes: Passes) -> None:
     """The final norm's weight into the head."""
     if FINAL_NORM in layer.tensors:
         norm = layer.tensors[FINAL_NORM].float()
@@ -75,7 +66,7 @@ def untie(layer: Layer) -> None:
         layer.tensors[FINAL_NORM] = torch.ones_like(norm)
 
 
-def overflow(layer: Layer) -> None:
+def overflow(layer: Layer, passes: Passes) -> None:
     for name, tensor in layer.tensors.items():
         if name.endswith("input_layernorm.weight"):
             layer.tensors[name] = tensor.float() * 1e6
@@ -92,17 +83,17 @@ class Looker:
         self.grams: dict[str, CalibStats] = {}  # with the stages before quantized
         self.at_once: dict[str, CalibStats] = {}  # with the layer itself all float
 
-    def transform(self, layer: Layer) -> None:
-        assert layer.tokens is not None
-        self.hidden[layer.index] = layer.tokens.hidden.clone()
-        self.exact[layer.index] = layer.tokens.exact.hidden.clone()
+    def transform(self, layer: Layer, passes: Passes) -> None:
+        assert passes.tokens is not None
+        self.hidden[layer.index] = passes.tokens.hidden.clone()
+        self.exact[layer.index] = passes.tokens.exact.hidden.clone()
         if not layer.formats:
             return
         self.stages[layer.index] = layer.stages()
-        self.at_once |= layer.stats()
+        self.at_once |= passes.stats()
         quantized: dict[str, QTensor] = {}
         for stage in layer.stages():
-            self.grams |= layer.stats(quantized, stage)
+            self.grams |= passes.stats(quantized, stage)
             for name in stage:
                 weight, format = layer.tensors[f"{name}.weight"], layer.formats[name]
                 quantized[name] = self.rounding(weight, format, self.grams[name])
@@ -121,7 +112,9 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
         "look": {"transform": LOOKER.transform, "calibrated": True, "exact": True},
         "overflow": {"transform": overflow},
     }
-    monkeypatch.setattr(recipe, "methods", lambda: ("rtn", *made))
+    names = {name: f"diffbit.quantize.methods.{name}" for name in ("rtn", *made)}
+    folder, others = "diffbit.quantize.methods", plugins.names
+    monkeypatch.setattr(plugins, "names", lambda which: names if which == folder else others(which))
     for name, fields in made.items():
         module: Any = SimpleNamespace(METHOD=Method(name, "made up", **fields))
         monkeypatch.setitem(sys.modules, f"diffbit.quantize.methods.{name}", module)
@@ -361,12 +354,12 @@ def test_refusals(tmp_path: Path) -> None:
 def test_text_unlike_that_of_the_training_is_told(trained: Any) -> None:
     """A model of code calibrated on code, on its words in random order, and on few tokens of those."""
     path = trained("diff_v1")
-    decoder, plain = models.load(path), recipe.parse_recipe("rtn")
+    decoder, plain = models.load(path), parse_recipe("rtn")
     code = torch.from_numpy(eval_windows("stdlib", path, 128, 16, split="calib").ids)
     shuffled = code.flatten()[torch.randperm(code.numel(), generator=torch.Generator().manual_seed(0))].view_as(code)
     found = []
     for ids in (code, shuffled, shuffled[:4]):
-        tokens = Tokens(decoder.config, ids, exact=8)
+        tokens = Tokens(decoder.config, ids, compared_windows=8)
         for _ in quantize_layers(decoder.config, decoder.state_dict().__getitem__, Scheme(), plain, tokens):
             pass
         with torch.no_grad():

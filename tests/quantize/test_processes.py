@@ -14,12 +14,16 @@ import pytest
 import torch
 
 import diffbit
-from diffbit import models, processes
+from diffbit import models
 from diffbit.cli.app import main
-from diffbit.errors import DiffbitError
+from diffbit.formats import parse_format
+from diffbit.io import processes
+from diffbit.io.errors import DiffbitError
+from diffbit.io.processes import Processes
 from diffbit.models import Decoder, ModelConfig
-from diffbit.processes import Processes
-from diffbit.quantize import Scheme, parse_format, quantize_checkpoint, stages, states, stats
+from diffbit.quantize import Scheme, quantize_checkpoint
+from diffbit.quantize.calibration import rounds as stages
+from diffbit.quantize.calibration import states, stats
 from diffbit.quantize.demand import Demand
 from diffbit.quantize.resume import Unfinished
 

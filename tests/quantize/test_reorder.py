@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from diffbit.formats import parse_format
 from diffbit.models import Decoder
-from diffbit.quantize import Scheme, apply, parse_format
+from diffbit.quantize import Scheme, apply
 
 from .transforms import config_of, logits64, random_decoder, random_ids
 

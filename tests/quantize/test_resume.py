@@ -16,9 +16,10 @@ import torch
 
 from diffbit import models
 from diffbit.cli.app import main
-from diffbit.errors import DiffbitError
+from diffbit.formats import parse_format
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig
-from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
+from diffbit.quantize import Scheme, quantize_checkpoint
 from diffbit.quantize.methods import gptq
 
 CONFIG = ModelConfig.uniform(

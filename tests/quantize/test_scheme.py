@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from diffbit.errors import DiffbitError
+from diffbit.formats import parse_format
+from diffbit.io.errors import DiffbitError
 from diffbit.models import ModelConfig
-from diffbit.quantize import AttentionScheme, Scheme, linear_shapes, parse_format, parse_override, sizes
+from diffbit.quantize import AttentionScheme, Scheme, linear_shapes, parse_override, sizes
 
 INT4, INT8 = parse_format("int4_g32"), parse_format("int8")
 CONFIG = ModelConfig.uniform(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch import Tensor
 from diffbit.models import Decoder, ModelConfig
 from diffbit.models.checkpoint.names import EMBEDDING, HEAD
 from diffbit.quantize import Scheme
-from diffbit.quantize.layer import Layer, Tokens
+from diffbit.quantize.calibration.passes import Passes
+from diffbit.quantize.calibration.tokens import Tokens
+from diffbit.quantize.layer import Layer
 
 VOCABULARY = 61
 
@@ -44,8 +47,13 @@ def random_ids(batch: int = 4, length: int = 24, seed: int = 1) -> Tensor:
     return torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def layers(decoder: Decoder, scheme: Scheme | None = None, ids: Tensor | None = None) -> Any:
-    """Each Layer of a model, an untied head with it, the tokens taken past it once its turn is over."""
+def layers(decoder: Decoder, scheme: Scheme | None = None) -> Iterator[Layer]:
+    """Each Layer of a model, an untied head with it."""
+    return (passes.layer for passes in passes_of(decoder, scheme))
+
+
+def passes_of(decoder: Decoder, scheme: Scheme | None = None, ids: Tensor | None = None) -> Iterator[Passes]:
+    """The passes of each layer of a model; the tokens advance behind a layer once its turn is over."""
     config = decoder.config
     scheme = scheme or Scheme()
     state = {name: tensor.detach() for name, tensor in decoder.state_dict().items()}
@@ -56,10 +64,9 @@ def layers(decoder: Decoder, scheme: Scheme | None = None, ids: Tensor | None = 
         last = [name for name in state if name.startswith("model.norm.")]
         names = {-1: [EMBEDDING], config.num_layers: [*last, HEAD]}.get(index, names)
         own = {module: format for module, format in scheme.formats(config).items() if f"{module}.weight" in names}
-        layer = Layer(config, index, scheme, own, {name: state[name] for name in names}, tokens)
-        yield layer
-        if tokens is not None:
-            tokens.advance(layer, {})
+        passes = Passes(Layer(config, index, scheme, own, {name: state[name] for name in names}), tokens)
+        yield passes
+        passes.advance({})
 
 
 def transformed(
@@ -69,9 +76,9 @@ def transformed(
     untie = hasattr(method, "config")
     config = method.config(decoder.config) if untie else decoder.config
     tensors: dict[str, Tensor] = {}
-    for layer in layers(decoder, scheme, ids):
-        method.transform(layer)
-        tensors |= layer.tensors
+    for passes in passes_of(decoder, scheme, ids):
+        method.transform(passes.layer, passes)
+        tensors |= passes.layer.tensors
     if config.tie_embeddings:
         del tensors[HEAD]
     with torch.device("meta"):

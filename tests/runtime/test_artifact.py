@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.ops.cache import Buffer, CacheSpec
 from diffbit.runtime import Artifact
 from diffbit.runtime.artifact import manifest_sha256
@@ -57,24 +57,24 @@ def test_an_edited_manifest_is_noticed(folder: Path) -> None:
     [
         ({"artifact_version": 5}, "artifact_version is 5, this diffbit reads 4; upgrade"),
         ({"artifact_version": 2}, "artifact_version is 2, this diffbit reads 4; export the model again"),
-        ({"artifact_version": True}, "artifact_version is True, wanted an integer"),
-        ({"name": 3}, "name is 3, wanted a string"),
+        ({"artifact_version": True}, "artifact_version is True, wanted a whole number"),
+        ({"name": 3}, r"diffbit\.json: name is 3, wanted text; restore the file or export the model again"),
         ({"dtype": "bf16"}, "dtype is 'bf16', wanted one of fp32, fp16"),
-        ({"model": {}}, "model: has no field 'vocab_size'"),
-        ({"model": {"vocab_size": 40, "bos_token_id": 40}}, "model.bos_token_id holds 40, outside the vocabulary"),
-        ({"model": {"vocab_size": 40, "bos_token_id": "x"}}, "bos_token_id is 'x', wanted an integer"),
+        ({"model": {}}, "model.vocab_size is missing, wanted a whole number"),
+        ({"model": {"vocab_size": 40, "bos_token_id": 40}}, "model.bos_token_id is 40, wanted a token id from 0 to 39"),
+        ({"model": {"vocab_size": 40, "bos_token_id": "x"}}, "bos_token_id is 'x', wanted a token id"),
         ({"scheme": []}, r"scheme is \[\], wanted an object"),
-        ({"cache": {"layers": []}}, "cache: layers has 0 entries, wanted 1 to 1024"),
+        ({"cache": {"layers": []}}, r"cache.layers is \[\], wanted a list of 1 to 1024 entries"),
         ({"cache": {"layers": [{"buffers": []}] * 2}}, "no layer has a buffer"),
         ({"context_length": 2}, "golden.input_ids holds 3 tokens, more than the context_length 2"),
-        ({"context_length": "24"}, "context_length is '24', wanted an integer"),
-        ({"eos_token_ids": [1, 40]}, "eos_token_ids holds 40, outside"),
-        ({"eos_token_ids": [1.5]}, "wanted a list of integers"),
-        ({"files": {"\ud800": {}}}, "is not the name of a file in the folder"),
-        ({"files": {"../model.onnx": {}}}, "'../model.onnx' is not the name of a file in the folder"),
-        ({"files": {"/etc/passwd": {}}}, "'/etc/passwd' is not the name"),
+        ({"context_length": "24"}, "context_length is '24', wanted a whole number"),
+        ({"eos_token_ids": [1, 40]}, r"eos_token_ids\[1\] is 40, wanted a token id from 0 to 39"),
+        ({"eos_token_ids": [1.5]}, r"eos_token_ids\[0\] is 1.5, wanted a whole number"),
+        ({"files": {"\ud800": {}}}, "wanted the name of a file in the folder"),
+        ({"files": {"../model.onnx": {}}}, "a key of files is '../model.onnx', wanted the name of a file"),
+        ({"files": {"/etc/passwd": {}}}, "a key of files is '/etc/passwd', wanted the name"),
         ({"files": {}}, "lists no model.onnx"),
-        ({"parts": [{"name": "scales", "bytes": -1}]}, "bytes is -1, wanted at least 0"),
+        ({"parts": [{"name": "scales", "bytes": -1}]}, r"parts\[0\].bytes is -1, wanted a whole number of at least 0"),
         ({"files": {"model.onnx": {"bytes": 1, "sha256": "abc"}}}, "wanted 64 hexadecimal digits"),
     ],
 )
@@ -91,19 +91,19 @@ def buffer(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("buffers", "message"),
     [
-        (7, r"layers\[1\]: buffers is 7, wanted a list"),
-        ([3], "buffers holds 3, wanted objects"),
-        ([buffer(), buffer()], "buffers are named key, key, wanted at most 16, each once"),
-        ([buffer(name=f"b{i}") for i in range(17)], "wanted at most 16, each once"),
-        ([{"name": "key", "dtype": "int8"}], r"buffers\[0\]: has no field 'shape'"),
+        (7, r"cache.layers\[1\].buffers is 7, wanted at most 16 buffers"),
+        ([3], r"buffers\[0\] is 3, wanted an object"),
+        ([buffer(), buffer()], r"buffers is .*\(2 entries\), wanted at most 16 buffers of different names"),
+        ([buffer(name=f"b{i}") for i in range(17)], r"\(17 entries\), wanted at most 16"),
+        ([{"name": "key", "dtype": "int8"}], r"buffers\[0\].shape is missing"),
         ([buffer(name="../key")], "name is '../key', wanted lower-case letters"),
         ([buffer(name="k" * 41)], "wanted lower-case letters"),
-        ([buffer(), buffer(name="v", dtype="float64")], r"buffers\[1\]: dtype is 'float64', wanted one of"),
-        ([buffer(shape=[])], "shape has 0 dimensions"),
-        ([buffer(shape=["tokens"] * 6)], "shape has 6 dimensions"),
+        ([buffer(), buffer(name="v", dtype="float64")], r"buffers\[1\].dtype is 'float64', wanted one of"),
+        ([buffer(shape=[])], r"shape is \[\], wanted a list of 1 to 5 entries"),
+        ([buffer(shape=["tokens"] * 6)], r"shape is \[.*\], wanted a list of 1 to 5 entries"),
         ([buffer(in_place="often")], "in_place is 'often', wanted one of always, native, never"),
         *(
-            ([buffer(shape=[2, "tokens", odd])], "shape holds .*, wanted a number above 0, 'tokens', 'tokens/32' or")
+            ([buffer(shape=[2, "tokens", odd])], r"shape\[2\] is .*, wanted a number above 0, 'tokens', 'tokens/32' or")
             for odd in (
                 0,
                 -1,
@@ -181,9 +181,9 @@ def test_a_ring_is_cut_only_where_it_still_has_the_window(bits: int) -> None:
     ("change", "message"),
     [
         ({"logits": [1.0]}, "8 token_ids and 1 logits"),
-        ({"logits": [float("nan")] * 8}, r"golden: logits is \[nan, .*, wanted a list of finite numbers"),
-        ({"spread": 0}, "golden: spread is 0, wanted a finite number above 0"),
-        ({"input_ids": []}, "found 0 prompt tokens"),
+        ({"logits": [float("nan")] * 8}, r"golden\.logits\[0\] is nan, wanted a number"),
+        ({"spread": 0}, r"golden\.spread is 0, wanted a number above 0"),
+        ({"input_ids": []}, "golden: has 0 input_ids"),
     ],
 )
 def test_bad_golden_values(folder: Path, change: dict[str, Any], message: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.runtime import Generation, Sampler, Session, Tokenizer, generate
 from diffbit.runtime.generate import TextOutput
 

@@ -12,9 +12,10 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
-from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
+from diffbit.formats import parse_format
+from diffbit.io.errors import DiffbitError
+from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
 from diffbit.runtime import Session, native
 from diffbit.runtime.driver import Driver
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.runtime import template as module
 from diffbit.runtime.template import ChatTemplate, Message
 

@@ -13,7 +13,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.runtime import Session, Tokenizer, generate, verify
 from diffbit.runtime.external import external_locations
 

@@ -18,16 +18,15 @@ from diffbit import models
 from diffbit.apps.allocate import mixed
 from diffbit.apps.allocate.mixed import allocate as plan
 from diffbit.apps.allocate.mixed import choose
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
 from diffbit.export.demand import GRAPH_AT_MOST
-from diffbit.files import parse_size
+from diffbit.formats import parse_format
+from diffbit.io.errors import DiffbitError
+from diffbit.io.files import parse_size
 from diffbit.models import Decoder, ModelConfig
-from diffbit.quantize import Scheme, apply, linear_shapes, parse_format, quantize_checkpoint, rtn
-from diffbit.quantize.layer import Tokens
-from diffbit.quantize.method import Method
-from diffbit.quantize.methods import find
-from diffbit.quantize.recipe import Recipe
+from diffbit.quantize import Scheme, apply, linear_shapes, quantize_checkpoint, rtn
+from diffbit.quantize.calibration.tokens import Tokens
+from diffbit.quantize.methods import Method, Recipe, find
 from diffbit.runtime import Artifact, verify
 
 from ...configs import resized
@@ -264,7 +263,7 @@ def test_other_variants_and_recipes(attention: str, method: str, tmp_path: Path)
 def test_a_method_that_rounds_layers_has_a_stand_in(folder: Path) -> None:
     runs = []
 
-    def quantize_layer(layer: Any) -> dict[str, Any]:
+    def quantize_layer(layer: Any, passes: Any) -> dict[str, Any]:
         runs.append(len(layer.formats))
         return {name: rtn(layer.tensors[f"{name}.weight"], format) for name, format in layer.formats.items()}
 

@@ -7,7 +7,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from diffbit.apps.allocate.plot import frontier, plot_plan
-from diffbit.drawing import panels
+from diffbit.io.drawing import panels
 
 
 def made_up() -> dict[str, Any]:

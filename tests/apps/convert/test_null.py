@@ -31,11 +31,12 @@ import diffbit
 from diffbit import models
 from diffbit.apps.web.site import write_site
 from diffbit.calib_data import load_text, load_tokenizer, windows
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
+from diffbit.formats import parse_format
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, Decoder, ModelConfig
-from diffbit.models.layers.attention import AttentionOptions
-from diffbit.quantize import AttentionScheme, Scheme, parse_format, parse_recipe, quantize_checkpoint, read_weight
+from diffbit.models.attention import AttentionOptions
+from diffbit.quantize import AttentionScheme, Scheme, parse_recipe, quantize_checkpoint, read_weight
 from diffbit.runtime import Session
 from diffbit.runtime.native import instruction_sets
 

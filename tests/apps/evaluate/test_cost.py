@@ -10,10 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diffbit.apps.evaluate.cost import token_cost
 from diffbit.export import export_artifact
+from diffbit.formats import parse_format
 from diffbit.models import Decoder, ModelConfig, save
 from diffbit.models.cache import KVCache
-from diffbit.models.layers.softmax import Arithmetic
-from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
+from diffbit.models.layers.arithmetic import Arithmetic
+from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
 from diffbit.quantize.cache import cache_spec, step_bytes
 from diffbit.runtime import Artifact
 

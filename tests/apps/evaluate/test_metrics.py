@@ -21,7 +21,7 @@ from diffbit.apps.evaluate.metrics import (
     t_distribution,
     t_quantile,
 )
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 
 
 def slow(ids: np.ndarray, target: np.ndarray, p: np.ndarray, q: np.ndarray) -> tuple[int, float, float, int]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from diffbit.apps.evaluate import plots
-from diffbit.apps.evaluate.plots import plot_comparison, plot_outliers
-from diffbit.drawing import heat_map, panels
-from diffbit.errors import DiffbitError, MissingDependency
+from diffbit.apps.evaluate.plots import plot_comparison
+from diffbit.io.drawing import panels
 
 from . import made_up
 
@@ -42,9 +40,8 @@ def test_a_gain_is_drawn_hollow_on_the_floor() -> None:
 @pytest.mark.filterwarnings("error")
 def test_long_names_of_models(tmp_path: Path) -> None:
     """Matplotlib warns where a legend leaves no room for the axes."""
-    names = ["SmolLM2-135M-Instruct.Q4_1.gguf", "a" * 80]
-    plot_outliers([made_up.outliers(name) for name in names], tmp_path / "outliers.svg")
-    plot_comparison(made_up.comparison((names[0], names[1])), tmp_path / "comparison.svg")
+    names = ("SmolLM2-135M-Instruct.Q4_1.gguf", "a" * 80)
+    plot_comparison(made_up.comparison(names), tmp_path / "comparison.svg")
 
 
 def test_kl_with_its_band() -> None:
@@ -80,24 +77,6 @@ def test_several_methods_have_a_chart_for_each_model_and_the_same_line_in_all() 
     assert [chart.metric for chart in plots.charts(data, "logits")] == [plots.INCREASE, plots.KL]
 
 
-def test_layers_show_largest_and_median() -> None:
-    reports = [made_up.outliers("diff"), made_up.outliers("plain", 5.0)]
-    with panels() as (_, axes):
-        plots.layers(axes[0], reports, "hidden_states")
-        lines = {line.get_label(): list(line.get_ydata()) for line in axes[0].lines}
-    assert lines["diff, largest"] == [1.0, 2.0, 3.0] and lines["plain, largest"] == [5.0, 10.0, 15.0]
-    assert lines["plain, median"] == [0.25] * 3
-
-
-def test_a_heat_map_has_a_cell_for_each_layer_and_module() -> None:
-    with panels() as (_, axes):
-        heat_map(axes[0], made_up.weights()["weights"], "output_error", 0.06, ".2f")
-        cells = {(t.get_position()): t.get_text() for t in axes[0].texts}
-        modules = [tick.get_text() for tick in axes[0].get_yticklabels()]
-    assert modules == ["q_proj", "down_proj"]
-    assert cells[2.5, 0.5] == "0.06" and cells[0.5, 1.5] == "0.02"
-
-
 @pytest.mark.slow
 def test_files(tmp_path: Path) -> None:
     data = made_up.comparison(("a<b & $c_d$", "plain"))
@@ -108,18 +87,7 @@ def test_files(tmp_path: Path) -> None:
     text = "".join(ElementTree.fromstring(first).itertext())
     assert "a<b & $c_d$" in text and "Attention logits: KL divergence" in text
     assert (tmp_path / "three.png").read_bytes().startswith(b"\x89PNG")
-    plot_outliers([made_up.outliers("x")], tmp_path / "o.svg")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["o.svg", "one.svg", "three.png", "two.svg"]
-    with pytest.raises(DiffbitError, match=r"plot\.pdf: a plot is written as"):
-        plot_outliers([made_up.outliers("x")], tmp_path / "plot.pdf")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.svg", "three.png", "two.svg"]
     plot_comparison(made_up.comparison(("a", "b", "c"), methods=("rtn", "gptq")), tmp_path / "four.svg")
     text = "".join(ElementTree.fromstring((tmp_path / "four.svg").read_text()).itertext())
     assert all(f"{name}: increase of perplexity" in text for name in "abc") and "gptq" in text
-
-
-def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingDependency, match=r"pip install '\.\[lab\]'"):
-        plot_outliers([made_up.outliers("x")], tmp_path / "o.svg")

@@ -12,6 +12,7 @@ import pytest
 
 from diffbit.apps.evaluate.report import ReportData, render, versions, write_report
 
+from ... import made_up as shared
 from . import made_up
 
 INLINE = "data:image/svg+xml;base64,"
@@ -75,9 +76,9 @@ def everything(name: str = "diff") -> ReportData:
     return ReportData(
         title="Two models",
         comparison=made_up.comparison((name, "plain")),
-        outliers=[made_up.outliers(name), made_up.outliers("plain", 5.0)],
+        outliers=[shared.outliers(name), shared.outliers("plain", 5.0)],
         training={name: {"tokens": 1228800, "eval_loss": 3.0517}},
-        quantization={f"{name} at int4_g32": made_up.weights(), "plain at int4_g32": made_up.weights()},
+        quantization={f"{name} at int4_g32": shared.weights(), "plain at int4_g32": shared.weights()},
         artifacts=[
             {
                 "name": f"{name}-onnx", "format": "int4_g32", "bytes": 2_500_000, "source_bytes": 10_000_000,
@@ -136,7 +137,10 @@ def test_the_tables_hold_the_numbers(page: Page) -> None:
     assert any(row[:2] == ["plain", "15.0"] and "layer 2, channel 42, token 0" in row[-1] for row in rows)
     four = next(row for row in rows if row[:2] == ["int4_g64", "diff"])
     assert four[2].startswith("20.6") and four[3] == "+3.05% [+2.72, +3.38%]" and four[6] == "4.25"
-    assert any(row[:2] == ["int4_g64", "plain − diff"] and row[3] == "diff loses less than plain" for row in rows)
+    assert any(
+        row[:2] == ["int4_g64", "plain − diff"] and row[3] == "diff loses less than plain, 5 roundings of each"
+        for row in rows
+    )
     assert ["diff", "int4_g64", "gptq"] in [row[:3] for row in rows]  # on ONNX Runtime
     assert ["diff-onnx", "int4_g32", "2.5 MB", "10 MB", "4.00×"] in rows
     assert ["integer codes", "2,000,000", "80.0%", "4,000,000", "4.00"] in rows
@@ -150,26 +154,33 @@ def test_what_a_token_costs(page: Page) -> None:
 
 def test_findings_say_what_the_intervals_allow(page: Page) -> None:
     findings = page.text[page.text.index("Findings") : page.text.index("The models")]
-    assert "+3.05% vs +4.60%" in findings and "diff loses less; the paired interval excludes zero" in findings
+    assert "+3.05% vs +4.60%" in findings and "diff loses less than plain, 5 roundings of each." in findings
     assert "5×" in findings and "Largest hidden state: plain 15.0, diff 3.00" in findings
     assert "4.0× smaller" in findings
-    text = Page(render(ReportData(comparison=made_up.comparison(told_apart=False)))).text
+    unsure = ReportData(comparison=made_up.comparison(told_apart=False))
+    text = Page(render(unsure)).text
     assert "Weights were rounded 5 times" in text and "Quantized layers take their inputs as" in text
     once = Page(render(ReportData(comparison=made_up.comparison(repeats=1, arithmetic="float")))).text
-    assert "diff loses less in this one rounding of each" in once and "than plain, in one rounding of each" in once
+    assert once.count("diff loses less than plain, one rounding of each") > 1
     assert "Weights were rounded once" in once and "take their inputs in float" in once
-    assert "the difference is not significant" in text and "loses less" not in text and "no sure difference" in text
+    told = "not established whether plain or diff loses less, 5 roundings of each"
+    assert f"perplexity of diff vs plain; {told}." in text and " loses less than " not in text
+    rows = [[cell.strip() for cell in row] for row in Page(render(unsure)).cells]
+    assert next(row for row in rows if row[:2] == ["int4_g64", "plain − diff"])[3] == told
 
 
 def test_several_methods() -> None:
     comparison = made_up.comparison(methods=("rtn", "gptq", "awq"))
-    comparison["refused"] = [{"model": "diff", "format": "ternary", "method": "awq", "reason": "ternary has no groups"}]
+    comparison["skipped"] = [{"model": "diff", "format": "ternary", "method": "awq", "reason": "ternary has no groups"}]
     page = Page(render(ReportData(comparison=comparison)))
     rows = [[cell.strip() for cell in row] for row in page.cells]
     four = [row for row in rows if row[0] == "int4_g64" or row[:1] == [""]]
     gptq = next(row for row in four if row[1:3] == ["diff", "gptq"] and row[4].startswith("+1.21%"))
     assert gptq[5] == "60.0% [55.0, 65.0%]"
     assert next(row for row in rows if row[:3] == ["int4_g64", "diff", "rtn"])[5] == "–"
+    comparison["results"][2]["recovered"] = {"value": 0.4, "low": -9.57, "high": 0.95}
+    rows = [[cell.strip() for cell in row] for row in Page(render(ReportData(comparison=comparison))).cells]
+    assert [row[5] for row in rows if len(row) > 5 and row[5][:3] == "not"] == ["not established"]
     assert any(row[:3] == ["int4_g64", "gptq", "plain − diff"] for row in rows)
     assert "Weights at int4_g64 by gptq, the best of 3 methods" in page.text
     assert "Weights rounded by rtn, gptq, awq (rtn: to nearest)" in page.text and "128 other windows" in page.text
@@ -189,6 +200,14 @@ def test_needles_beside_perplexity() -> None:
     assert page.tags.count("img") == 3 * (2 + 2)  # of weights, logits and cache: perplexity, KL and two sets
 
 
+def test_layer_without_attention_has_no_logits() -> None:
+    report = shared.outliers("hybrid")
+    report["attention_logits"] = {**report["attention_logits"], "layers": report["attention_logits"]["layers"][1:]}
+    rows = [[cell.strip() for cell in row] for row in Page(render(ReportData(outliers=[report]))).cells]
+    assert ["hybrid", "0", "0.250", "7.50", "1.00", "42", "–", "–", "–", "–"] in rows
+    assert ["hybrid", "1", "0.250", "7.50", "2.00", "42", "0.250", "7.50", "2.00", "42"] in rows
+
+
 def test_everything_from_outside_is_escaped() -> None:
     data = replace(everything(EVIL), title=EVIL, commands=[EVIL], versions={EVIL: EVIL})
     source = render(data)
@@ -203,8 +222,9 @@ def test_parts_that_are_missing_are_left_out(tmp_path: Path) -> None:
     page = Page(render(one))
     assert page.headings == ["Findings", "Models", "Accuracy against bit-width"]
     assert "loses more" not in page.text
-    unmeasured = ReportData(quantization={"w": made_up.weights(measured=False)})
+    unmeasured = ReportData(quantization={"w": shared.weights(measured=False)})
     assert "relative error of weights" in render(unmeasured)
-    path = write_report(one, tmp_path / "deep" / "report.html")
+    path = tmp_path / "deep" / "report.html"
+    write_report(one, path)
     assert path.read_text().startswith("<!doctype html>")
     assert [p.name for p in path.parent.iterdir()] == ["report.html"]

@@ -13,12 +13,12 @@ import torch
 
 from diffbit.apps.evaluate import plots
 from diffbit.apps.evaluate.compare import compare
-from diffbit.apps.evaluate.measure import EXPLICIT_BYTES, _batch_size
+from diffbit.apps.evaluate.measure import EXPLICIT_BYTES, Setup, _batch_sizes
 from diffbit.apps.evaluate.retrieval import answered, parse_setting, retrieval
-from diffbit.apps.evaluate.variants import Variant
+from diffbit.apps.evaluate.variants import Variant, unchanged
 from diffbit.calib_data import VALUE, NeedleWindows, Windows, windows
-from diffbit.drawing import panels
-from diffbit.errors import DiffbitError
+from diffbit.io.drawing import panels
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig, load, save
 from diffbit.quantize import AttentionScheme, Scheme, apply
 
@@ -160,8 +160,12 @@ def test_explicit_attention_takes_as_many_windows_as_fit() -> None:
         intermediate_size=64, max_position=4096, attention="diff_v2",
     )  # fmt: skip
     low = Variant("kv", "int4", "none", 4, Scheme(attention=AttentionScheme(keys="int4")))
-    assert _batch_size(None, config, 4096, 8) == 8
-    assert [_batch_size(low, config, length, 8) for length in (64, 1024, 4096)] == [8, 4, 1]
+
+    def sizes(variant: Variant, length: int) -> list[int]:
+        return _batch_sizes(variant, config, Setup(windows([np.ones(9000, np.int64)], length, eos_id=0)))
+
+    assert sizes(unchanged(None), 4096) == [8]
+    assert [sizes(low, length) for length in (64, 1024, 4096)] == [[8], [4], [1]]
     assert 4 * 8 * 4 * 16 * 1024**2 <= EXPLICIT_BYTES < 5 * 8 * 4 * 16 * 1024**2  # 16 sub-heads, 8 copies in fp32
 
 

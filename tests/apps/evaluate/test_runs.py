@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 from diffbit.apps.evaluate import measure
 from diffbit.apps.evaluate.compare import Comparison, compare
 from diffbit.apps.evaluate.cost import token_cost
-from diffbit.apps.evaluate.measure import Measured
+from diffbit.apps.evaluate.measure import Measurement, combine
 from diffbit.apps.evaluate.metrics import Scores, t_quantile
-from diffbit.apps.evaluate.runs import of_runs
+from diffbit.apps.evaluate.variants import unchanged
 from diffbit.calib_data import Windows, windows
 from diffbit.cli.app import app
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, Decoder, ModelConfig, load, save
 from diffbit.quantize import Scheme, apply
 
@@ -90,21 +90,21 @@ def test_needles_are_means_of_the_runs() -> None:
     rng = np.random.default_rng(2)
     tokens = np.full(4, 10)
 
-    def run(roundings: int) -> Measured:
+    def run(roundings: int) -> Measurement:
         nll = rng.random((roundings, 4))
-        return Measured(
-            variant=None, scheme=None, scores=Scores(tokens, nll, nll, nll), nbytes=1, bits_per_weight=4.0,
-            cost=token_cost(Checkpoint(PICO).config, None, 8), repeats=roundings,
+        return Measurement(
+            variant=unchanged(None), scores=Scores(tokens, nll, nll, nll), nbytes=1, bits_per_weight=4.0,
+            cache_bytes=1.0, cost=token_cost(Checkpoint(PICO).config, None, 8), repeats=roundings,
             answers=(rng.random((roundings, 5, 2)) < 0.5,),
         )  # fmt: skip
 
     runs = [run(2), run(2), run(2)]
-    (found,) = of_runs([[one] for one in runs])
-    assert found.repeats == 2
+    (combined,) = combine([[one] for one in runs])
+    assert combined.repeats == 2
     for index, one in enumerate(runs):
-        assert np.allclose(found.scores.nll[index], (one.scores.nll[0] + one.scores.nll[1]) / 2)
-        assert np.allclose(found.answers[0][index], one.answers[0].sum(0) / 2)
-    assert of_runs([[runs[0]]]) == [runs[0]]
+        assert np.allclose(combined.scores.nll[index], (one.scores.nll[0] + one.scores.nll[1]) / 2)
+        assert np.allclose(combined.answers[0][index], one.answers[0].sum(0) / 2)
+    assert combine([[runs[0]]]) == [runs[0]]
 
 
 def test_what_one_run_lacks_is_left_out(paths: list[Path], text: Windows, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def test_what_one_run_lacks_is_left_out(paths: list[Path], text: Windows, monkey
     monkeypatch.setattr(measure, "apply", refuses_the_second)
     found = compare(paths[:2], text, ["3", "2"], ["weights"], runs=2)
     assert [r.format for r in found.results] == ["16", "int2_g64"]
-    assert [(r.model, r.format) for r in found.refused] == [("diff_v1", "int3_g64")]
+    assert [(r.model, r.format) for r in found.skipped] == [("diff_v1", "int3_g64")]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_the_command_says_how_many_runs(tmp_path: Path) -> None:
     arguments = ["--runs", "2", "--bits", "4", "--what", "weights", "--max-windows", "4", "--length", "64"]
     result = CliRunner().invoke(app, ["compare", *runs, *arguments, "-o", str(tmp_path / "report")])
     assert result.exit_code == 0, result.output
-    assert "2 training runs of each, one rounding of each)" in result.output
+    assert ", 2 training runs of each, one rounding of each (" in result.output
     assert "another rounding may reverse them" not in result.output
     page = (tmp_path / "report" / "report.html").read_text()
     assert "what another training run of each model would: 2 were measured" in page

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diffbit.apps.evaluate.variants import variants
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.quantize import AttentionScheme
 
 

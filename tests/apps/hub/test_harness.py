@@ -15,7 +15,8 @@ import pytest
 
 from diffbit.apps.hub.harness import DiffbitLM, register
 from diffbit.export import export_artifact
-from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
+from diffbit.formats import parse_format
+from diffbit.quantize import Scheme, quantize_checkpoint
 from diffbit.runtime import Session, Tokenizer, generate
 
 PICO = Path(__file__).parents[3] / "examples" / "pico" / "diff_v1"

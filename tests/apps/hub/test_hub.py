@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from diffbit import hub
 from diffbit.cli.app import main
-from diffbit.errors import DiffbitError
-from diffbit.hub import HubName
+from diffbit.io import hub
+from diffbit.io.errors import DiffbitError
+from diffbit.io.hub import HubName
 
 from .server import Hub, running
 

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from diffbit.export import export_artifact
-from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
+from diffbit.formats import parse_format
+from diffbit.quantize import Scheme, quantize_checkpoint
 from diffbit.runtime import Session, Tokenizer, generate
 from diffbit.runtime.native import library
 

@@ -15,10 +15,11 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 import diffbit
 import diffbit.apps.hub.transformers as integration
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
+from diffbit.formats import QuantEmbedding, QuantLinear, parse_format
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig, save
-from diffbit.quantize import AttentionScheme, QuantEmbedding, QuantLinear, Scheme, parse_format, quantize_checkpoint
+from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
 from diffbit.runtime import verify
 
 from ...models.helpers import hf_model, saved, tokens

@@ -8,7 +8,7 @@ import pytest
 
 from diffbit.apps.train.data import Rows
 from diffbit.calib_data import VALUE, Needles, load_tokenizer
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 
 
 @pytest.mark.parametrize("count", [20, 21, 27, 100])

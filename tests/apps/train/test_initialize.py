@@ -13,7 +13,7 @@ from diffbit.apps.train.folder import read_log
 from diffbit.apps.train.initialize import initialize, insert_sub_norms
 from diffbit.apps.train.presets import train_config
 from diffbit.apps.train.trainer import train
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, load
 
 from ...configs import resized

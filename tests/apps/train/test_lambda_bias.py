@@ -11,7 +11,7 @@ import torch
 from diffbit.apps.train.initialize import initialize
 from diffbit.apps.train.presets import train_config
 from diffbit.apps.train.trainer import train
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, load
 
 from .toy import model, options
@@ -39,5 +39,5 @@ def test_options(trained: Callable[[str], Path]) -> None:
         train_config("tiny", "softmax", lambda_bias=-6.0)
     with pytest.raises(DiffbitError, match="lambda_bias is nan"):
         train_config("tiny", "diff_v2", lambda_bias=float("nan"))
-    with pytest.raises(DiffbitError, match=r"lambda_bias is -6\.0; wanted none with init"):
+    with pytest.raises(DiffbitError, match=r"lambda_bias is -6\.0, wanted none with init"):
         train_config("tiny", "diff_v2", init=str(trained("diff_v2")), lambda_bias=-6.0)

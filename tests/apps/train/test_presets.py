@@ -8,7 +8,7 @@ import pytest
 
 from diffbit.apps.train.presets import PRESETS, model_config, parameters, train_config
 from diffbit.calib_data import train_tokenizer
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, variants
 
 

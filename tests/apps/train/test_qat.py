@@ -16,12 +16,13 @@ from diffbit.apps.train.initialize import initialize
 from diffbit.apps.train.presets import train_config
 from diffbit.apps.train.qat import QATLinear, prepare, refresh
 from diffbit.apps.train.trainer import learning_rate, train, weight_decay
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
+from diffbit.formats import QuantLinear, parse_format
+from diffbit.formats.rounding import INT8, Rounding, rounded_input
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, Decoder, load
-from diffbit.quantize import QuantLinear, Scheme, parse_format
+from diffbit.quantize import Scheme
 from diffbit.quantize import load as load_quantized
-from diffbit.quantize.rounding import INT8, Rounding, rounded_input
 from diffbit.runtime import verify
 
 from ...configs import BIASES, resized
@@ -274,9 +275,9 @@ def test_refusals(text: str) -> None:
     for changes, sentence in (
         ({"qat": "int5_g7"}, "format 'int5_g7' has groups of 7"),
         ({"qat": "fp8"}, "'fp8' is not a number format"),
-        ({"qat": "ternary", "activations": "int2"}, "activations is 'int2'; wanted int8 or int4"),
-        ({"qat": "int4_g32", "activations": "int4"}, "activations is 'int4'; wanted int8 unless qat is ternary"),
-        ({"schedule": "linear"}, "schedule is 'linear'; wanted one of cosine, two_stage"),
+        ({"qat": "ternary", "activations": "int2"}, "activations is 'int2', wanted one of int8, int4"),
+        ({"qat": "int4_g32", "activations": "int4"}, "activations is 'int4', wanted int8 unless qat is ternary"),
+        ({"schedule": "linear"}, "schedule is 'linear', wanted one of cosine, two_stage"),
     ):
         with pytest.raises(DiffbitError, match=sentence):
             options(text, **changes)

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from diffbit.apps.web.site import PACKAGES, write_site
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
+from diffbit.io.errors import DiffbitError
 from diffbit.runtime import Chat, Session, Tokenizer, generate
 
 HERE = Path(__file__).parent

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
+from diffbit.io.errors import DiffbitError
 from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
 from diffbit.runtime import Session, Tokenizer, generate, verify
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diffbit.quantize import Scheme, apply, parse_format
+from diffbit.formats import parse_format
+from diffbit.quantize import Scheme, apply
+from diffbit.quantize.calibration.stats import Gatherer
 from diffbit.quantize.methods import awq, rtn
-from diffbit.quantize.stats import Gatherer
 
 from ..transforms import config_of, logits64, random_decoder, random_ids, transformed
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diffbit.errors import DiffbitError
-from diffbit.quantize import parse_format
+from diffbit.formats import parse_format
+from diffbit.io.errors import DiffbitError
+from diffbit.quantize.calibration.stats import Gatherer, proxy_loss
 from diffbit.quantize.methods import clip, rtn
-from diffbit.quantize.stats import Gatherer, proxy_loss
 
 FORMATS = ["int8", "int4_g32_asym", "int2", "mxfp4", "ternary"]
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffbit.errors import DiffbitError
-from diffbit.quantize import QTensor, parse_format, scales
-from diffbit.quantize.formats import Format
+from diffbit.formats import Format, QTensor, parse_format
+from diffbit.io.errors import DiffbitError
+from diffbit.quantize.calibration import scales
+from diffbit.quantize.calibration.stats import CalibStats, Gatherer, proxy_loss
 from diffbit.quantize.methods import gptq, rtn
-from diffbit.quantize.stats import CalibStats, Gatherer, proxy_loss
 
 FORMATS = ["int8", "int4_g32_asym", "int3_g64", "int2", "nf4", "mxfp4", "ternary"]
 

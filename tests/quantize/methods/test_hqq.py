@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffbit.errors import DiffbitError
-from diffbit.quantize import parse_format
-from diffbit.quantize.formats import Format
+from diffbit.formats import Format, parse_format
+from diffbit.io.errors import DiffbitError
 from diffbit.quantize.methods import hqq, rtn
 
 FORMATS = ["int8_g64", "int4_g32_asym", "int4", "int2_g64", "nf4"]

@@ -8,12 +8,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diffbit.calib_data import eval_windows
-from diffbit.errors import DiffbitError
+from diffbit.formats import QTensor, base, parse_format
+from diffbit.formats.codebook import NF4
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig, load
-from diffbit.quantize import AttentionScheme, QTensor, Scheme, apply, parse_format, parse_recipe
-from diffbit.quantize.formats import base
-from diffbit.quantize.formats.codebook import NF4
-from diffbit.quantize.layer import Layer, Tokens
+from diffbit.quantize import AttentionScheme, Scheme, apply, parse_recipe
+from diffbit.quantize.calibration.passes import Passes
+from diffbit.quantize.calibration.tokens import Tokens
+from diffbit.quantize.layer import Layer
 from diffbit.quantize.layerwise import quantize_one
 from diffbit.quantize.methods import gptq, learned, rtn
 from diffbit.quantize.methods.learned import LearnedWeight
@@ -167,10 +169,10 @@ def test_it_starts_at_the_codes_it_is_given(name):
     assert torch.equal(LearnedWeight(weight, start).quantized().dequantize(), start.dequantize())
 
 
-def layer_of(
+def passes_of(
     model: Decoder, ids: Tensor, scheme: Scheme, index: int = 0, *, only: str = "", mask: Tensor | None = None
-) -> Layer:
-    """Layer `index` with calibration tokens as the float layers before it leave them; `only`: a part of the names."""
+) -> Passes:
+    """Passes of layer `index`, its tokens as the float layers before leave them; `only`: a part of the names."""
     config, state = model.config, {name: tensor.detach() for name, tensor in model.state_dict().items()}
     tokens = Tokens(config, ids, mask)
     exact = tokens.exact
@@ -180,23 +182,24 @@ def layer_of(
         tokens.hidden = exact.hidden.clone()
         tensors = {name: tensor for name, tensor in state.items() if name.startswith(f"model.layers.{at}.")}
         wanted = {name: format for name, format in formats.items() if f"{name}.weight" in tensors and at == index}
-        layer = Layer(config, at, scheme, wanted, tensors, tokens)
+        passes = Passes(Layer(config, at, scheme, wanted, tensors), tokens)
         if at < index:
-            module = layer.module()
+            module = passes.layer.module()
             with torch.no_grad():
-                exact.hidden = torch.cat([layer.run(module, batch) for batch in exact.batches()])
-    return layer
+                exact.hidden = torch.cat([passes.run(module, batch) for batch in exact.batches()])
+    return passes
 
 
 @torch.no_grad()
-def output_error(layer: Layer, quantized: dict[str, QTensor], tokens: Tokens | None = None) -> float:
+def output_error(passes: Passes, quantized: dict[str, QTensor], tokens: Tokens | None = None) -> float:
     """Squared error of the layer's output, over the square of what the layer adds to its input."""
-    true, rounded = layer.module(), layer.module(quantized)
+    true, rounded = passes.layer.module(), passes.layer.module(quantized)
     lost = added = 0.0
-    tokens = tokens or layer.tokens
+    tokens = tokens or passes.tokens
+    assert tokens is not None
     for batch, exact in zip(tokens.batches(), tokens.exact.batches(), strict=True):
-        wanted = layer.run(true, exact)
-        lost += float((layer.run(rounded, batch) - wanted)[batch.counted].square().sum())
+        wanted = passes.run(true, exact)
+        lost += float((passes.run(rounded, batch) - wanted)[batch.counted].square().sum())
         added += float((wanted - exact.hidden)[batch.counted].square().sum())
     return lost / added
 
@@ -230,12 +233,13 @@ def test_all_codes_of_a_small_weight(monkeypatch):
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(0, 1)
-    layer = layer_of(model, some_ids(6, 8, vocabulary=16), Scheme(weights=parse_format("int2")), only="q_proj")
+    passes = passes_of(model, some_ids(6, 8, vocabulary=16), Scheme(weights=parse_format("int2")), only="q_proj")
+    layer = passes.layer
     (name,) = layer.formats
     weight, format = layer.tensors[f"{name}.weight"], layer.formats[name]
-    start = gptq.quantize(weight, format, layer.stats()[name])
-    found = learned.quantize_layer(layer)[name]
-    problem = learned.Problem(layer, layer.tokens)
+    start = gptq.quantize(weight, format, passes.stats()[name])
+    found = learned.quantize_layer(layer, passes)[name]
+    problem = learned.Problem(layer, passes, passes.tokens)
 
     def loss(weight: Tensor) -> Tensor:
         return problem.loss({name: weight}, {}, torch.arange(6))
@@ -260,10 +264,10 @@ def test_it_beats_rounding_and_gptq_on_a_trained_layer(trained, monkeypatch):
     monkeypatch.setattr(learned, "BATCH_TOKENS", 512)
     scheme = Scheme(weights=parse_format("int2_g64"))
     errors = {}
-    other = layer_of(model, held_out, scheme).tokens
+    other = passes_of(model, held_out, scheme).tokens
     for recipe in ("rtn", "gptq", "learned:48"):
-        layer = layer_of(model, calib, scheme)
-        errors[recipe] = output_error(layer, quantize_one(layer, parse_recipe(recipe)), other)
+        passes = passes_of(model, calib, scheme)
+        errors[recipe] = output_error(passes, quantize_one(passes, parse_recipe(recipe)), other)
     assert errors["learned:48"] < 0.35 * errors["rtn"], errors  # 0.29
     assert errors["learned:48"] < 0.94 * errors["gptq"], errors  # 0.89
 
@@ -281,8 +285,8 @@ def test_every_variant_and_format_gets_better(attention, format, monkeypatch):
     monkeypatch.setattr(learned.gptq, "quantize", rtn.quantize)
     errors = {}
     for recipe in ("rtn", "learned:30"):
-        layer = layer_of(random_model(attention), some_ids(8, 32), Scheme(weights=parse_format(format)), 1)
-        errors[recipe] = output_error(layer, quantize_one(layer, parse_recipe(recipe)))
+        passes = passes_of(random_model(attention), some_ids(8, 32), Scheme(weights=parse_format(format)), 1)
+        errors[recipe] = output_error(passes, quantize_one(passes, parse_recipe(recipe)))
     assert errors["learned:30"] < 0.9 * errors["rtn"], errors
 
 
@@ -292,8 +296,8 @@ def test_codebooks_and_what_the_scheme_does_to_activations_and_logits(monkeypatc
     scheme = Scheme(parse_format("nf4"), activations="int8", attention=AttentionScheme(logits=6))
     errors = {}
     for recipe in ("rtn", "learned:30"):
-        layer = layer_of(model, some_ids(8, 32), scheme)
-        errors[recipe] = output_error(layer, quantize_one(layer, parse_recipe(recipe)))
+        passes = passes_of(model, some_ids(8, 32), scheme)
+        errors[recipe] = output_error(passes, quantize_one(passes, parse_recipe(recipe)))
     assert errors["learned:30"] < 0.9 * errors["rtn"], errors
 
 
@@ -302,22 +306,23 @@ def test_it_mends_what_the_layers_before_lost():
     scheme = Scheme(weights=parse_format("int2_g16"))
     errors = []
     for behind in (False, True):
-        layer = layer_of(random_model(), some_ids(16, 32), scheme)
-        noise = 0.2 * torch.randn(layer.tokens.hidden.shape, generator=torch.Generator().manual_seed(0))
-        damaged = layer.tokens.exact.hidden * 0.7 + noise
+        passes = passes_of(random_model(), some_ids(16, 32), scheme)
+        noise = 0.2 * torch.randn(passes.tokens.hidden.shape, generator=torch.Generator().manual_seed(0))
+        damaged = passes.tokens.exact.hidden * 0.7 + noise
         if behind:
-            layer.tokens.hidden = damaged
-        quantized = quantize_one(layer, parse_recipe("learned:30"))
-        layer.tokens.hidden = damaged
-        errors.append(output_error(layer, quantized))
+            passes.tokens.hidden = damaged
+        quantized = quantize_one(passes, parse_recipe("learned:30"))
+        passes.tokens.hidden = damaged
+        errors.append(output_error(passes, quantized))
     assert errors[1] < 0.9 * errors[0], errors
 
 
 def test_norms_and_lambdas_stay_float_and_the_float_model_stays():
     model = random_model().to(torch.bfloat16)
-    layer = layer_of(model, some_ids(8, 32), Scheme(weights=parse_format("int2_g16")))
+    passes = passes_of(model, some_ids(8, 32), Scheme(weights=parse_format("int2_g16")))
+    layer = passes.layer
     before = dict(layer.tensors)
-    quantized = quantize_one(layer, parse_recipe("learned:10"))
+    quantized = quantize_one(passes, parse_recipe("learned:10"))
     assert set(layer.refitted) == set(before) - {f"{name}.weight" for name in quantized}
     for name, tensor in layer.refitted.items():
         assert tensor.dtype == before[name].dtype and not torch.equal(tensor, before[name])
@@ -378,12 +383,12 @@ def test_without_calibration_it_says_what_it_needs():
 
 @pytest.mark.slow
 def test_the_number_of_steps_is_in_the_recipe() -> None:
-    layer = layer_of(random_model(), some_ids(8, 32), Scheme(weights=parse_format("int2_g16")))
+    passes = passes_of(random_model(), some_ids(8, 32), Scheme(weights=parse_format("int2_g16")))
     names = ("learned", f"learned:{learned.STEPS}", "learned:3")
     codes = {}
     for recipe in names:
-        layer.refitted.clear()
-        codes[recipe] = torch.cat([w.codes.flatten() for w in quantize_one(layer, parse_recipe(recipe)).values()])
+        passes.layer.refitted.clear()
+        codes[recipe] = torch.cat([w.codes.flatten() for w in quantize_one(passes, parse_recipe(recipe)).values()])
     assert torch.equal(codes["learned"], codes[names[1]])
     assert not torch.equal(codes["learned"], codes["learned:3"])
     assert parse_recipe("rotate+learned:3").name == "rotate+learned:3"

@@ -10,13 +10,15 @@ import torch
 from pytest import MonkeyPatch
 
 from diffbit import models
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
+from diffbit.formats import parse_format
+from diffbit.io.errors import DiffbitError
 from diffbit.models.attention import diff_v1
-from diffbit.models.mixer import Symmetries
-from diffbit.quantize import Scheme, hadamard, load, parse_format, quantize_checkpoint, rtn
-from diffbit.quantize.hadamard import Rotation
+from diffbit.models.mixers import Symmetries
+from diffbit.quantize import Scheme, load, quantize_checkpoint, rtn
+from diffbit.quantize.methods import _rotation as hadamard
 from diffbit.quantize.methods import rotate, rotate_heads
+from diffbit.quantize.methods._rotation import Rotation
 from diffbit.runtime import verify
 
 from ...configs import BIASES

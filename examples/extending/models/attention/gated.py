@@ -6,10 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ..graph import Cache, Graph, Value
-from ..layers.rope import Rope
-from ..layers.state import Carried, State
-from ..mixer import Place
+from ..mixers import Cache, Carried, Graph, Place, Rope, State, Value
 from . import softmax
 
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ._huggingface import HuggingFace
+from . import HuggingFace
 
 FAMILIES = (HuggingFace("internlm3", "softmax", norm_eps=1e-6, max_position=32768),)

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..graph import Graph, Value
-from ..layers.mlp import GatedMLP, MLPOptions
-from ..mixer import Place
+from . import GatedMLP, Graph, MLPOptions, Place, Value
 
 
 @dataclass(frozen=True)

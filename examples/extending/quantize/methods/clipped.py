@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formats import Format, QTensor
-from ..method import Method
+from ...formats import Format, QTensor
+from . import Method
 
 SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 

@@ -1,0 +1,1 @@
+"""The largest attention logits and hidden states of a model: `diffbit outliers`."""

@@ -1,0 +1,1 @@
+"""Mamba-1, and the gated memory units that read its output."""

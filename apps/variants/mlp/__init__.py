@@ -1,0 +1,1 @@
+"""Gated MLPs with other activations than the core's."""

@@ -1,0 +1,203 @@
+"""Reads the files of a model's tokenizer from a folder (converting a SentencePiece model: sentencepiece.py), or
+makes them from the metadata of a GGUF file.
+
+llama.cpp stores a tokenizer as tokens, their types, merges or scores, and the name of the regular expression that cuts
+text into words (src/llama-vocab.cpp). `tokenizers` builds a tokenizer.json from them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import DiffbitError, MissingDependency
+from .gguf import GGUF, find_gguf, read_gguf
+from .sentencepiece import CONTROL, SENTENCEPIECE, USER_DEFINED, bpe, from_sentencepiece, merges, put_around, spaces
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_FILES = (
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+
+MOST_BYTES = 128 << 20  # of a tokenizer.json; with a vocabulary of 256,000 tokens it has 33 MB
+MOST_GROWTH = 10_000  # maximum factor by which a tokenizer may lengthen a text
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# tokenizer.ggml.pre: (regular expressions, in order; whether a word that is a token skips merges; whether bos is added)
+WORDS: dict[str, tuple[tuple[str, ...], bool, bool]] = {
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais"), ((GPT2,), False, False)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "minerva-7b"), ((r"\p{N}", GPT2), False, False)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), ((LLAMA3,), True, True)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), ((LLAMA3.replace("{1,3}", ""),), False, False)),
+    "tekken": ((TEKKEN,), True, True),
+}
+
+
+def tokenizer_files(path: Path) -> dict[str, bytes]:
+    """The content of tokenizer.json and the files beside it, by file name; empty if there are none.
+
+    path: a folder, a tokenizer.json or tokenizer.model in one, or a GGUF file. Raises DiffbitError for a file that
+    cannot be read, or a GGUF file with a tokenizer that diffbit does not support.
+    """
+    gguf = None if (path / TOKENIZER).is_file() else find_gguf(path)
+    if gguf is not None:
+        return from_gguf(read_gguf(gguf))
+    if not path.exists():
+        raise DiffbitError(f"{path}: no such file or folder")
+    folder = path if path.is_dir() else path.parent
+    found = {name: folder / name for name in TOKENIZER_FILES}
+    if path.is_file() and path.name not in (TOKENIZER, SENTENCEPIECE):
+        found = {TOKENIZER: path}
+    pieces = path if path.name == SENTENCEPIECE else folder / SENTENCEPIECE
+    convert = pieces.is_file() and (path == pieces or not found[TOKENIZER].is_file())
+    try:
+        made = {name: file.read_bytes() for name, file in found.items() if file.is_file()}
+    except OSError as error:
+        raise DiffbitError(f"{path}: its tokenizer cannot be read ({error.strerror})") from None
+    return made | ({TOKENIZER: from_sentencepiece(pieces)} if convert else {})
+
+
+def open_tokenizer(data: bytes, path: Path) -> Tokenizer:
+    """The tokenizer in `data`, the bytes of a tokenizer.json, without the padding and truncation that it may set.
+
+    path: for messages. Raises DiffbitError if it is not a tokenizer, is too large, or may make a text too long.
+    """
+    try:
+        import tokenizers
+    except ModuleNotFoundError:
+        raise MissingDependency("tokenizers", "cpu", "reading a tokenizer.json") from None
+    if len(data) > MOST_BYTES:
+        raise DiffbitError(f"{path}: is larger than {MOST_BYTES >> 20} MiB, too large for a tokenizer.json")
+    with tokenizer_errors(path, "is not a tokenizer.json that tokenizers can read"):
+        backend = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
+        backend.no_padding()
+        backend.no_truncation()
+        parts = {part: getattr(backend, part) for part in ("normalizer", "pre_tokenizer", "decoder")}
+        growth = {part: _growth(json.loads(state.__getstate__())) for part, state in parts.items() if state is not None}
+    for part, times in growth.items():
+        if times > MOST_GROWTH:
+            raise DiffbitError(f"{path}: its {part} may make a text {times:.0e} times as long; restore the file")
+    return backend
+
+
+@contextmanager
+def tokenizer_errors(path: Path, what: str) -> Iterator[None]:
+    """Turn errors of `tokenizers` (bare Exceptions, and panics, which are BaseExceptions) into a DiffbitError."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
+        raise DiffbitError(f"{path}: {what} ({reason}); restore the file") from None
+
+
+def _growth(part: object) -> float:
+    """An upper bound on the factor by which a text grows. A replacement can double it; forty of them reach 2^40."""
+    if isinstance(part, list):
+        return math.prod(map(_growth, part))
+    if not isinstance(part, dict):
+        return 1
+    if part.get("type") == "ByteLevel":
+        return 2  # a byte above 127 becomes a two-byte character
+    if part.get("type") != "Replace":
+        return math.prod(map(_growth, part.values()))
+    pattern, content = part["pattern"], len(part["content"])
+    if "String" in pattern:
+        return max(1, content / len(pattern["String"])) if pattern["String"] else 1 + content
+    return 1 + content  # a regular expression may match between characters
+
+
+def from_gguf(header: GGUF) -> dict[str, bytes]:
+    """tokenizer.json, tokenizer_config.json and chat_template.jinja from a GGUF file; empty without a tokenizer."""
+    model = header.metadata.get("tokenizer.ggml.model")
+    if model in (None, "none", "no_vocab"):
+        return {}
+    metadata = {key.removeprefix("tokenizer."): value for key, value in header.metadata.items()}
+    try:
+        if model == "gpt2":
+            backend, add_bos = _byte_level(metadata)
+        elif model == "llama":
+            backend, add_bos = _sentencepiece(metadata), True
+        else:
+            raise DiffbitError(f"its tokenizer is {model!r}, wanted 'gpt2' (BPE) or 'llama' (SentencePiece)")
+        options = _special_tokens(metadata, backend, add_bos)
+    except ModuleNotFoundError:
+        raise MissingDependency("tokenizers", "cpu", "reading the tokenizer of a GGUF file") from None
+    except DiffbitError as error:
+        raise DiffbitError(f"{header.file}: {error}") from None
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise DiffbitError(f"{header.file}: its tokenizer is damaged ({error!r}); copy the file again") from None
+    found = {TOKENIZER: backend.to_str(pretty=True), "tokenizer_config.json": json.dumps(options, indent=2)}
+    if template := metadata.get("chat_template"):
+        found["chat_template.jinja"] = template
+    return {name: text.encode() for name, text in found.items()}
+
+
+def _byte_level(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
+    """A byte-level BPE (bytes are written as letters, as in GPT-2), and whether bos is added by default."""
+    from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+
+    pre = metadata.get("ggml.pre")
+    if pre not in WORDS:
+        raise DiffbitError(f"its pre-tokenizer is {pre!r}, wanted one of {', '.join(WORDS)}")
+    words, whole, add_bos = WORDS[pre]
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in metadata["ggml.merges"])]
+    backend = Tokenizer(bpe(metadata["ggml.tokens"], pairs, ignore_merges=whole))
+    cuts = [pre_tokenizers.Split(Regex(expression), behavior="isolated") for expression in words]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    return backend, add_bos
+
+
+def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
+    """SentencePiece's BPE, in which the scores order the merges."""
+    from tokenizers import Tokenizer
+
+    pieces, unknown = metadata["ggml.tokens"], metadata.get("ggml.unknown_token_id")
+    pairs = merges(pieces, [float(score) for score in metadata["ggml.scores"]])
+    extra = {} if unknown is None else {"unk_token": pieces[unknown]}
+    backend = Tokenizer(bpe(pieces, pairs, fuse_unk=True, byte_fallback=True, **extra))
+    spaces(backend, prefix=bool(metadata.get("ggml.add_space_prefix", True)), legacy=False)
+    return backend
+
+
+def _special_tokens(metadata: Mapping[str, Any], backend: Tokenizer, add_bos: bool) -> dict[str, Any]:
+    """Add the special tokens to the tokenizer. Returns the fields of tokenizer_config.json."""
+    from tokenizers import AddedToken
+
+    tokens = metadata["ggml.tokens"]
+    for token, kind in zip(tokens, metadata.get("ggml.token_type", ()), strict=False):
+        if kind in (CONTROL, USER_DEFINED):
+            backend.add_tokens([AddedToken(token, normalized=False, special=bool(kind == CONTROL))])
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    ids = {name: metadata.get(f"ggml.{key}_token_id") for name, key in names.items()}
+    options = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    options |= {f"{name}_token": tokens[id] for name, id in ids.items() if id is not None}
+    add = {"bos": metadata.get("ggml.add_bos_token", add_bos), "eos": metadata.get("ggml.add_eos_token", False)}
+    around = {name: tokens[ids[name]] for name, wanted in add.items() if wanted and ids[name] is not None}
+    options |= {f"add_{name}_token": name in around for name in add}
+    put_around(backend, around)
+    return options

@@ -1,0 +1,74 @@
+"""Number formats as values: the numbers that a weight is rounded to, and how they are stored.
+
+    name           codes             weight
+    int4_g32       0 ... 2^b - 1     scale * (code - 2^(b-1))        one scale per 32 weights of a row
+    int4_g32_asym  0 ... 2^b - 1     scale * (code - zero)           and one zero point
+    int8           0 ... 255         scale * (code - 128)            one scale per row (output channel)
+    nf4            0 ... 15          absmax * NF4[code]              blocks of 64 (QLoRA, arXiv 2305.14314)
+    fp4            0 ... 15          absmax * FP4[code]              blocks of 64 (bitsandbytes)
+    mxfp4          0 ... 15          2^(s - 127) * E2M1[code]        blocks of 32 (OCP MX v1.0)
+    ternary        0, 1, 2           scale * (code - 1)              one scale per tensor (b1.58, arXiv 2402.17764)
+
+Each kind of format is one file of this folder, or one that a package adds to it (io/plugins.py). It has a `Format`
+(base.py), parse(name) -> Format or None, names(), and GRAMMAR, a description of its names.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from ..io import plugins
+from ..io.errors import DiffbitError
+from .base import BLOCK, Format, QTensor, finite, row_blocks
+from .codebook import TABLES, CodebookFormat
+from .integer import GROUP_SIZES, IntFormat
+from .linear import QuantEmbedding, QuantLinear
+from .mx import MXFormat
+from .packing import pack_bits, row_bytes, unpack_bits
+from .rounding import Rounding, quantize_per_block_int8, quantize_per_token_int8, rounded_input, spread
+from .ternary import TernaryFormat
+
+KINDS: tuple[ModuleType, ...] = tuple(
+    file for name in plugins.names(__name__) if hasattr(file := plugins.load(__name__, name), "parse")
+)
+
+__all__ = [
+    "BLOCK",
+    "GROUP_SIZES",
+    "TABLES",
+    "CodebookFormat",
+    "Format",
+    "IntFormat",
+    "MXFormat",
+    "QTensor",
+    "QuantEmbedding",
+    "QuantLinear",
+    "Rounding",
+    "TernaryFormat",
+    "finite",
+    "names",
+    "pack_bits",
+    "parse_format",
+    "quantize_per_block_int8",
+    "quantize_per_token_int8",
+    "rounded_input",
+    "row_blocks",
+    "row_bytes",
+    "spread",
+    "unpack_bits",
+]
+
+
+def parse_format(name: str) -> Format:
+    """Return the format with a name such as "int4_g32", "int3_g64_asym", "int8", "nf4", "mxfp4" or "ternary"."""
+    for kind in KINDS:
+        format: Format | None = kind.parse(name)
+        if format is not None:
+            return format
+    wanted = "; ".join(kind.GRAMMAR for kind in KINDS)
+    raise DiffbitError(f"{name!r} is not a number format; wanted one of: {wanted}")
+
+
+def names() -> list[str]:
+    """Return all names that `parse_format` accepts."""
+    return [name for kind in KINDS for name in kind.names()]

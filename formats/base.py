@@ -1,0 +1,389 @@
+"""`Format`, the base class of number formats, and `QTensor`, a weight in a format.
+
+A format is a frozen value that defines everything about itself: scales (`fit`, `candidates`, `stored`), codes
+(`encode`, `decode`), the file (`pack`, `write_scale` and their inverses), the matrix product (`rounding`, `multiply`)
+and the device (`device_bits`, `device_nbytes`, `device_rounding`, `onnx`). Code outside never asks which format it is.
+
+N is out_features, K in_features, G the number of groups in a row; the last group of a row may be short.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..io.errors import DiffbitError
+from ..models.graph import Builder, Value
+from .packing import pack_bits, row_bytes, unpack_bits
+from .rounding import INT8, Rounding
+
+# Weights processed at a time. Float copies stay in cache, and torch runs operations on fewer than 2^15 numbers on the
+# calling thread. On busy cores, the barriers of torch's threads made quantizing ten times slower (1.1 billion weights
+# on 2 cores: 80 s in blocks of 2^19, 9 s in these); on idle cores threads would be a third faster.
+BLOCK = (1 << 15) - 1
+MICROSOFT = "com.microsoft"
+ACCURACY_LEVEL = 4  # of MatMulNBits: int8 inputs; lower levels are fifty times slower at 2 and 8 bits
+
+LARGE = 1 << 26  # a product decodes larger weights some rows at a time
+
+
+class Stored(NamedTuple):
+    """A weight in a graph, in the layout of the format's operators."""
+
+    codes: Value
+    scale: Value
+    zero: Value
+
+
+@dataclass(frozen=True)
+class Format(ABC):
+    """group_size 0: one scale per row (where `per_tensor`: one for the whole weight)."""
+
+    name: str
+    bits: int  # of a code in a checkpoint
+    group_size: int
+    symmetric: bool
+
+    scale_dtype: ClassVar[torch.dtype]  # of the scales in a checkpoint
+    activations: ClassVar[tuple[str, ...]] = ()  # activation formats that a device supports with such weights
+    per_tensor: ClassVar[bool] = False
+    learned: ClassVar[bool] = False  # training learns its scales (LSQ); else they follow from the weights at each step
+    factors: ClassVar[tuple[float, ...]] = tuple(x / 100 for x in range(100, 30, -4))  # of scales: see `candidates`
+    whole_groups: ClassVar[bool] = False  # in_features must be a multiple of group_size
+    trained: ClassVar[bool] = False  # needs training in this format; rounding alone destroys a model
+    integer_product: ClassVar[bool] = False  # sums (code - 1) * integer input as integers
+
+    def __str__(self) -> str:
+        return self.name
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        """Refuse a weight whose shape the format cannot hold."""
+        if len(shape) != 2 or 0 in shape:
+            raise DiffbitError(f"a weight of shape {tuple(shape)} cannot be {self}: wanted [out_features, in_features]")
+        if self.whole_groups and shape[1] % self.group_size:
+            raise DiffbitError(
+                f"a weight of shape {tuple(shape)} cannot be {self}: in_features must be a multiple of "
+                f"{self.group_size}; use int4_g32, which takes any width"
+            )
+
+    def warning(self) -> str | None:
+        """Return a warning for users who choose this format, or None."""
+        if self.device_bits == self.bits:
+            return None
+        return (
+            f"{self} is stored in {self.device_bits} bits on a device, which has no {self.bits}-bit matrix product, so "
+            f"it has fewer levels than int{self.device_bits} in the same number of bytes"
+        )
+
+    def groups(self, columns: int) -> int:
+        """Return G, the number of scales in a row of `columns` weights."""
+        return -(-columns // self.group_size) if self.group_size else 1
+
+    def scale_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
+        return (1, 1) if self.per_tensor else (shape[0], self.groups(shape[1]))
+
+    # scales
+
+    @abstractmethod
+    def fit(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return scales fp32 [N, G] (per_tensor [1, 1]) and zero points uint8 [N, G] (or None) for a weight [N, K]."""
+
+    def candidates(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield other scales and zero points, shaped as `fit`'s, for a search to try."""
+        scale, _ = self.fit(weight)
+        for factor in self.factors:
+            yield self.stored(scale * factor), None
+
+    def stored(self, scale: Tensor) -> Tensor:
+        """Round scales, fp32, to the values that a checkpoint can store."""
+        return finite(scale)
+
+    def write_scale(self, scale: Tensor) -> Tensor:
+        """Convert scales fp32, already rounded by `stored`, to the checkpoint's type."""
+        return scale.to(self.scale_dtype)
+
+    def read_scale(self, stored: Tensor) -> Tensor:
+        """Invert `write_scale`; scales of other float types are accepted too."""
+        return stored.float()
+
+    @property
+    def stacked(self) -> Format:
+        """Return the format of several weights whose rows are concatenated (`QTensor.stack`)."""
+        return self
+
+    # codes
+
+    @property
+    def codes(self) -> int:
+        """Number of codes: they are 0 ... codes - 1."""
+        return int(2**self.bits)
+
+    @property
+    def spacing(self) -> float:
+        """Mean distance between neighbouring values at scale 1."""
+        return 1.0
+
+    @abstractmethod
+    def bounds(self, zero: Tensor | None) -> tuple[Any, Any]:
+        """Return the range (low, high) of weights, at scale 1, that is not clipped; floats, or tensors like `zero`."""
+
+    def encode(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """Return the nearest codes, uint8 [N, K], of a weight [N, K] for given scales and zero points."""
+        codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+        for rows, s, z, (part,) in self.by_rows(scale, zero, weight):
+            codes[rows] = self.encode_each(part.float(), s, z).flatten(1)[:, : weight.shape[1]].to(torch.uint8)
+        return codes
+
+    def nearest(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> QTensor:
+        """Round a weight [N, K] of any float dtype to the nearest codes."""
+        return QTensor(self, (weight.shape[0], weight.shape[1]), self.encode(weight, scale, zero), scale, zero)
+
+    def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weight [N, K] of the codes, computed in fp32."""
+        weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+        for rows, s, z, (part,) in self.by_rows(scale, zero, codes):
+            weight[rows] = self.decode_each(part, s, z).flatten(1)[:, : codes.shape[1]].to(dtype)
+        return weight
+
+    def by_rows(
+        self, scale: Tensor, zero: Tensor | None, *values: Tensor
+    ) -> Iterator[tuple[slice, Tensor, Tensor | None, list[Tensor]]]:
+        """Yield (rows, scales and zero points [n, G, 1], each value's rows as [n, G, group]), some rows at a time."""
+        scales = scale.expand(len(values[0]), -1)[..., None]
+        for rows in row_blocks(values[0]):
+            grouped = [self.grouped(value[rows]) for value in values]
+            yield rows, scales[rows], None if zero is None else zero[rows, :, None], grouped
+
+    def grouped(self, values: Tensor) -> Tensor:
+        """Reshape [n, K] to [n, G, group]; zeros, which change no scale, pad a short last group."""
+        if not self.group_size:
+            return values[:, None]
+        if short := -values.shape[1] % self.group_size:
+            values = F.pad(values, (0, short))
+        return values.unflatten(1, (-1, self.group_size))
+
+    @abstractmethod
+    def encode_each(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """Return the nearest codes, of any dtype, elementwise; weight, scale and zero broadcast."""
+
+    @abstractmethod
+    def decode_each(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """Invert `encode_each`; returns fp32."""
+
+    # a checkpoint
+
+    def packed_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Return the shape of the packed codes of a weight [N, K]."""
+        return shape[0], row_bytes(shape[1], self.bits)
+
+    def pack(self, codes: Tensor) -> Tensor:
+        """Pack codes uint8 [N, K] to uint8 of `packed_shape`: a little-endian bit stream per row (packing.py)."""
+        return pack_bits(codes, self.bits)
+
+    def unpack(self, packed: Tensor, columns: int) -> Tensor:
+        """Invert `pack`; raises DiffbitError for a code without meaning."""
+        return unpack_bits(packed, self.bits, columns)
+
+    def nbytes(self, shape: tuple[int, int]) -> int:
+        """Return the bytes of a weight [N, K] in a checkpoint: codes, scales and zero points."""
+        (rows, size), (scale_rows, groups) = self.packed_shape(shape), self.scale_shape(shape)
+        zero = 0 if self.symmetric else rows * row_bytes(groups, self.bits)
+        return rows * size + scale_rows * groups * self.scale_dtype.itemsize + zero
+
+    # the product
+
+    def rounding(self, module: str, columns: int, activations: str | None) -> Rounding | None:
+        """Return how the linear layer `module`, with in_features `columns`, rounds its input under the scheme."""
+        return INT8 if activations == "int8" else None
+
+    def multiply(self, x: Tensor, weight: QTensor, rounding: Rounding | None) -> Tensor:
+        """Map x [..., K] to round(x) W^T [..., N] in x's dtype."""
+        rows, columns = weight.shape
+        x = x if rounding is None else rounding(x)
+        some = rows if rows * columns <= LARGE else LARGE // columns
+        parts = [weight.rows(slice(start, start + some)) for start in range(0, rows, some)]
+        products = [F.linear(x, part.dequantize(x.dtype)) for part in parts]
+        return products[0] if len(products) == 1 else torch.cat(products, -1)
+
+    # a device
+
+    @property
+    def device_bits(self) -> int:
+        """Return the bits of a code in an artifact."""
+        return self.bits
+
+    def device_nbytes(self, shape: tuple[int, int], width: int) -> int:
+        """Return the bytes of a weight [N, K] in an artifact whose floats have `width` bytes."""
+        return self.nbytes(shape)
+
+    def device_rounding(self, rounding: Rounding | None) -> Rounding | None:
+        """Return how the artifact's operator rounds its input, which may differ from `rounding`."""
+        return None
+
+    def check_table(self, shape: tuple[int, int]) -> None:
+        """Refuse an embedding [V, E] if the device has no operator that reads single rows of this format."""
+        raise DiffbitError(
+            f"an embedding cannot be {self}: wanted int8 or another format of 5 to 8 bits, or int3 or int4 in groups "
+            "(int4_g32, ...), or none"
+        )
+
+    def store(self, g: Builder, weight: QTensor) -> Stored:
+        """Add the weight as initializers for `gather` and `product`; only for formats that an embedding can have."""
+        raise NotImplementedError
+
+    def gather(self, g: Builder, ids: Value, stored: Stored, shape: tuple[int, int]) -> Value:
+        """Add nodes that read the rows `ids` of a stored table [V, E]."""
+        raise NotImplementedError
+
+    def product(self, g: Builder, x: Value, stored: Stored, shape: tuple[int, int], factor: float) -> Value:
+        """Add nodes for factor * round(x) W^T with a stored weight."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def onnx(self, g: Builder, x: Value, weight: QTensor, factor: float, rounding: Rounding | None) -> Value:
+        """Add nodes for factor * round(x) W^T; the factor ((1 - lambda_init) in diff_v1) should go into the scales."""
+
+
+@dataclass(frozen=True, eq=False)
+class QTensor:
+    """A weight [N, K] in a format.
+
+    codes   uint8 [N, K], one code per element
+    scale   fp32 [N, G] (per_tensor formats: [1, 1])
+    zero    uint8 [N, G], asymmetric integers only
+    """
+
+    format: Format
+    shape: tuple[int, int]
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.format.check(self.shape)
+        scale_shape = self.format.scale_shape(self.shape)
+        wanted = {"codes": (self.shape, torch.uint8), "scale": (scale_shape, torch.float32)}
+        if not self.format.symmetric:
+            wanted["zero"] = (scale_shape, torch.uint8)
+        for part, (shape, dtype) in wanted.items():
+            tensor = getattr(self, part)
+            if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != dtype:
+                found = "nothing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+                raise DiffbitError(f"a {self.format} weight {self.shape} has {found} as {part}, wanted {dtype} {shape}")
+        if self.format.symmetric and self.zero is not None:
+            raise DiffbitError(f"a {self.format} weight has zero points, but the format is symmetric and has none")
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weight [N, K] as floats, computed in fp32."""
+        return self.format.decode(self.codes, self.scale, self.zero, dtype)
+
+    def packed(self) -> Tensor:
+        """Return the codes as a checkpoint stores them: uint8 of `format.packed_shape`."""
+        return self.format.pack(self.codes)
+
+    def packed_zero(self) -> Tensor | None:
+        """Return the zero points as a checkpoint stores them: a bit stream per row, [N, ceil(G*bits/8)]."""
+        return None if self.zero is None else pack_bits(self.zero, self.format.bits)
+
+    def parts(self) -> dict[str, Tensor]:
+        """Return the weight as a checkpoint stores it: "codes", "scale" and, in asymmetric formats, "zero"."""
+        found = {"codes": self.packed(), "scale": self.format.write_scale(self.scale)}
+        zero = self.packed_zero()
+        return found if zero is None else found | {"zero": zero}
+
+    @classmethod
+    def from_packed(
+        cls, format: Format, shape: tuple[int, int], codes: Tensor, scale: Tensor, zero: Tensor | None = None
+    ) -> QTensor:
+        """Invert `parts`."""
+        rows, columns = shape
+        format.check(shape)
+        _expect(format, shape, "codes", codes, format.packed_shape(shape))
+        codes = format.unpack(codes, columns)
+        if zero is not None and not format.symmetric:
+            groups = format.groups(columns)
+            _expect(format, shape, "zero", zero, (rows, row_bytes(groups, format.bits)))
+            zero = unpack_bits(zero, format.bits, groups)
+        return cls(format, shape, codes, format.read_scale(scale), zero)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in a checkpoint: packed codes, scales and zero points."""
+        return self.format.nbytes(self.shape)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """nbytes * 8 / number of weights, scales included: 4.5 for int4_g32, not 4."""
+        return self.nbytes * 8 / (self.shape[0] * self.shape[1])
+
+    def rows(self, rows: slice | Tensor) -> QTensor:
+        """Return some rows of the weight; a slice shares memory with it, so a large weight can be streamed."""
+        codes = self.codes[rows]
+        scale = self.scale if self.format.per_tensor else self.scale[rows]
+        zero = None if self.zero is None else self.zero[rows]
+        return QTensor(self.format, (codes.shape[0], codes.shape[1]), codes, scale, zero)
+
+    @staticmethod
+    def stack(weights: Sequence[QTensor]) -> QTensor:
+        """Concatenate weights of one format along the rows."""
+        first = weights[0]
+        codes = torch.cat([weight.codes for weight in weights])
+        zero = None if first.zero is None else torch.cat([weight.zero for weight in weights if weight.zero is not None])
+        scale = torch.cat([weight.scale.expand(weight.shape[0], -1) for weight in weights])
+        return QTensor(first.format.stacked, (codes.shape[0], codes.shape[1]), codes, scale, zero)
+
+    def to(self, device: torch.device | str) -> QTensor:
+        zero = None if self.zero is None else self.zero.to(device)
+        return QTensor(self.format, self.shape, self.codes.to(device), self.scale.to(device), zero)
+
+
+def row_blocks(weight: Tensor) -> Iterator[slice]:
+    """Yield slices of rows of about BLOCK elements each."""
+    count = max(1, BLOCK // weight.shape[1])
+    for start in range(0, len(weight), count):
+        yield slice(start, min(start + count, len(weight)))
+
+
+def by_group(format: Format, weight: Tensor, reduce: Any) -> Tensor:
+    """Apply reduce, fp32 [n, G, group] -> [n, G], to all rows of a weight [N, K], some at a time; returns [N, G]."""
+    found = torch.empty(0)
+    for rows in row_blocks(weight):
+        part = reduce(format.grouped(weight[rows].float()))
+        if not rows.start:  # one large tensor, because many small ones between float blocks fragment the heap
+            found = part.new_empty(len(weight), *part.shape[1:])
+        found[rows] = part
+    return found
+
+
+def divisor(scale: Tensor) -> Tensor:
+    """Return scales to divide by: 0, the scale of a group of zeros, becomes infinity, so that quotients are 0."""
+    return scale.masked_fill(scale == 0, torch.inf)
+
+
+def finite(scale: Tensor) -> Tensor:
+    if not scale.isfinite().all():
+        raise DiffbitError("the weight holds NaN or infinity, which no format can represent; the checkpoint is damaged")
+    return scale
+
+
+def nbits(g: Builder, x: Value, codes: Value, scales: Value, zeros: Value | None, **attributes: int) -> Value:
+    """Add a MatMulNBits node that rounds its input to int8, with one scale per block of the weight.
+
+    codes uint8 [N, blocks, block_size*bits/8], scales [N, blocks] of x's dtype, zeros uint8 [N, ceil(blocks*bits/8)]
+    (None: 2^(bits-1)); attributes: K, N, bits, block_size.
+    """
+    inputs = [x, codes, scales] if zeros is None else [x, codes, scales, zeros]
+    return g.op("MatMulNBits", inputs, domain=MICROSOFT, accuracy_level=ACCURACY_LEVEL, **attributes)
+
+
+def _expect(format: Format, shape: tuple[int, int], part: str, tensor: Tensor, wanted: tuple[int, int]) -> None:
+    if tensor.dtype != torch.uint8 or tuple(tensor.shape) != wanted:
+        raise DiffbitError(
+            f"a {format} weight {shape} has packed {part} {tensor.dtype} {tuple(tensor.shape)}, wanted uint8 {wanted}"
+        )

@@ -1,0 +1,225 @@
+"""Integers of 2 to 8 bits, symmetric or with zero points.
+
+    int4_g32       scale * (code - 2^(b-1))        one scale per 32 weights of a row
+    int4_g32_asym  scale * (code - zero)           and one zero point
+    int8           scale * (code - 128)            one scale per row (output channel)
+
+A scale belongs to a group of 16 to 256 weights, or to a row. Symmetric formats use the whole range, as ggml's Q4_0
+does: the weight of largest magnitude gets code 0 exactly, and scale = w / -2^(b-1) carries its sign; a weight of nearly
+that size with the other sign is clipped by up to one scale.
+
+Scales are rounded to fp16 BEFORE the codes are chosen, so that a file with fp16 scales dequantizes to exactly the same
+numbers. A group of zeros has scale 0; a scale below fp16's smallest positive number becomes that number.
+
+On a device codes are stored in 2, 4 or 8 bits, because ONNX Runtime has no other integer products; code - zero is the
+same number in the wider container.
+
+    int2           com.microsoft.MatMulNBits   2-bit codes; groups of 16: 4-bit codes (there is no 2-bit int8 kernel)
+    int3, int4     diffbit.Int4MatMul          groups of 32, 64 and 128: 4-bit codes (ops/int4_matmul.py)
+                   com.microsoft.MatMulNBits   groups of 16 and 256, one scale per row: 4-bit codes
+    int5 to int8   diffbit.Int8MatMul          groups of 32, 64 and 128, one scale per row: 8-bit codes
+                   com.microsoft.MatMulNBits   groups of 16 and 256: 8-bit codes
+
+All of them round their input to int8, with one scale per block of the weight. With one scale per row, Int8MatMul uses
+blocks of 32 for the input, and MatMulNBits gets blocks of 128 that repeat the scale, as for 2-bit groups of 256.
+diffbit's own operators have fp16 scales, whatever the graph's floats are, and a separate factor; MatMulNBits has scales
+in the graph's float type that include the factor. Weights of diffbit's operators can also be an embedding, whose rows
+GatherQuantized reads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..io.errors import DiffbitError
+from ..models.graph import Builder, Value
+from ..ops import gather_quantized, int4_matmul, int8_matmul
+from .base import Format, QTensor, Stored, by_group, divisor, finite, nbits
+from .packing import pack_bits, row_bytes
+from .rounding import Rounding
+
+GROUP_SIZES = (16, 32, 64, 128, 256)
+ROW_BLOCK = 128  # block size in MatMulNBits for weights with one scale per row
+INPUT_BLOCK = 32  # block size of Int8MatMul's input for weights with one scale per row
+HALF_TINY = 2.0**-24  # the smallest positive fp16
+GRAMMAR = "int2 ... int8, each with _g16, _g32, _g64, _g128 or _g256 and with _asym if wanted"
+
+
+@dataclass(frozen=True)
+class IntFormat(Format):
+    """Integers of 2 to 8 bits."""
+
+    scale_dtype = torch.float16
+    activations = ("int8",)
+    learned = True
+
+    @classmethod
+    def of(cls, bits: int, group_size: int = 0, symmetric: bool = True) -> IntFormat:
+        group = f"_g{group_size}" if group_size else ""
+        return cls(f"int{bits}{group}{'' if symmetric else '_asym'}", bits, group_size, symmetric)
+
+    def fit(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        self.check(tuple(weight.shape))
+        low, high = by_group(self, weight, lambda group: torch.stack(torch.aminmax(group, dim=-1), -1)).unbind(-1)
+        if self.symmetric:
+            largest = torch.where(-low >= high, low, high)  # with its sign; on a tie, the negative one
+            return self.stored(largest / -(2 ** (self.bits - 1))), None
+        low, high = low.clamp(max=0), high.clamp(min=0)  # keeps zero exact
+        scale = self.stored(high / (self.codes - 1) - low / (self.codes - 1))  # divided first: high - low may overflow
+        return scale, (-low / divisor(scale)).round().clamp(0, self.codes - 1).to(torch.uint8)
+
+    def candidates(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield scales of either sign, or, with a zero point, ranges with either end shortened separately."""
+        scale, zero = self.fit(weight)
+        if zero is None:
+            for factor in self.factors:
+                for sign in (1, -1):
+                    yield self.stored(sign * factor * scale), None
+            return
+        top = self.codes - 1
+        for low in self.factors[::2]:
+            for high in self.factors[::2]:
+                below, above = scale * zero * low, scale * (top - zero.float()) * high
+                found = self.stored((below + above) / top)
+                yield found, (below / divisor(found)).round().clamp(0, top).to(torch.uint8)
+
+    def stored(self, scale: Tensor) -> Tensor:
+        half = finite(scale).half().float()
+        if half.isinf().any():
+            raise DiffbitError(
+                f"a scale of {scale.abs().max().item():.3g} does not fit in fp16, whose largest number is 65504, "
+                "because the weight holds extreme values; keep this layer in float (--override NAME=none)"
+            )
+        return torch.where((half == 0) & (scale != 0), torch.copysign(torch.full_like(scale, HALF_TINY), scale), half)
+
+    def bounds(self, zero: Tensor | None) -> tuple[Tensor | float, Tensor | float]:
+        point = 2 ** (self.bits - 1) if zero is None else zero
+        return -0.5 - point, self.codes - 0.5 - point
+
+    def encode_each(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        offset = 2 ** (self.bits - 1) if zero is None else zero
+        return (weight / divisor(scale)).round_().add_(offset).clamp_(0, self.codes - 1)
+
+    def decode_each(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        offset = 2 ** (self.bits - 1) if zero is None else zero.float()
+        return codes.float().sub(offset).mul_(scale)  # `sub` copies: codes may be float, and belong to the caller
+
+    @property
+    def device_bits(self) -> int:
+        return self._container[0]
+
+    @property
+    def _container(self) -> tuple[int, int]:
+        """Return (bits, block size) of the codes in an artifact; all have integer kernels (ONNX Runtime 1.31, CPU)."""
+        bits = 2 if self.bits == 2 else 4 if self.bits <= 4 else 8
+        block = self.group_size or (INPUT_BLOCK if bits == 8 else ROW_BLOCK)
+        if bits == 2 and block == 16:
+            bits = 4
+        return bits, min(block, ROW_BLOCK) if bits == 2 else block
+
+    @property
+    def _is_tiled(self) -> bool:
+        """Whether Int4MatMul or Int8MatMul computes with this format."""
+        bits, block = self._container
+        return block in int4_matmul.GROUP_SIZES and (bits == 8 or (bits == 4 and self.group_size > 0))
+
+    def check_table(self, shape: tuple[int, int]) -> None:
+        if not self._is_tiled:
+            super().check_table(shape)
+        self.check(shape)
+
+    def device_nbytes(self, shape: tuple[int, int], width: int) -> int:
+        (rows, columns), (bits, block) = shape, self._container
+        blocks = -(-columns // block)
+        if self._is_tiled:
+            rows += -rows % int4_matmul.TILE
+            return rows * (blocks * block * bits // 8 + self.groups(columns) * (2 + (not self.symmetric)))
+        zero = 0 if self.symmetric else rows * row_bytes(blocks, bits)
+        return rows * blocks * (block * bits // 8 + width) + zero
+
+    def device_rounding(self, rounding: Rounding | None) -> Rounding | None:
+        return Rounding(block=self._container[1])
+
+    def store(self, g: Builder, weight: QTensor) -> Stored:
+        bits, block = self._container
+        packed = int4_matmul.pack(self._contained(weight), weight.scale, weight.zero, block, bits)
+        zeros = packed.zeros.numpy()
+        return Stored(
+            g.initializer("codes", packed.codes.numpy()),
+            g.initializer("scale", packed.scales.numpy()),
+            g.const(zeros, np.uint8) if weight.zero is None else g.initializer("zero", zeros),
+        )
+
+    def gather(self, g: Builder, ids: Value, stored: Stored, shape: tuple[int, int]) -> Value:
+        (rows, columns), (bits, block) = shape, self._container
+        inputs = [ids, *stored, g.const([1], g.dtype)]
+        attributes = {"K": columns, "N": rows, "group_size": block, "bits": bits}
+        (y,) = g.customs(gather_quantized, inputs, 1, lambda name: gather_quantized.function(bits), **attributes)
+        return y
+
+    def product(self, g: Builder, x: Value, stored: Stored, shape: tuple[int, int], factor: float) -> Value:
+        (rows, columns), (bits, block) = shape, self._container
+        inputs = [x, *stored, g.const([factor], np.float32)]
+        return g.custom(int4_matmul if bits == 4 else int8_matmul, inputs, K=columns, N=rows, group_size=block)
+
+    def _contained(self, weight: QTensor) -> Tensor:
+        """Return the codes shifted to the implicit zero point of the wider container."""
+        bits = self._container[0]
+        if not self.symmetric or bits == self.bits:
+            return weight.codes
+        return weight.codes + (2 ** (bits - 1) - 2 ** (self.bits - 1))
+
+    def onnx(self, g: Builder, x: Value, weight: QTensor, factor: float, rounding: Rounding | None) -> Value:
+        if self._is_tiled:
+            return self.product(g, x, self.store(g, weight), weight.shape, factor)
+        (rows, columns), (bits, block) = weight.shape, self._container
+        codes, zero = self._contained(weight), weight.zero
+        blocks = -(-columns // block)
+        repeat = self.group_size // block if self.group_size else blocks
+
+        def repeated(values: Tensor) -> Tensor:  # [N, G] -> [N, blocks]
+            return values.repeat_interleave(repeat, 1)[:, :blocks]
+
+        stored = pack_bits(F.pad(codes, (0, blocks * block - columns)), bits).view(rows, blocks, block * bits // 8)
+        return nbits(
+            g,
+            x,
+            g.initializer("codes", stored.numpy()),
+            g.weight("scale", (repeated(weight.scale) * factor).numpy()),
+            None if zero is None else g.initializer("zero", pack_bits(repeated(zero), bits).numpy()),
+            K=columns,
+            N=rows,
+            bits=bits,
+            block_size=block,
+        )
+
+
+def parse(name: str) -> IntFormat | None:
+    match = re.fullmatch(r"int(\d+)(?:_g(\d+))?(_asym)?", name)
+    if match is None:
+        return None
+    bits, group_size = int(match[1]), int(match[2] or 0)
+    if not 2 <= bits <= 8:
+        raise DiffbitError(f"format {name!r} has {bits} bits, wanted 2 to 8")
+    if match[2] and group_size not in GROUP_SIZES:
+        raise DiffbitError(
+            f"format {name!r} has groups of {group_size}, wanted one of {', '.join(map(str, GROUP_SIZES))}, or no _g "
+            "for one scale per row"
+        )
+    return IntFormat.of(bits, group_size, match[3] is None)
+
+
+def names() -> list[str]:
+    return [
+        IntFormat.of(bits, size, symmetric).name
+        for bits in range(2, 9)
+        for size in (0, *GROUP_SIZES)
+        for symmetric in (True, False)
+    ]

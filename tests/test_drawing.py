@@ -1,0 +1,45 @@
+"""Plots that several apps draw: they show the numbers they are given, in a .svg or .png file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from diffbit.io.drawing import draw_layers, drawn, heat_map, panels
+from diffbit.io.errors import DiffbitError, MissingDependency
+
+from . import made_up
+
+
+def test_layers_show_largest_and_median() -> None:
+    reports = [made_up.outliers("diff"), made_up.outliers("plain", 5.0)]
+    with panels() as (_, axes):
+        draw_layers(axes[0], reports, "hidden_states")
+        lines = {line.get_label(): list(line.get_ydata()) for line in axes[0].lines}
+    assert lines["diff, largest"] == [1.0, 2.0, 3.0] and lines["plain, largest"] == [5.0, 10.0, 15.0]
+    assert lines["plain, median"] == [0.25] * 3
+
+
+def test_heat_map_has_a_cell_for_each_layer_and_module() -> None:
+    with panels() as (_, axes):
+        heat_map(axes[0], made_up.weights()["weights"], "output_error", 0.06, ".2f")
+        cells = {(t.get_position()): t.get_text() for t in axes[0].texts}
+        modules = [tick.get_text() for tick in axes[0].get_yticklabels()]
+    assert modules == ["q_proj", "down_proj"]
+    assert cells[2.5, 0.5] == "0.06" and cells[0.5, 1.5] == "0.02"
+
+
+def test_other_suffixes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DiffbitError, match=r"plot\.pdf: a plot is written as"), drawn(tmp_path / "plot.pdf"):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingDependency, match=r"pip install '\.\[lab\]'"), drawn(tmp_path / "o.svg"):
+        pass
