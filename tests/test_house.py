@@ -281,7 +281,8 @@ def test_no_circle() -> None:
 
 
 def product_files() -> dict[str, str]:
-    files = [*FILES.values(), *(path for path in (ROOT / "csrc").rglob("*") if path.suffix in {".cpp", ".h", ".cu"})]
+    sources = (path for path in (ROOT / "csrc").rglob("*") if path.suffix in {".cpp", ".h", ".cu"})
+    files = [*FILES.values(), *(path for path in sources if path.parent.name != "generated")]
     return {str(file.relative_to(ROOT)): file.read_text() for file in files}
 
 

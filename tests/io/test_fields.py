@@ -214,4 +214,4 @@ def test_an_error_begins_with_its_file() -> None:
 @pytest.mark.slow
 def test_it_needs_no_package() -> None:
     code = "import sys; sys.path.insert(0, '.'); import diffbit.io.fields"
-    subprocess.run([sys.executable, "-S", "-c", code], cwd=Path(__file__).parents[1], check=True)
+    subprocess.run([sys.executable, "-S", "-c", code], cwd=Path(__file__).parents[2], check=True)

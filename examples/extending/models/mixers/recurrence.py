@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .....io.fields import Count
+from ...io.fields import Count
 from ...ops.cache import Buffer
 from ..graph import Cache, Graph, Value
 from ..layers.masks import real_tokens
