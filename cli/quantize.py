@@ -30,7 +30,8 @@ from .output import attention_name, print_json, print_table, remark
 
 if TYPE_CHECKING:
     from ..calib_data import Windows
-    from ..quantize import AttentionScheme, Report, Scheme, WeightReport
+    from ..quantize import AttentionScheme, Report, Scheme
+    from ..quantize.report import WeightReport
 
 CALIBRATED_ON_MIX = (
     "{} is calibrated on mix (prose, twelve languages, dialogues and code); with --calibrate, pass text similar to "
@@ -180,7 +181,8 @@ def quantize(
     it sums in another order.
     """
     from ..io.processes import processes
-    from ..quantize import parse_recipe, quantize_checkpoint
+    from ..quantize import quantize_checkpoint
+    from ..quantize.methods import parse_recipe
 
     here = processes(device)
     calibrated = parse_recipe(method).calibrated
@@ -230,7 +232,8 @@ def read_scheme(
 ) -> Scheme:
     """Read the scheme from the file or the options. weights_later: the weights' formats are chosen afterwards."""
     from ..formats import parse_format
-    from ..quantize import Scheme, parse_override, table_formats
+    from ..quantize import Scheme, table_formats
+    from ..quantize.scheme import parse_override
 
     options = (weights, embedding, head, override, activations, kv, qk, kv_window)
     if file is not None:
@@ -262,7 +265,8 @@ def read_scheme(
 
 
 def _attention(kv: str | None, qk: str | None, window: int | None) -> AttentionScheme:
-    from ..quantize import AttentionScheme, parse_kv
+    from ..quantize import AttentionScheme
+    from ..quantize.scheme import parse_kv
 
     chosen: dict[str, Any] = {"qk": None if qk == "none" else qk}
     chosen |= {} if kv is None else parse_kv(kv)

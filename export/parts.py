@@ -28,8 +28,8 @@ from pathlib import Path
 import onnx_ir as ir
 
 from ..models import ModelConfig
-from ..quantize import Scheme, weight_shapes
-from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE
+from ..quantize import Scheme
+from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE, weight_shapes
 from ..runtime.artifact import Part
 from .graph import DATA, MODEL, TRANSFORMERS_JS_DATA
 

@@ -51,7 +51,7 @@ LONG_SOURCES = {
 MOST_OF_THE_CORE, MOST_OF_AN_APP = 21_000, 2_000
 LONG_APPS: dict[str, int] = {}
 MOST_NAMES = 25  # in a face
-WIDE_FACES = {"diffbit.quantize": 30}
+WIDE_FACES: dict[str, int] = {}
 # Classes of one name in several files. Options is what each variant's file has to define
 SAME_CLASSES = {
     "Engine", "Generation", "Graph", "Options", "Rows", "Stored", "TensorInfo",
@@ -68,19 +68,9 @@ DEEP = {
         "Activations", "CALIBRATED_ON_MIX", "Calibrate", "CalibrationWindows", "Embedding", "Head", "KvCache",
         "KvWindow", "MethodName", "Model", "Override", "Qk", "read_scheme",
     },
-    "diffbit.quantize.cache": {"is_low_bit", "step_bytes"},
     "diffbit.quantize.demand": {"available_memory"},
-    "diffbit.quantize.calibration.passes": {"Passes"},
-    "diffbit.quantize.calibration.tokens": {"Tokens"},
-    "diffbit.quantize.layer": {"Layer"},
     "diffbit.quantize.layerwise": {"stored_config"},
-    "diffbit.quantize.methods.rtn": {"quantize"},
-    "diffbit.quantize.model": {"as_exported", "quantize_weight"},
     "diffbit.quantize.report": {"WIDTHS"},
-    "diffbit.formats.rounding": {"straight_through"},
-    "diffbit.quantize.calibration.scales": {"search"},
-    "diffbit.quantize.scheme": {"KV", "LOGIT_BITS", "QK"},
-    "diffbit.quantize.calibration.states": {"Batch"},
 }  # fmt: skip
 # (importer, imported): the imports that close a circle
 CIRCLES = {}

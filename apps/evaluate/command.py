@@ -129,7 +129,7 @@ def compare(
     or keys and values alone, at 8, 4 or 2.
     """
     from ...calib_data import samples
-    from ...quantize import parse_recipe
+    from ...quantize.methods import parse_recipe
     from .compare import compare as compare_models
 
     artifacts = _check_places(output, artifact or (), quantized or ())

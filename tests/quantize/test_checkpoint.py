@@ -25,10 +25,10 @@ from diffbit.quantize import (
     quantize_checkpoint,
     read_scheme,
     read_weight,
-    rtn,
     sizes,
 )
 from diffbit.quantize import demand as demand_module
+from diffbit.quantize.methods.rtn import quantize as rtn
 
 from ..configs import BIASES, resized
 

@@ -14,8 +14,7 @@ from ....formats import GROUP_SIZES, Format, pack_bits, row_bytes, unpack_bits
 from ....io.errors import DiffbitError
 from ....io.fields import get, one_of
 from ....models import Checkpoint, ModelConfig
-from ....quantize import Scheme, linear_shapes
-from ....quantize.cache import is_low_bit
+from ....quantize import Scheme, is_low_bit, linear_shapes
 
 GroupSize = Annotated[
     int, one_of(-1, *GROUP_SIZES, words=f"one of {', '.join(map(str, GROUP_SIZES))}, or -1 (one scale per row)")

@@ -14,8 +14,8 @@ from diffbit.formats import parse_format
 from diffbit.models import Decoder, ModelConfig, save
 from diffbit.models.cache import KVCache
 from diffbit.models.layers.arithmetic import Arithmetic
-from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
-from diffbit.quantize.cache import cache_spec, step_bytes
+from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint, step_bytes
+from diffbit.quantize.cache import cache_spec
 from diffbit.runtime import Artifact
 
 from ...configs import resized
