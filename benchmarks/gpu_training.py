@@ -5,7 +5,7 @@ A candidate takes what a layer's projections give, query and key [1, S, 2H, d] (
 one call. `plain` is the attention of a plain Transformer of the same size: 2H heads of d over values of d.
 
 And whole training steps of models with as many parameters: a plain Transformer of 2H heads, and DIFF versions 1 and 2
-of H pairs, through torch's attention and through the kernels of models/layers/triton_attention.py. A step is
+of H pairs, through torch's attention and through the kernels of apps/train/triton_attention.py. A step is
 apps/train's for one: float32 weights, bfloat16 autocast, cross entropy of the next tokens, gradients; without the
 optimizer, which is the same for all. The sizes are some blocks of the 3B models of arXiv 2410.05258.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +24,7 @@ from report import say
 from torch import Tensor
 
 from diffbit.models import Decoder, ModelConfig, attention_options
-from diffbit.models.layers import arithmetic as softmax
+from diffbit.models.layers import arithmetic
 
 Differential = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Some = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -86,7 +85,7 @@ def _flex(steps: int, device: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]
 def layers(query: Tensor, key: Tensor, value: Tensor, lam: Tensor) -> Tensor:
     """What a layer of models/ does where it does not use `kernels`."""
     q, k, v = by_branch(query), by_branch(key), value.transpose(1, 2)  # [2, H, S, d], [1, H, S, 2d]
-    outs = [softmax.attend(q[i : i + 1], k[i : i + 1], v, None, query.shape[-1] ** -0.5) for i in range(2)]
+    outs = [arithmetic.attend(q[i : i + 1], k[i : i + 1], v, None, query.shape[-1] ** -0.5) for i in range(2)]
     return normed(*joined(outs).float(), lam).to(query.dtype)
 
 
@@ -101,8 +100,8 @@ def plains(tokens: int) -> dict[str, Differential]:
 
 
 def kernels(query: Tensor, key: Tensor, value: Tensor, lam: Tensor) -> Tensor:
-    """models/'s own in Triton; imported here, because Triton is not everywhere."""
-    from diffbit.models.layers.triton_attention import diff_attention
+    """apps/train's own in Triton; imported here, because Triton is not everywhere."""
+    from diffbit.apps.train.triton_attention import diff_attention
 
     return diff_attention(query, key, value, lam, query.shape[-1] ** -0.5, EPS)
 
@@ -163,14 +162,17 @@ class Plan:
         )  # fmt: skip
         torch.manual_seed(0)
         model = Decoder(config).to(device)
+        if way == KERNEL:
+            from diffbit.apps.train.triton_attention import use_kernels
+
+            use_kernels(model)
         ids = torch.randint(VOCABULARY, (self.batch(length), length + 1), device=device)
 
         def step() -> None:
-            with patch.object(softmax, "KERNEL_DEVICES", (device,) if way == KERNEL else ()):
-                with torch.autocast(device, torch.bfloat16):
-                    logits = model(ids[:, :-1])  # [B, S, V]
-                F.cross_entropy(logits.float().transpose(1, 2), ids[:, 1:]).backward()
-                model.zero_grad()
+            with torch.autocast(device, torch.bfloat16):
+                logits = model(ids[:, :-1])  # [B, S, V]
+            F.cross_entropy(logits.float().transpose(1, 2), ids[:, 1:]).backward()
+            model.zero_grad()
 
         return step
 

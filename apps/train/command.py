@@ -178,15 +178,13 @@ def train(
     from .presets import train_config
     from .trainer import train as run_training
 
-    changes: dict[str, Any] = dict(context=context, init=init, mlp=mlp, sub_norms=sub_norms, head_norm=head_norm)
-    changes |= dict(lambda_bias=lambda_bias)
-    changes |= dict(source=data, field=field, tokenizer=tokenizer, needles=needles)
-    changes |= dict(qat=qat, activations=activations)
-    changes |= dict(distill=distill, distill_weight=distill_weight)
-    changes |= dict(steps=steps, batch_size=batch_size, accumulate=accumulate)
-    changes |= dict(learning_rate=learning_rate, schedule=schedule, optimizer=optimizer, seed=seed)
-    changes |= dict(eval_every=eval_every, checkpoint_every=checkpoint_every)
-    changes |= dict(device=device, compile=compiled, precision=precision)
+    changes: dict[str, Any] = dict(
+        context=context, init=init, mlp=mlp, sub_norms=sub_norms, head_norm=head_norm, lambda_bias=lambda_bias,
+        source=data, field=field, tokenizer=tokenizer, needles=needles, qat=qat, activations=activations,
+        distill=distill, distill_weight=distill_weight, steps=steps, batch_size=batch_size, accumulate=accumulate,
+        learning_rate=learning_rate, schedule=schedule, optimizer=optimizer, seed=seed, eval_every=eval_every,
+        checkpoint_every=checkpoint_every, device=device, compile=compiled, precision=precision,
+    )  # fmt: skip
     given = {name: value for name, value in changes.items() if value is not None}
     given |= {name: str(value) for name, value in given.items() if isinstance(value, Path)}
     config = train_config(preset, attention, **given)
@@ -202,7 +200,4 @@ def train(
         "eval_loss": result.eval_loss,
         "seconds": round(result.seconds, 1),
     }
-    if as_json:
-        print_json(row)
-    else:
-        print_table([row])
+    print_json(row) if as_json else print_table([row])

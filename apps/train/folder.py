@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +22,6 @@ from ...quantize import save as save_quantized
 from .checkpoint import ANEW, FOLDER
 from .head_norm import folded
 from .qat import weights
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 LOG = "log.jsonl"
 MASTER = "master"
@@ -99,25 +96,19 @@ def plot_losses(logs: Mapping[str, list[dict[str, Any]]], path: str | Path) -> N
     """Draw loss curves of the named logs (`read_log`), .png or .svg: the training loss, raw and averaged over 20
     steps, the evaluation loss, and the loss on the needles' answers averaged over 20 steps."""
     with drawn(path) as (axes,):
-        _draw_losses(axes, logs)
-
-
-def _draw_losses(axes: Axes, logs: Mapping[str, list[dict[str, Any]]]) -> None:
-    for index, (name, log) in enumerate(logs.items()):
-        color = COLORS[index % len(COLORS)]
-        steps = np.array([row["step"] for row in log])
-        losses = np.array([row["loss"] for row in log])
-        axes.plot(steps, losses, color=color, alpha=0.2, linewidth=0.8)
-        axes.plot(*_smooth(steps, losses), color=color, label=f"{name}, training")
-        answers = [(row["step"], row["answer_loss"]) for row in log if "answer_loss" in row]
-        if answers:
-            axes.plot(*_smooth(*np.array(answers).T), color=color, linestyle=":", label=f"{name}, needles' answers")
-        scored = [(row["step"], row["eval_loss"]) for row in log if "eval_loss" in row]
-        if scored:
-            axes.plot(*zip(*scored, strict=True), "o", color=color, markersize=4, label=f"{name}, held out")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per token)")
-    axes.legend()
+        for index, (name, log) in enumerate(logs.items()):
+            color = COLORS[index % len(COLORS)]
+            steps, losses = (np.array([row[key] for row in log]) for key in ("step", "loss"))
+            axes.plot(steps, losses, color=color, alpha=0.2, linewidth=0.8)
+            axes.plot(*_smooth(steps, losses), color=color, label=f"{name}, training")
+            if answers := [(row["step"], row["answer_loss"]) for row in log if "answer_loss" in row]:
+                smooth = _smooth(*np.array(answers).T)
+                axes.plot(*smooth, color=color, linestyle=":", label=f"{name}, needles' answers")
+            if scored := [(row["step"], row["eval_loss"]) for row in log if "eval_loss" in row]:
+                axes.plot(*zip(*scored, strict=True), "o", color=color, markersize=4, label=f"{name}, held out")
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss (nats per token)")
+        axes.legend()
 
 
 def _smooth(steps: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

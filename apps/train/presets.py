@@ -166,14 +166,9 @@ def train_config(
     if "steps" in changes:  # a short run warms up for at most a tenth of it
         warmup = min(warmup, max(1, changes["steps"] // 10))
     options: dict[str, Any] = {
-        "steps": size.steps,
-        "length": model.max_position,
-        "batch_size": size.batch_size,
-        "accumulate": size.accumulate,
-        "learning_rate": rate,
-        "schedule": schedule,
-        "warmup": warmup,
-    }
+        "steps": size.steps, "length": model.max_position, "batch_size": size.batch_size,
+        "accumulate": size.accumulate, "learning_rate": rate, "schedule": schedule, "warmup": warmup,
+    }  # fmt: skip
     if head_norm == "learned":
         options |= (
             {"head_gain": 1.0} if init is not None else dict.fromkeys(("head_gain", "o_proj_init"), size.head_gain)

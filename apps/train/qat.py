@@ -195,11 +195,6 @@ def refresh(layers: list[QATLinear]) -> dict[str, float]:
 
 def weights(model: Decoder) -> dict[str, Tensor | QTensor]:
     """The model's weights by name; those of QATLinears are quantized."""
-    found: dict[str, Tensor | QTensor] = {}
-    for name in shapes(model.config):
-        layer = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(layer, QATLinear) and name.endswith(".weight"):
-            found[name] = layer.quantized()
-        else:
-            found[name] = model.get_parameter(name).detach()
-    return found
+    floats = {name: model.get_parameter(name).detach() for name in shapes(model.config)}
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QATLinear)}
+    return floats | {f"{name}.weight": layer.quantized() for name, layer in layers.items()}

@@ -6,6 +6,7 @@ A variant is one file in models/attention/, which defines its heads (models/mixe
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
@@ -17,7 +18,7 @@ from ...io.errors import DiffbitError
 from ...io.fields import NotNegative, bounds
 from ...ops.cache import TOKENS, Buffer
 from ..graph import Cache, Graph, Heads, Value
-from ..layers.arithmetic import Arithmetic, LogitsHook, attend, explicit_softmax, in_one_kernel
+from ..layers.arithmetic import Arithmetic, LogitsHook, attend, explicit_softmax
 from ..layers.masks import within
 from ..layers.norm import RMSNorm
 from ..layers.rope import Rope, apply_rope
@@ -260,10 +261,19 @@ class Attention(Mixer):
         return outs
 
 
+Fused = Callable[..., Tensor | None]
+"""(query [B, S, 2H, d], key [B, S, 2KV, d], or [B, S, KV, d] of both branches, value [B, S, KV, e], lambda fp32
+[B, H, S], scale, norm_eps) -> causal differential attention, normed, [B, S, H, e]; None: not for this type or width."""
+
+
 class Differential(Attention):
     """The difference of a pair's branches, signal - lambda * noise, and the head norm if norm_eps is not 0."""
 
     norm_eps = 0.0
+
+    def __init__(self, options: AttentionOptions, place: Place) -> None:
+        super().__init__(options, place)
+        self.fused: Fused | None = None  # computes both branches and the norm, without mask, state, window or hook
 
     def lambda_of(self, x: Tensor) -> Tensor:
         """Return lambda, fp32: a scalar, or [B, H, S, 1] for each head and token of x."""
@@ -273,13 +283,12 @@ class Differential(Attention):
         query, key, value = self.projected(x, rope, state, carried)
         lambda_ = self.lambda_of(x)
         windowed = 0 < self.sliding_window < x.shape[1]
-        if not (self.explicit or windowed) and in_one_kernel(query, mask, state):
-            from ..layers.triton_attention import diff_attention
-
+        if self.fused is not None and mask is None and state is None and not (self.explicit or windowed):
+            by_token = [heads.transpose(1, 2) for heads in (query, key, value)]  # [B, S, heads, d]
+            by_token[2] = by_token[2].unflatten(2, (self.num_kv_heads, -1)).flatten(3)  # [B, S, KV, e]
             lambdas = lambda_.expand(len(x), self.num_heads, x.shape[1], 1).squeeze(-1)
-            query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))  # [B, S, heads, d]
-            wide = value.unflatten(2, (self.num_kv_heads, -1)).flatten(3)  # [B, S, KV, e]
-            return diff_attention(query, key, wide, lambdas, self.scale, self.norm_eps).flatten(2)
+            if (difference := self.fused(*by_token, lambdas, self.scale, self.norm_eps)) is not None:
+                return difference.flatten(2)
         signal, noise = (branch.float() for branch in self.branches(query, key, value, mask))
         out = signal - lambda_ * noise  # [B, H, S, e]
         if self.norm_eps:

@@ -42,8 +42,20 @@ def family_of(values: Mapping[str, Any]) -> Family:
 
 
 def family_for(config: ModelConfig) -> Family:
-    """Return the family for writing a model: one that writes and can represent it, else the generic one."""
-    return next(family for family in families() if family.writes and family.write(config) is not None)
+    """Return the family that writes a model: the one with the lowest `writes` of those that can represent it.
+
+    Raises DiffbitError if several have that number, for the alphabet must not decide.
+    """
+    able = [(family.writes, family) for family in families() if family.writes is not None and family.write(config)]
+    first = min(turn for turn, _ in able)
+    writers = [family for turn, family in able if turn == first]
+    if len(writers) > 1:
+        names = " and ".join(family.model_type for family in writers)
+        raise DiffbitError(
+            f"the families {names} would both write this model; uninstall the package that adds one of them, or give "
+            "that family a higher `writes`"
+        )
+    return writers[0]
 
 
 def read_config(values: Mapping[str, Any]) -> ModelConfig:

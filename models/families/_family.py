@@ -42,11 +42,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class Family(ABC):
-    """writes: whether models that it can represent are written in it; else only its own folders are read. Two families
-    that write must not represent the same model: then it would be chance which of them does."""
+    """writes: when it is the family's turn to write a model: of the families that can represent it, the one with the
+    lowest number does (`family_for`). All but diffbit's generic one have 1, and no two of these can represent the same
+    model. None: only its own folders are read."""
 
     model_type: str
-    writes: bool = field(default=False, kw_only=True)
+    writes: int | None = field(default=None, kw_only=True)
     quantized: ClassVar[bool] = True  # whether folders may be quantized
 
     def knows(self, values: Mapping[str, Any]) -> bool:

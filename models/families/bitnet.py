@@ -12,6 +12,6 @@ FAMILIES = (
         sub_norms=True,
         act="relu2",
         rope_theta=500000.0,
-        writes=True,
+        writes=1,
     ),
 )

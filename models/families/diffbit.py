@@ -11,6 +11,7 @@ from typing import Any
 from ..config import ModelConfig
 from ._family import Family
 
+LAST = 1 << 16
 OTHERS = ("model_type", "torch_dtype", "dtype", "transformers_version", "quantization_config")  # beside the ModelConfig
 
 
@@ -22,4 +23,4 @@ class Diffbit(Family):
         return {"model_type": self.model_type} | config.to_dict()
 
 
-FAMILIES = (Diffbit("diffbit", writes=True),)
+FAMILIES = (Diffbit("diffbit", writes=LAST),)

@@ -32,7 +32,7 @@ FAMILIES = tuple(
         architecture=architecture,
         sub_norms=sub_norms,
         rows=_rows,
-        writes=True,
+        writes=1,
     )
     for model_type, architecture, sub_norms in (
         ("diffllama", "DiffLlamaForCausalLM", False),

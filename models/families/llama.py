@@ -11,6 +11,6 @@ FAMILIES = (
         architecture="LlamaForCausalLM",
         norm_eps=1e-6,
         biases=("attention_bias", "mlp_bias"),
-        writes=True,
+        writes=1,
     ),
 )

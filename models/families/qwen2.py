@@ -28,7 +28,7 @@ FAMILIES = (
         max_position=32768,
         biases=(),
         qkv_bias=True,
-        writes=True,
+        writes=1,
         windows=windows,
     ),
 )

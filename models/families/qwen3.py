@@ -14,7 +14,7 @@ FAMILIES = (
         max_position=32768,
         head_dim=128,
         qk_norm=True,
-        writes=True,
+        writes=1,
         windows=windows,
     ),
 )

@@ -14,10 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .masks import full_causal
-from .state import State
-
-KERNEL_DEVICES: tuple[str, ...] = ()  # "cuda" joins once benchmarks/gpu.py finds it faster than torch's own attention
-"""Devices on which triton_attention.py computes a pair's two branches in one call; on others `attend` computes each."""
 
 FLASH_WIDEST = 256  # largest head width of torch's flash attention
 
@@ -59,15 +55,6 @@ def ungrouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
     masks and values of any width; without it torch would materialise all [S, T] scores on a GPU."""
     shared = query.shape[1] // key.shape[1]
     return (key, value) if shared == 1 else (key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1))
-
-
-def in_one_kernel(query: Tensor, mask: Tensor | None, state: State | None) -> bool:
-    """Whether triton_attention.py can compute both branches: query [B, 2H, S, d], no past and no padding."""
-    if query.device.type not in KERNEL_DEVICES or mask is not None or state is not None:
-        return False
-    from .triton_attention import takes
-
-    return takes(query)
 
 
 class Arithmetic:

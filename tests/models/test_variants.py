@@ -245,6 +245,29 @@ def test_piecewise_equals_whole(attention: str, sub_norms: bool) -> None:
     assert torch.equal(cos, rope[0][0]) and torch.equal(sin, rope[1][0]) and cos.dtype == torch.float32
 
 
+@pytest.mark.parametrize("attention", ["diff_v1", "diff_v2"])
+def test_a_fused_function_replaces_both_branches(attention: str) -> None:
+    """It gets what its type says; with a mask or a cache, or if it returns None, layers compute as without it."""
+    model, ids = decoder(attention), tokens(2, 6)
+    plain, calls = model(ids), []
+
+    def fused(query: Tensor, key: Tensor, value: Tensor, lam: Tensor, scale: float, eps: float) -> Tensor | None:
+        calls.append([tuple(tensor.shape) for tensor in (query, key, value, lam)])
+        return None if answer is None else torch.full((2, 6, 4, value.shape[-1]), answer)
+
+    for layer in model.model.layers:
+        layer.self_attn.fused = fused
+    answer = None
+    assert torch.equal(model(ids), plain) and len(calls) == 2
+    keys, width = (4, 16) if attention == "diff_v1" else (2, 8)
+    assert calls[0] == [(2, 6, 8, 8), (2, 6, keys, 8), (2, 6, 2, width), (2, 4, 6)]
+    answer = 0.5
+    assert (model(ids) - plain).abs().max() > 0.01 and len(calls) == 4
+    model(ids, attention_mask=torch.ones(2, 6))
+    model(ids, cache=models.KVCache(model.config, 2, 6))
+    assert len(calls) == 4
+
+
 def test_wrong_mask_length_is_refused() -> None:
     with pytest.raises(ValueError, match=r"wanted \[batch, 5\]"):
         decoder("softmax")(tokens(1, 5), attention_mask=torch.ones(1, 4))

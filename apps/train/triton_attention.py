@@ -11,29 +11,34 @@ backward computes P_b again from the log-sum-exps (2307.08691), and shares what 
     dS_1 = P_1 (dP - D_1),   dS_2 = -lambda P_2 (dP - D_2),   dv = (P_1 - lambda P_2)^T do,   dlambda = -D_2
 
 One kernel accumulates dk and dv for a block of keys, another dq for a block of queries, so no two blocks add to the
-same memory, and results are the same from run to run. In return, both kernels compute S_b and dP. The cost, in products
-of length d for a pair of heads and two tokens, forward + backward, is 6 + 14 in version 1, where torch's flash
-attention needs 8 + 20 (two calls with q and k padded to 2d, or four with halves of v), and 4 + 11 in version 2, where
-it needs 4 + 10, as for a plain Transformer's two heads.
+same memory, and results are the same from run to run. In return, both kernels compute S_b and dP.
 
 Import it only for tensors on a GPU: only torch's CUDA builds include Triton.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
+
+from ...models.attention import Differential
 
 WIDTHS = (16, 32, 64, 128)  # supported head widths
 ROWS = 32  # of a block of _through_norm
 LOG2E = 1.4426950408889634  # the kernels' exponentials are powers of two
+TYPES = (torch.float16, torch.bfloat16)  # and, for tests only, float32: without tensor cores, in tiles beyond registers
+Tile = dict[str, int]  # M queries and N keys of a block, warps, stages of the pipeline
+Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-# ---- forward --------------------------------------------------------------------------------------------------------
+@triton.jit
+def _load(at, cols, S, MASKED: tl.constexpr):
+    """Load rows [N, .] of keys or values; zeros for tokens from S on, if there may be any."""
+    return tl.load(at, mask=(cols < S)[:, None], other=0.0) if MASKED else tl.load(at)
 
 
 @triton.jit
@@ -72,22 +77,15 @@ def _forward(q, k, v, lam, out, noise, lse, root, S, H, G, factor, eps,
     others = tl.arange(0, N)[:, None]
     k += (batch * S * G + group) * (keys * D) + others * (G * keys * D) + inner[None, :]
     v += (batch * S * G + group) * E + others * (G * E) + wide[None, :]
-    for _ in range(0, block * M, N):  # all these keys come before all queries of the block
-        k1, value = tl.load(k), tl.load(v)  # [N, D], [N, E]
-        total1, top1, mix1 = _mixed(total1, top1, mix1, q1, k1, value, rows, rows, factor, False)
-        k2 = k1 if SHARED else tl.load(k + D)
-        total2, top2, mix2 = _mixed(total2, top2, mix2, q2, k2, value, rows, rows, factor, False)
-        k += N * keys * G * D
-        v += N * G * E
-    for start in range(block * M, block * M + M, N):
-        cols = start + tl.arange(0, N)
-        seen = (cols < S)[:, None]
-        k1, value = tl.load(k, mask=seen, other=0.0), tl.load(v, mask=seen, other=0.0)
-        total1, top1, mix1 = _mixed(total1, top1, mix1, q1, k1, value, rows, cols, factor, True)
-        k2 = k1 if SHARED else tl.load(k + D, mask=seen, other=0.0)
-        total2, top2, mix2 = _mixed(total2, top2, mix2, q2, k2, value, rows, cols, factor, True)
-        k += N * keys * G * D
-        v += N * G * E
+    for masked in tl.static_range(2):  # keys that come before all queries of the block; then those of the block
+        for start in range(masked * block * M, (block + masked) * M, N):
+            cols = start + tl.arange(0, N)
+            k1, value = _load(k, cols, S, masked), _load(v, cols, S, masked)  # [N, D], [N, E]
+            total1, top1, mix1 = _mixed(total1, top1, mix1, q1, k1, value, rows, cols, factor, masked)
+            k2 = k1 if SHARED else _load(k + D, cols, S, masked)
+            total2, top2, mix2 = _mixed(total2, top2, mix2, q2, k2, value, rows, cols, factor, masked)
+            k += N * keys * G * D
+            v += N * G * E
 
     line = (batch * H + head) * S + rows
     weight = tl.load(lam + line, mask=inside, other=0.0)
@@ -103,9 +101,6 @@ def _forward(q, k, v, lam, out, noise, lse, root, S, H, G, factor, eps,
     branch = (batch * (2 * H) + 2 * head) * S + rows
     tl.store(lse + branch, top1 + tl.log2(total1), mask=inside)
     tl.store(lse + branch + S, top2 + tl.log2(total2), mask=inside)
-
-
-# ---- backward -------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -229,87 +224,51 @@ def _queries(q, k, v, lam, do, lse, delta, dq, S, H, G, scale, factor,
     others = tl.arange(0, N)[:, None]
     k += (batch * S * G + group) * (keys * D) + others * (G * keys * D) + inner[None, :]
     v += (batch * S * G + group) * E + others * (G * E) + wide[None, :]
-    for _ in range(0, block * M, N):
-        k1, value = tl.load(k), tl.load(v)
-        k2 = k1 if SHARED else tl.load(k + D)
-        dq1, dq2 = _descended(dq1, dq2, q1, q2, grad, k1, k2, value, lse1, lse2, delta1, delta2, weight, rows, rows,
-                              factor, False)  # fmt: skip
-        k += N * keys * G * D
-        v += N * G * E
-    for start in range(block * M, block * M + M, N):
-        cols = start + tl.arange(0, N)
-        seen = (cols < S)[:, None]
-        k1, value = tl.load(k, mask=seen, other=0.0), tl.load(v, mask=seen, other=0.0)
-        k2 = k1 if SHARED else tl.load(k + D, mask=seen, other=0.0)
-        dq1, dq2 = _descended(dq1, dq2, q1, q2, grad, k1, k2, value, lse1, lse2, delta1, delta2, weight, rows, cols,
-                              factor, True)  # fmt: skip
-        k += N * keys * G * D
-        v += N * G * E
+    for masked in tl.static_range(2):
+        for start in range(masked * block * M, (block + masked) * M, N):
+            cols = start + tl.arange(0, N)
+            k1, value = _load(k, cols, S, masked), _load(v, cols, S, masked)
+            k2 = k1 if SHARED else _load(k + D, cols, S, masked)
+            dq1, dq2 = _descended(dq1, dq2, q1, q2, grad, k1, k2, value, lse1, lse2, delta1, delta2, weight, rows, cols,
+                                  factor, masked)  # fmt: skip
+            k += N * keys * G * D
+            v += N * G * E
     tl.store(dq + q_at, (dq1 * scale).to(dq.dtype.element_ty), mask=inside[:, None])
     tl.store(dq + q_at + D, (dq2 * scale).to(dq.dtype.element_ty), mask=inside[:, None])
 
 
-# ---- launching ------------------------------------------------------------------------------------------------------
+def tile(queries: int, keys: int, warps: int, stages: int) -> Tile:
+    """Return the options that a kernel is launched with."""
+    return {"M": queries, "N": keys, "num_warps": warps, "num_stages": stages}
 
 
-class Tile(NamedTuple):
-    """Tile sizes of a kernel: queries and keys per block, warps, and pipeline stages."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
-
-class Tiles(NamedTuple):
-    """Tiles of the three kernels; in `forward` and `of_queries`, queries are a multiple of keys."""
-
-    forward: Tile
-    of_keys: Tile
-    of_queries: Tile
-
-
-def tiles(d: int, bits: int, shared_memory: int) -> Tiles:
-    """Choose tiles for heads of d numbers of `bits` bits; shared_memory: bytes available to a block (227 KiB on an H100
-    or H200, 163 KiB on an A100, 99 KiB on most others)."""
-    if bits == 32:
-        return Tiles(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))
-    most, much = shared_memory >= 227 << 10, shared_memory >= 163 << 10
-    if d <= 64 and much:
-        return Tiles(Tile(128, 32, 8, 3), Tile(32, 128, 8, 2), Tile(128, 32, 8, 2))
-    if d <= 64:
-        return Tiles(Tile(128, 32, 8, 2), Tile(32, 64, 8, 2), Tile(64, 32, 8, 2))
-    if much:
-        return Tiles(Tile(64, 16, 8, 2), Tile(32, 64, 8, 2), Tile(128 if most else 64, 16, 8, 2))
-    return Tiles(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 4, 1))
-
-
-def _tiles_of(query: Tensor) -> Tiles:
-    """Return `tiles` for query's device; for Triton's interpreter on a CPU, an H100's."""
+def tiles(query: Tensor) -> tuple[Tile, Tile, Tile]:
+    """Choose tiles of _forward, _keys_and_values and _queries for the memory that a block shares on query's device: 227
+    KiB on an H100 or H200, and in Triton's interpreter, 163 KiB on an A100, 99 KiB on most others."""
     card: Any = torch.cuda.get_device_properties(query.device) if query.is_cuda else None
-    room = card.shared_memory_per_block_optin if card else 227 << 10
-    return tiles(query.shape[-1], 8 * query.element_size(), room)
-
-
-def takes(query: Tensor) -> bool:
-    """Whether the kernels support a query's width and type. They also compute float32, but only for tests: it uses no
-    tensor cores, and its tiles do not fit in registers."""
-    return query.shape[-1] in WIDTHS and query.dtype in (torch.float16, torch.bfloat16)
+    memory = card.shared_memory_per_block_optin if card else 227 << 10
+    most, much, narrow = memory >= 227 << 10, memory >= 163 << 10, query.shape[-1] <= 64
+    if query.dtype == torch.float32:
+        return tile(32, 16, 4, 1), tile(16, 32, 4, 1), tile(32, 16, 4, 1)
+    if narrow and much:
+        return tile(128, 32, 8, 3), tile(32, 128, 8, 2), tile(128, 32, 8, 2)
+    if narrow:
+        return tile(128, 32, 8, 2), tile(32, 64, 8, 2), tile(64, 32, 8, 2)
+    if much:
+        return tile(64, 16, 8, 2), tile(32, 64, 8, 2), tile(128 if most else 64, 16, 8, 2)
+    return tile(64, 32, 8, 1), tile(32, 32, 8, 1), tile(32, 32, 4, 1)
 
 
 @torch.library.custom_op("diffbit::diff_attention_train", mutates_args=())
-def _forward_op(
-    query: Tensor, key: Tensor, value: Tensor, lambda_: Tensor, scale: float, norm_eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _forward_op(query: Tensor, key: Tensor, value: Tensor, lambda_: Tensor, scale: float, norm_eps: float) -> Four:
     """Return y and O_2 [B, S, H, e], log-sum-exps (base 2) [B, 2H, S], 1 / rms of o [B, H, S] (empty: no norm)."""
     query, key, value, lambda_ = (tensor.contiguous() for tensor in (query, key, value, lambda_))
     batch, length, heads, groups, d, e = _sizes(query, value)
     out, noise, lse, root = _outputs(query, value, norm_eps)
-    tile = _tiles_of(query).forward
-    _forward[triton.cdiv(length, tile.queries), heads, batch](
+    options, _, _ = tiles(query)
+    _forward[triton.cdiv(length, options["M"]), heads, batch](
         query, key, value, lambda_, out, noise, lse, root, length, heads, groups, scale * LOG2E, norm_eps,
-        D=d, E=e, SHARED=key.shape[2] == groups, NORM=norm_eps > 0,
-        M=tile.queries, N=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
+        D=d, E=e, SHARED=key.shape[2] == groups, NORM=norm_eps > 0, **options,
     )  # fmt: skip
     return out, noise, lse, root
 
@@ -318,11 +277,11 @@ def _forward_op(
 def _backward_op(
     dy: Tensor, query: Tensor, key: Tensor, value: Tensor, lambda_: Tensor, out: Tensor, noise: Tensor, lse: Tensor,
     root: Tensor, scale: float, norm_eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Four:  # fmt: skip
     """Return the gradients of query, key, value and lambda_."""
     dy, query, key, value, lambda_ = (tensor.contiguous() for tensor in (dy, query, key, value, lambda_))
     batch, length, heads, groups, d, e = _sizes(query, value)
-    shared, cut = key.shape[2] == groups, _tiles_of(query)
+    _, of_keys, of_queries = tiles(query)
     do, delta = torch.empty_like(out), torch.empty_like(lse)
     _through_norm[triton.cdiv(length, ROWS), heads, batch](
         dy, out, noise, lambda_, root, do, delta, length, heads, E=e, NORM=norm_eps > 0, M=ROWS
@@ -330,16 +289,10 @@ def _backward_op(
     dq, dk, dv = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     given = query, key, value, lambda_, do, lse, delta
     sizes = length, heads, groups, scale, scale * LOG2E
-    tile = cut.of_keys
-    _keys_and_values[triton.cdiv(length, tile.keys), groups, batch](
-        *given, dk, dv, *sizes, D=d, E=e, SHARED=shared,
-        M=tile.queries, N=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    tile = cut.of_queries
-    _queries[triton.cdiv(length, tile.queries), heads, batch](
-        *given, dq, *sizes, D=d, E=e, SHARED=shared,
-        M=tile.queries, N=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    heads_of = {"D": d, "E": e, "SHARED": key.shape[2] == groups}
+    grid = triton.cdiv(length, of_keys["N"]), groups, batch
+    _keys_and_values[grid](*given, dk, dv, *sizes, **heads_of, **of_keys)
+    _queries[triton.cdiv(length, of_queries["M"]), heads, batch](*given, dq, *sizes, **heads_of, **of_queries)
     return dq, dk, dv, -delta[:, 1::2]
 
 
@@ -348,7 +301,7 @@ def _sizes(query: Tensor, value: Tensor) -> tuple[int, int, int, int, int, int]:
     return batch, length, sub_heads // 2, value.shape[2], d, value.shape[3]
 
 
-def _outputs(query: Tensor, value: Tensor, norm_eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _outputs(query: Tensor, value: Tensor, norm_eps: float) -> Four:
     """Allocate the outputs of _forward_op."""
     batch, length, heads, _, _, e = _sizes(query, value)
     out, noise = (query.new_empty(batch, length, heads, e) for _ in range(2))
@@ -357,20 +310,13 @@ def _outputs(query: Tensor, value: Tensor, norm_eps: float) -> tuple[Tensor, Ten
 
 
 @_forward_op.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, lambda_: Tensor, scale: float, norm_eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, lambda_: Tensor, scale: float, norm_eps: float) -> Four:
     return _outputs(query, value, norm_eps)
 
 
 @_backward_op.register_fake
-def _(
-    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, lambda_: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv, dlambda = (
-        torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value, lambda_)
-    )
-    return dq, dk, dv, dlambda
+def _(dy: Tensor, *given: Any) -> Any:
+    return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in given[:4])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -378,11 +324,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(*tensors, *output)
 
 
-def _gradients(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
-    return *_backward_op(dy, *ctx.saved_tensors, ctx.scale, ctx.norm_eps), None, None
-
-
-_forward_op.register_autograd(_gradients, setup_context=_save)
+_forward_op.register_autograd(
+    lambda ctx, dy, *_: (*_backward_op(dy, *ctx.saved_tensors, ctx.scale, ctx.norm_eps), None, None),
+    setup_context=_save,
+)
 
 
 def diff_attention(
@@ -391,3 +336,16 @@ def diff_attention(
     """query [B, S, 2H, d] in adjacent pairs, key [B, S, 2G, d] (or [B, S, G, d], of both branches), value
     [B, S, G, e], all of one type; lambda_ float32 [B, H, S] -> y [B, S, H, e]. Pair h reads kv head h // (H/G)."""
     return _forward_op(query, key, value, lambda_, scale, norm_eps)[0]
+
+
+def fused(query: Tensor, key: Tensor, value: Tensor, lambda_: Tensor, scale: float, norm_eps: float) -> Tensor | None:
+    """`diff_attention`, or None for a width or type that the kernels do not support."""
+    takes = query.shape[-1] in WIDTHS and query.dtype in TYPES
+    return diff_attention(query, key, value, lambda_, scale, norm_eps) if takes else None
+
+
+def use_kernels(model: nn.Module) -> None:
+    """Let a model's differential layers compute both branches in one call, where they can."""
+    for part in model.modules():
+        if isinstance(part, Differential):
+            part.fused = fused

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from diffbit import models
-from diffbit.models.layers import arithmetic as softmax
+from diffbit.models.layers import arithmetic
 
+from ...models.helpers import small_config, tokens
 from . import interpreter
-from .helpers import small_config, tokens
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux only")
 GPU = torch.cuda.is_available()
@@ -38,7 +38,7 @@ GRADIENTS = ("query", "key", "value", "lambda")
 )
 def kernels(request: pytest.FixtureRequest) -> Iterator[tuple[ModuleType, str]]:
     """The module, and where its tensors lie."""
-    from diffbit.models.layers import triton_attention
+    from diffbit.apps.train import triton_attention
 
     # What torch.empty returns is NaN then, so a place that no kernel writes shows
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -105,7 +105,7 @@ def with_gradients(attention: object, case: Case, inputs: list[Tensor]) -> list[
 
 def error(found: Tensor, exact: Tensor) -> float:
     """Root of the mean square; one token's softmaxes have gradients of exactly 0."""
-    return float((found.double() - exact).square().mean().sqrt())
+    return float((found.detach().double() - exact.detach()).square().mean().sqrt())
 
 
 def check(attention: object, case: Case, device: str) -> None:
@@ -137,7 +137,7 @@ HALVES = [
 def test_output_and_gradients(kernels: tuple[ModuleType, str], monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     """In blocks so small that few tokens fill many of them, wide and narrow ones."""
     module, device = kernels
-    small = module.Tiles(module.Tile(32, 16, 4, 2), module.Tile(16, 32, 4, 2), module.Tile(32, 32, 4, 2))
+    small = module.tile(32, 16, 4, 2), module.tile(16, 32, 4, 2), module.tile(32, 32, 4, 2)
     monkeypatch.setattr(module, "tiles", lambda *_: small)
     check(module.diff_attention, case, device)
 
@@ -174,10 +174,10 @@ def test_a_model_takes_the_kernel_where_it_may(
 
     wanted, gradients = run()
     assert not calls
-    monkeypatch.setattr(softmax, "KERNEL_DEVICES", (device,))
+    module.use_kernels(model)
     model(ids)
     assert not calls  # float32 is left to torch
-    monkeypatch.setattr(module, "takes", lambda query: True)
+    monkeypatch.setattr(module, "TYPES", (torch.float32,))
     found, others = run()
     assert len(calls) == 1
     torch.testing.assert_close(found, wanted)
@@ -197,13 +197,11 @@ def test_a_model_takes_the_kernel_where_it_may(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["diff_v1", "diff_v2"])
-def test_a_training_step_under_autocast_and_compiled(
-    kernels: tuple[ModuleType, str], monkeypatch: pytest.MonkeyPatch, attention: str
-) -> None:
+def test_a_training_step_under_autocast_and_compiled(kernels: tuple[ModuleType, str], attention: str) -> None:
     """As apps/train/ takes it on a GPU: float32 weights, bfloat16 products, and the whole model one graph."""
-    _, device = kernels
+    module, device = kernels
     model, ids = decoder(attention, device), tokens(2, 20).to(device)
-    monkeypatch.setattr(softmax, "KERNEL_DEVICES", (device,))
+    module.use_kernels(model)
     steps = []
     for forward in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
         model.zero_grad()
@@ -242,8 +240,8 @@ def test_torch_may_compile_it(kernels: tuple[ModuleType, str]) -> None:
 def test_heads_without_groups_give_the_same() -> None:
     """What torch's memory-efficient attention is given on a GPU."""
     query, key, value = (torch.randn(2, heads, 9, width) for heads, width in ((6, 8), (2, 8), (2, 16)))
-    wanted = softmax.attend(query, key, value, None, 0.3)
-    keys, values = softmax.ungrouped(query, key, value)
+    wanted = arithmetic.attend(query, key, value, None, 0.3)
+    keys, values = arithmetic.ungrouped(query, key, value)
     assert keys.shape[1] == values.shape[1] == 6
-    torch.testing.assert_close(softmax.attend(query, keys, values, None, 0.3), wanted)
-    assert softmax.ungrouped(query, keys, values)[0] is keys
+    torch.testing.assert_close(arithmetic.attend(query, keys, values, None, 0.3), wanted)
+    assert arithmetic.ungrouped(query, keys, values)[0] is keys
