@@ -75,7 +75,8 @@ def quantize(
     it sums in another order.
     """
     from ..io.processes import processes
-    from ..quantize import parse_recipe, quantize_checkpoint
+    from ..quantize import quantize_checkpoint
+    from ..quantize.methods import parse_recipe
 
     here, method = processes(device), rounding.method
     calibrated = parse_recipe(method).calibrated

@@ -93,7 +93,8 @@ class SchemeOptions:
         Raises DiffbitError if they contradict each other, or quantize nothing.
         """
         from ..formats import parse_format
-        from ..quantize import Scheme, parse_override, table_formats
+        from ..quantize import Scheme, table_formats
+        from ..quantize.scheme import parse_override
 
         if self.scheme_file is not None:
             if self != SchemeOptions(scheme_file=self.scheme_file):
@@ -120,7 +121,8 @@ class SchemeOptions:
         )
 
     def _attention(self) -> AttentionScheme:
-        from ..quantize import AttentionScheme, parse_kv
+        from ..quantize import AttentionScheme
+        from ..quantize.scheme import parse_kv
 
         cache = parse_kv("none" if self.kv is None else self.kv)
         scheme = AttentionScheme(qk=None if self.qk == "none" else self.qk, keys=cache["keys"], values=cache["values"])

@@ -129,7 +129,7 @@ def export_artifact(
             "files": _hashed(folder),
             "golden": _golden(prompt, logits, LEAST_TOLERANCE[kind]),
         }
-        manifest["parts"] = parts(folder, manifest["files"], config, scheme)
+        manifest["parts"] = [asdict(part) for part in parts(folder, manifest["files"], config, scheme)]
         manifest["sha256"] = manifest_sha256(manifest)
         files.write_json(folder / MANIFEST, manifest)
     return out
@@ -220,18 +220,18 @@ def _write_graph(graph: DecoderGraph, source: Checkpoint, prompt: list[int], noi
 def _tokenizer_files(source: Checkpoint, given: str | Path | None) -> dict[str, bytes]:
     """tokenizer.json and the files beside it, without generation_config.json, which an artifact writes anew."""
     if given is None:
-        path, found = source.path, source.tokenizer_files
-        if TOKENIZER not in found:
+        path, by_name = source.path, source.tokenizer_files
+        if TOKENIZER not in by_name:
             raise DiffbitError(
                 f"{path}: holds no {TOKENIZER}, which a model needs on a device; pass one with --tokenizer"
             )
     else:
         path = Path(given)
-        found = tokenizer_files(path)
-        if TOKENIZER not in found:
+        by_name = tokenizer_files(path)
+        if TOKENIZER not in by_name:
             raise DiffbitError(f"{given}: is not a {TOKENIZER}, nor a folder or GGUF file that holds one")
-    open_tokenizer(found[TOKENIZER], path)
-    return {name: data for name, data in found.items() if name != GENERATION}
+    open_tokenizer(by_name[TOKENIZER], path)
+    return {name: data for name, data in by_name.items() if name != GENERATION}
 
 
 def _write_configs(
@@ -246,8 +246,8 @@ def _write_configs(
         hf["transformers.js_config"] = {"dtype": "fp32", "use_external_data_format": js_files}
     files.write_json(folder / "config.json", hf)
     tokens = {name: hf[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hf[name] is not None}
-    own = files.parse_json(source.tokenizer_files.get(GENERATION, b"{}"), source.path / GENERATION)
-    sampling = {name: own[name] for name in OF_MODEL if own.get(name) is not None}
+    settings = files.parse_json(source.tokenizer_files.get(GENERATION, b"{}"), source.path / GENERATION)
+    sampling = {name: settings[name] for name in OF_MODEL if settings.get(name) is not None}
     files.write_json(folder / GENERATION, tokens | sampling)
     if not (folder / "tokenizer_config.json").exists():
         files.write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
@@ -272,12 +272,12 @@ def _check_tokens(source: Checkpoint) -> None:
 
 def _library(cache: CacheSpec) -> Path:
     """The native library, for onnxruntime-genai."""
-    found = native_library()
-    if found is None:
+    library = native_library()
+    if library is None:
         raise DiffbitError("this installation has no native library to put into the artifact; it needs a C++ compiler")
     if not _readable_by_others(cache):
         raise DiffbitError("onnxruntime-genai cannot run this model, so it has no use for the library; leave it out")
-    return found
+    return library
 
 
 def _genai(

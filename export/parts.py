@@ -85,4 +85,4 @@ def parts(folder: Path, files: Iterable[str], config: ModelConfig, scheme: Schem
         add(part, nbytes, count)
         add("padding", -nbytes)
     rows = [Part(name=name, bytes=nbytes, weights=count or None) for name, (nbytes, count) in sums.items()]
-    return sorted(rows, key=lambda part: -part["bytes"])
+    return sorted(rows, key=lambda part: -part.bytes)

@@ -141,7 +141,7 @@ def test_the_closed_choices_are_those_of_the_library() -> None:
     from diffbit.apps.train.config import SCHEDULES
     from diffbit.apps.train.presets import PRESETS
     from diffbit.export.graph import FLOATS
-    from diffbit.runtime.providers import DEVICES
+    from diffbit.settings import DEVICES
 
     def choices(command: str, option: str) -> set[str]:
         home = f"diffbit.cli.{command}" if f"diffbit.cli.{command}" in modules else f"diffbit.apps.{command}.command"
@@ -384,7 +384,7 @@ def test_a_target_chooses_formats_and_shows_the_error_of_each_layer(
 
 
 def test_the_methods_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
-    from diffbit.quantize import methods
+    from diffbit.quantize.methods import methods
 
     with pytest.raises(SystemExit) as stopped:
         main(["quantize", "--list-methods"])

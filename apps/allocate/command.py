@@ -63,7 +63,8 @@ def plan(
     """
     from ...io.resources import available_memory
     from ...models import Checkpoint
-    from ...quantize import parse_recipe, read_scheme
+    from ...quantize import read_scheme
+    from ...quantize.methods import parse_recipe
     from .plan import plan_export, plan_quantize
 
     checkpoint = Checkpoint(model)

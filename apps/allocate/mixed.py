@@ -45,15 +45,10 @@ from ...io.errors import DiffbitError
 from ...io.progress import track
 from ...io.resources import available_memory
 from ...models import Checkpoint, Decoder, ModelConfig, load, num_parameters
-from ...quantize import CalibStats, Method, Scheme, apply, parse_recipe, sizes
-from ...quantize.calibration.passes import Passes
-from ...quantize.calibration.states import Batch
-from ...quantize.calibration.tokens import Tokens
-from ...quantize.layer import Layer
+from ...quantize import Scheme, apply, sizes
+from ...quantize.calibration import Batch, CalibStats, Passes, Tokens
 from ...quantize.layerwise import stored_config
-from ...quantize.methods import Recipe, find
-from ...quantize.methods.rtn import quantize as rtn
-from ...quantize.model import quantize_weight
+from ...quantize.methods import Layer, Method, Recipe, find, parse_recipe, quantize_weight
 from .plan import overhead
 
 CANDIDATES = ("int2_g128", "int2_g64", "int4_g128", "int4_g32", "int8", "none")
@@ -362,7 +357,7 @@ def rounding_error(weight: Tensor, format: Format | None, stats: CalibStats | No
     """Return the squared error of plain rounding, each input channel weighted by its mean square if `stats` has it."""
     if format is None:
         return 0.0
-    lost = (weight.float() - rtn(weight, format).dequantize()).square_().sum(0)
+    lost = (weight.float() - find("rtn").rounds(weight, format).dequantize()).square_().sum(0)
     return float(lost.sum() if stats is None else lost @ stats.gram.diagonal())
 
 

@@ -15,7 +15,8 @@ import torch
 from ...export import export_demand
 from ...io.resources import resident_memory
 from ...models import Checkpoint, ModelConfig, num_parameters
-from ...quantize import HEAD_MODULE, Scheme, linear_shapes, must_spill, quantize_demand, sizes
+from ...quantize import HEAD_MODULE, Scheme, linear_shapes, sizes
+from ...quantize.memory import must_spill, quantize_demand
 from ...quantize.methods import Recipe
 
 # bytes of an artifact's graph and configuration, and of each layer's part of them: typical, and at most

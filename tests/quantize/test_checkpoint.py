@@ -25,9 +25,9 @@ from diffbit.quantize import (
     quantize_checkpoint,
     read_scheme,
     read_weight,
-    rtn,
     sizes,
 )
+from diffbit.quantize.methods.rtn import quantize as rtn
 
 from ..configs import BIASES, resized
 
@@ -300,7 +300,7 @@ def test_an_extreme_weight_is_named(tmp_path: Path):
     "change, words",
     [
         (lambda entry: entry.update(version=2), ["version 2", "version 1"]),
-        (lambda entry: entry.pop("scheme"), ["no scheme"]),
+        (lambda entry: entry.pop("scheme"), ["config.json: quantization_config.scheme is missing"]),
         (lambda entry: entry["scheme"].update(weights="int4_g33"), ["int4_g33"]),
         (lambda entry: entry["scheme"].update(bits=4), ["bits"]),
         (lambda entry: entry["scheme"].update(weights="int8"), ["q_proj", "codes"]),

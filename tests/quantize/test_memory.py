@@ -18,7 +18,9 @@ from diffbit.formats import parse_format
 from diffbit.io import resources
 from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, Decoder, ModelConfig
-from diffbit.quantize import Scheme, memory, parse_recipe, quantize_checkpoint, quantize_demand
+from diffbit.quantize import Scheme, memory, quantize_checkpoint
+from diffbit.quantize.memory import quantize_demand
+from diffbit.quantize.methods import parse_recipe
 from diffbit.quantize.resume import Unfinished
 
 from .. import forks

@@ -9,7 +9,8 @@ import pytest
 from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.models import ModelConfig
-from diffbit.quantize import AttentionScheme, Scheme, linear_shapes, parse_override, sizes
+from diffbit.quantize import AttentionScheme, Scheme, linear_shapes, sizes
+from diffbit.quantize.scheme import parse_override
 
 INT4, INT8 = parse_format("int4_g32"), parse_format("int8")
 CONFIG = ModelConfig.uniform(

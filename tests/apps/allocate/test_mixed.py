@@ -23,9 +23,10 @@ from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.io.files import parse_size
 from diffbit.models import Decoder, ModelConfig
-from diffbit.quantize import Scheme, apply, linear_shapes, quantize_checkpoint, rtn
-from diffbit.quantize.calibration.tokens import Tokens
+from diffbit.quantize import Scheme, apply, linear_shapes, quantize_checkpoint
+from diffbit.quantize.calibration import Tokens
 from diffbit.quantize.methods import Method, Recipe, find
+from diffbit.quantize.methods.rtn import quantize as rtn
 from diffbit.runtime import Artifact, verify
 
 from ...configs import resized

@@ -14,7 +14,8 @@ from diffbit.cli.app import main
 from diffbit.export import export_artifact
 from diffbit.formats import parse_format
 from diffbit.models import Checkpoint
-from diffbit.quantize import Scheme, parse_recipe, read_scheme
+from diffbit.quantize import Scheme, read_scheme
+from diffbit.quantize.methods import parse_recipe
 
 
 def size(folder: Path) -> int:
