@@ -12,7 +12,7 @@ from .checkpoint import load, load_block, quantize_checkpoint, save
 from .layerwise import apply
 from .layouts import Weights, read_scheme, read_weight
 from .model import as_exported, quant_linear
-from .report import Report, sizes
+from .report import Report, Sizes, WeightReport, sizes
 from .scheme import (
     EMBEDDING_MODULE,
     HEAD_MODULE,
@@ -34,6 +34,8 @@ __all__ = [
     "AttentionScheme",
     "Report",
     "Scheme",
+    "Sizes",
+    "WeightReport",
     "Weights",
     "apply",
     "as_exported",
