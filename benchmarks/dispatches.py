@@ -165,8 +165,9 @@ def write_artifact(folder: Path, variant: str, weights: str, target: str, shape:
     import torch
 
     from diffbit.export import export_artifact
+    from diffbit.formats import parse_format
     from diffbit.models import Decoder, ModelConfig, save
-    from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
+    from diffbit.quantize import Scheme, quantize_checkpoint
 
     heads = (shape.sub_heads, shape.kv_sub_heads)  # so that all have as many softmaxes, and caches of one size
     if variant != "softmax":

@@ -22,7 +22,7 @@ from clock import Call
 from torch import Tensor
 
 from diffbit.ops import int4_matmul, kv_cache, ternary_matmul
-from diffbit.runtime import cuda
+from tests.native import cuda
 
 TYPES = {torch.float32: cuda.FLOAT32, torch.float16: cuda.FLOAT16, torch.bfloat16: cuda.BFLOAT16}
 BITS = {"bf16": 16, "int8": 8, "int4": 4}  # of the kinds of cache
@@ -291,5 +291,5 @@ class Weights:
             packed, scale = (tensor.cpu() for tensor in weight)
             return ternary_matmul.reference(x, packed.unflatten(0, (-1, TILE))[tiles].flatten(0, 1), scale)
         codes, scales, zeros, factor = (tensor.cpu() for tensor in weight)
-        packed = int4_matmul.Packed(codes[tiles], scales[tiles], zeros)
+        packed = int4_matmul.TiledWeight(codes[tiles], scales[tiles], zeros)
         return int4_matmul.reference(x, packed, factor, len(tiles) * TILE, GROUP)

@@ -1,6 +1,6 @@
 """The timed parts of gpu.py but `model`: a process that measures a part's cases one after the other.
 
-    python benchmarks/gpu_parts.py PART LIBRARY --first 3 --without '{"two calls: SDPA cudnn": "hung"}'
+    PYTHONPATH=. python benchmarks/gpu_parts.py PART LIBRARY --first 3 --without '{"two calls: SDPA cudnn": "hung"}'
 
 gpu.py starts it, reads its lines, and starts it again behind a case, or without a contender, that broke it. What a
 kernel of ours computes is held against float64 before it is timed, and what is wrong is not timed. `bound`: the time
@@ -31,7 +31,7 @@ from gpu_ops import Layer, Weights, flops
 from gpu_peers import FOUR, TWO
 from report import Row, judged, say, targets
 
-from diffbit.runtime import cuda
+from tests.native import cuda
 
 Case = tuple[int, ...]
 OURS, COPY, PRODUCT, LAYERS, FLEX = "diffbit", "copy", "product", "layers", "flex_attention"
@@ -424,7 +424,7 @@ def main() -> None:
 def interpreted() -> Iterator[None]:
     """Triton's kernels run on the CPU."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from tests.models import interpreter
+    from tests.apps.train import interpreter
 
     with interpreter.bfloat16():
         yield

@@ -23,10 +23,10 @@ depends on the document alone, so it is the same on every machine and in every o
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import sysconfig
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -34,6 +34,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..io.errors import DiffbitError, MissingDependency
+from ..io.fields import read
+from ..io.files import parse_json
 from .mix import Render, mix
 
 Split = Literal["train", "calib", "eval"]
@@ -180,11 +182,11 @@ def _path(path: Path, field: str) -> Iterator[str]:
 
 def _walk(root: Path, suffixes: tuple[str, ...], skipped: Callable[[str], bool]) -> Iterator[Path]:
     """Files below `root` with one of the suffixes, sorted by relative POSIX path. Does not follow links to folders."""
-    found = []
+    paths: list[Path] = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not skipped(name)]
-        found += [Path(folder, name) for name in files if name.lower().endswith(suffixes) and not skipped(name)]
-    yield from sorted(found, key=lambda path: path.relative_to(root).as_posix())
+        paths += [Path(folder, name) for name in files if name.lower().endswith(suffixes) and not skipped(name)]
+    yield from sorted(paths, key=lambda path: path.relative_to(root).as_posix())
 
 
 def _decode(path: Path) -> str:
@@ -202,17 +204,11 @@ def _jsonl(path: Path, field: str) -> Iterator[str]:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
-                try:
-                    row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-                except UnicodeDecodeError:
-                    raise DiffbitError(f"{path}: line {number} is not UTF-8; convert the file") from None
-                except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
-                    raise DiffbitError(f"{path}: line {number} is not valid JSON ({error})") from None
-                if not isinstance(row, dict):
-                    raise DiffbitError(f"{path}: line {number} holds a {type(row).__name__}, wanted an object")
+                place = f"{path}: line {number}"
+                row = parse_json(line.removeprefix(BOM_UTF8) if number == 1 else line, place)
                 if field not in row:
-                    raise _no_field(f"{path}: line {number}", field, row)
-                yield _text(row[field], f"{path}: line {number}", field)
+                    raise _no_field(place, field, row)
+                yield _text(row[field], f"{place}: {field}")
     except OSError as error:
         raise DiffbitError(f"{path}: cannot be read ({error.strerror})") from None
 
@@ -229,17 +225,13 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
                 raise _no_field(str(path), column, file.schema_arrow.names)
             batches = file.iter_batches(columns=[column], batch_size=1024)
             for row, value in enumerate(value for batch in batches for value in batch.column(0)):
-                yield _text(value.as_py(), f"{path}: row {row}", column)
+                yield _text(value.as_py(), f"{path}: row {row}: {column}")
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DiffbitError(f"{path}: is not a readable parquet file ({_first_line(error)})") from None
 
 
-def _text(value: object, where: str, field: str) -> str:
-    if value is None:
-        return ""  # counted as an empty document
-    if not isinstance(value, str):
-        raise DiffbitError(f"{where}: field {field!r} holds a {type(value).__name__}, wanted text")
-    return value
+def _text(value: object, place: str) -> str:
+    return read(str | None, value, place) or ""  # null is counted as an empty document
 
 
 def _no_field(where: str, field: str, fields: Iterable[str]) -> DiffbitError:
@@ -294,7 +286,7 @@ def _hugging_face(source: str, split: str, field: str, *, streaming: bool) -> tu
 def _rows(dataset: Any, field: str, source: str) -> Iterator[Keyed]:
     try:
         for number, row in enumerate(dataset.select_columns([field])):
-            text = _text(row[field], f"{source}: row {number}", field)
+            text = _text(row[field], f"{source}: row {number}: {field}")
             yield text, text
     except DiffbitError:
         raise

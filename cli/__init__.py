@@ -6,8 +6,9 @@ so `diffbit run` needs no torch. Commands of apps live with them (apps/NAME/comm
 
     app.py      the application, its commands, and `main`
     options.py  options that several commands share, and the functions that read their values
+    scheme_options.py   those that say how to quantize; apps import them from there
     output.py   tables, JSON, remarks, errors
-    train.py, quantize.py, ...  one command each, with its EXAMPLES
+    quantize.py, run.py, ...  one command each, with its EXAMPLES
 """
 
 from .options import (
@@ -25,6 +26,8 @@ from .options import (
     TorchDevice,
     as_artifacts,
     completion,
+    dtype_for,
+    of_formats,
     read_windows,
     torch_device,
     with_settings,
@@ -48,7 +51,9 @@ __all__ = [
     "TorchDevice",
     "as_artifacts",
     "completion",
+    "dtype_for",
     "json_of",
+    "of_formats",
     "print_json",
     "print_table",
     "read_windows",

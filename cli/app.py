@@ -22,7 +22,7 @@ from ..io.errors import DiffbitError, MissingDependency
 from ..io.hub import download, is_hub_name
 from ..io.processes import leave, speaks
 from ..version import __version__
-from . import bench, chat, export, plan, quantize, run, verify
+from . import bench, chat, export, quantize, run, verify
 from .output import print_error
 
 LAB_PACKAGES = {
@@ -34,14 +34,14 @@ MORE = "More options"
 app = typer.Typer(name="diffbit", no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_given: bool) -> None:
+    if is_given:
         print(__version__)
         raise typer.Exit
 
 
-def _show_library(wanted: bool) -> None:
-    if wanted:
+def _show_library(is_given: bool) -> None:
+    if is_given:
         from ..runtime.native import library
 
         if (path := library()) is None:
@@ -134,7 +134,7 @@ def _add(module: ModuleType, name: str, examples: Iterable[str]) -> None:
     app.command(cls=Command, short_help=summary, epilog=f"Examples:\n\n{lines}")(command)
 
 
-for _module in (plan, quantize, export, verify, run, chat, bench):
+for _module in (quantize, export, verify, run, chat, bench):
     _add(_module, _module.__name__.rpartition(".")[2], _module.EXAMPLES)
 for _name in plugins.names("diffbit.apps"):
     if find_spec(_file := f"diffbit.apps.{_name}.command") is not None:  # else it has no command

@@ -83,16 +83,9 @@ def export(
         export_checkpoint(checkpoint, output, format, tokenizer=tokenizer, overwrite=overwrite)
         return _print_files(output, as_json)
     export_artifact(
-        checkpoint,
-        output,
-        dtype=dtype or dtype_for(target),
-        target=target,
-        context_length=context_length,
-        tokenizer=tokenizer,
-        library=library,
-        layout=layout,
-        overwrite=overwrite,
-    )
+        checkpoint, output, dtype=dtype or dtype_for(target), target=target, context_length=context_length,
+        tokenizer=tokenizer, library=library, layout=layout, overwrite=overwrite,
+    )  # fmt: skip
     manifest = read_json(output / "diffbit.json")
     if not (output / "genai_config.json").exists():
         remark(

@@ -6,11 +6,11 @@ import dataclasses
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -61,13 +61,16 @@ Length = Annotated[
 
 
 def with_settings(
-    kind: type, parameter: str, of_model: bool = False
+    kind: type, parameter: str, of_model: bool = False, without: Collection[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator of a command: replaces its parameter, of a dataclass of settings.py, by an option for each field.
+    """Decorator of a command: replaces its parameter, of a dataclass of options, by an option for each field, whose
+    help is in the field's metadata (settings.py) or annotation (scheme_options.py).
 
-    of_model: the command gets a dictionary of what was given; the model has settings for the rest.
+    of_model: the command gets a dictionary of what was given; the model has settings for the rest. without: fields that
+    keep their defaults.
     """
-    options = {option.metadata.get("flag", option.name): option for option in dataclasses.fields(kind)}
+    fields = [field for field in dataclasses.fields(kind) if field.name not in without]
+    options = {field.metadata.get("flag", field.name): field for field in fields}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
@@ -79,7 +82,7 @@ def with_settings(
 
         parameters: list[inspect.Parameter] = []
         for one in signature.parameters.values():
-            added = [_parameter(name, option, of_model) for name, option in options.items()]
+            added = [_parameter(name, option, kind, of_model) for name, option in options.items()]
             parameters += added if one.name == parameter else [one]
         run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -89,8 +92,13 @@ def with_settings(
     return decorate
 
 
-def _parameter(name: str, option: dataclasses.Field[Any], of_model: bool) -> inspect.Parameter:
-    """The parameter for a field of settings."""
+def _parameter(name: str, option: dataclasses.Field[Any], owner: type, of_model: bool) -> inspect.Parameter:
+    """The parameter for a field of the dataclass `owner`."""
+    if "help" not in option.metadata:
+        annotation = get_type_hints(owner, include_extras=True)[option.name]
+        return inspect.Parameter(
+            name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=option.default, annotation=annotation
+        )
     kind: Any = type(option.default) if option.default not in (dataclasses.MISSING, None) else int
     default, metavar = option.default, None
     if "flag" in option.metadata:
@@ -117,14 +125,14 @@ def _read(option: dataclasses.Field[Any], value: Any) -> Any:
 
 def _biases(texts: Sequence[str]) -> dict[int, float]:
     """Read ID=BIAS, ..."""
-    found = {}
+    biases = {}
     for text in texts:
         token, _, bias = text.partition("=")
         try:
-            found[int(token)] = float(bias)
+            biases[int(token)] = float(bias)
         except ValueError:
             raise DiffbitError(f"--logit-bias is {text!r}, wanted ID=BIAS, such as 42=-5") from None
-    return found
+    return biases
 
 
 def completion(names: Callable[[], Iterable[str]], joined_by: str = " ") -> Callable[[str], list[str]]:
@@ -228,10 +236,10 @@ def as_artifacts(paths: Sequence[Path], device: str) -> Iterator[list[Path]]:
 
     target = device_of(device).target
     with TemporaryDirectory(prefix="diffbit-") as folder:
-        found = []
+        artifacts = []
         for index, path in enumerate(paths):
             if (path / MANIFEST).is_file() or not (any(path.glob("*.safetensors")) or find_gguf(path)):
-                found.append(path)  # any other folder raises an error when it is opened
+                artifacts.append(path)  # any other folder raises an error when it is opened
                 continue
             try:
                 from ..export import export_artifact
@@ -245,5 +253,5 @@ def as_artifacts(paths: Sequence[Path], device: str) -> Iterator[list[Path]]:
             export_artifact(path, artifact, dtype=dtype_for(target), target=target)
             command = f"diffbit export {path} -o FOLDER{'' if target == 'cpu' else f' --target {target}'}"
             remark(f"{path}: exported to a temporary folder; to keep the artifact: {command}")
-            found.append(artifact)
-        yield found
+            artifacts.append(artifact)
+        yield artifacts

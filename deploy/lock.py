@@ -6,6 +6,7 @@ locks/pip.txt        pip, and what builds packages that have no wheel
 locks/python.txt     what `make .venv/.develop` installs, but torch, whose file depends on the index
 locks/arm64.txt      for the emulated ARM Python of tests/native/arm64.sh
 locks/ortmodel.txt   for tests/apps/hub/test_ortmodel.py
+locks/openvino.txt   for tests/runtime/test_devices.py: another ONNX Runtime, which lies in a folder of its own
 """
 
 from __future__ import annotations
@@ -45,3 +46,4 @@ if __name__ == "__main__":
     for name, arguments in LISTS.items():
         lock(name, "--constraint", "constraints.txt", *arguments)
     lock("ortmodel", *ORTMODEL)
+    lock("openvino", "--no-deps", "onnxruntime-openvino==1.24.1")

@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from .io.errors import DiffbitError, how_to_install
+from .io.errors import how_to_install
+from .io.fields import Rule, read
 
 ELSE = "pip uninstall onnxruntime, then pip install"  # a package that contains another ONNX Runtime
 
@@ -66,13 +67,17 @@ DEVICES = {device.name: device for device in _DEVICES}
 ANY = "provider:"  # and the name of an execution provider
 
 
+DeviceName = Annotated[
+    str,
+    Rule(f"one of {', '.join(DEVICES)}, {ANY}NAME", lambda name: name in DEVICES or re.fullmatch(rf"{ANY}\w+", name)),
+]
+
+
 def device_of(name: str) -> Device:
     """The device that a user names. Raises DiffbitError for another name."""
+    read(DeviceName, name, "device")
     if name in DEVICES:
         return DEVICES[name]
-    other = name.removeprefix(ANY)
-    if other == name or not re.fullmatch(r"\w+", other):
-        raise DiffbitError(f"device {name!r} is unknown; choose one of {', '.join(DEVICES)}, {ANY}NAME")
-    other = other.removesuffix("ExecutionProvider")
+    other = name.removeprefix(ANY).removesuffix("ExecutionProvider")
     install = f"install a package of ONNX Runtime that has it, or its plugin onnxruntime-ep-{other.lower()}"
     return Device(name, f"{other}ExecutionProvider", install, f"onnxruntime_ep_{other.lower()}", overrides=False)

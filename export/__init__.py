@@ -5,10 +5,9 @@ reference_model("model-int4")                        # what its logits are compa
 export_checkpoint("model-int4", "model-gptq", "gptq")     # a checkpoint that transformers and vLLM read
 """
 
-from .artifact import export_artifact
+from .artifact import export_artifact, export_demand
 from .check import compare_greedy_tokens, compare_with_checkpoint
 from .checkpoint import export_checkpoint
-from .demand import overhead
 from .reference import reference_model
 
 __all__ = [
@@ -16,6 +15,6 @@ __all__ = [
     "compare_with_checkpoint",
     "export_artifact",
     "export_checkpoint",
-    "overhead",
+    "export_demand",
     "reference_model",
 ]

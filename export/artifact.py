@@ -14,23 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..formats.base import LARGE
 from ..io import files
 from ..io.errors import DiffbitError
 from ..io.progress import track
+from ..io.resources import require
 from ..io.tokenizer_files import open_tokenizer, tokenizer_files
 from ..models import Checkpoint, ModelConfig
+from ..models.checkpoint.names import EMBEDDING, HEAD
 from ..models.families import loader_config
 from ..ops.cache import CacheSpec
 from ..ops.kv_cache import BLOCK
-from ..quantize import AttentionScheme, read_scheme
+from ..quantize import AttentionScheme, Scheme, read_scheme, sizes
 from ..quantize.cache import cache_spec
+from ..quantize.forecast import SLACK, Demand
+from ..quantize.sizes import TensorSize
 from ..runtime.artifact import MANIFEST, ONNX, TARGETS, TOKENIZER, VERSION, manifest_sha256
 from ..runtime.native import library as native_library
 from ..runtime.sampler import GENERATION
 from ..settings import OF_MODEL
 from ..version import __version__
 from .decoder import DecoderGraph
-from .demand import export_demand
 from .graph import DATA, FLOATS, MODEL, TRANSFORMERS_JS_DATA
 from .parts import parts
 from .reference import Stream, check_scheme
@@ -81,11 +85,7 @@ def export_artifact(
     files.check_apart(out, source.path, *([] if tokenizer is None else [tokenizer]))
     config = source.config
     check_scheme(source, target)
-    length = config.max_position if context_length is None else context_length
-    if not 1 <= length <= config.max_position:
-        raise DiffbitError(
-            f"context_length is {length}, wanted 1 to {config.max_position}, the positions that {source.path} has"
-        )
+    length = _context_length(source, context_length)
     _check_tokens(source)
     beside = _tokenizer_files(source, tokenizer)
     scheme = read_scheme(source)
@@ -101,7 +101,7 @@ def export_artifact(
     js = _for_transformers_js(layout, cache)
     prompt = golden_prompt(config, length, attention)
     kind = dtype, source.quantization is not None and not webgpu
-    export_demand(source, dtype).check(out, f"exporting {source.path}")
+    require(f"exporting {source.path}", *export_demand(source, scheme, dtype), out)
     with files.new_folder(out := Path(out), overwrite=overwrite) as folder:
         where, data = (folder / ONNX, TRANSFORMERS_JS_DATA) if js else (folder, DATA)
         where.mkdir(exist_ok=True)
@@ -130,10 +130,28 @@ def export_artifact(
             "files": _hashed(folder),
             "golden": _golden(prompt, logits, LEAST_TOLERANCE[kind]),
         }
-        manifest["parts"] = parts(folder, manifest["files"], config, scheme)
+        manifest["parts"] = [asdict(part) for part in parts(folder, manifest["files"], config, scheme)]
         manifest["sha256"] = manifest_sha256(manifest)
         files.write_json(folder / MANIFEST, manifest)
     return out
+
+
+def export_demand(checkpoint: Checkpoint, scheme: Scheme | None, dtype: str = "fp32") -> Demand:
+    """Return what `export_artifact` takes at most, from shapes alone. The largest table or layer determines the memory:
+    a float matrix in fp32, twice, and transposed for MatMul; a quantized one as codes, and packed. The golden prompt
+    multiplies the head some rows at a time."""
+
+    def nbytes(tensor: TensorSize) -> int:
+        if tensor.format is not None:
+            is_head = tensor.is_multiplied and tensor.name in (EMBEDDING, HEAD)
+            return 2 * tensor.weights + (4 * min(tensor.weights, LARGE) if is_head else 0)
+        if tensor.name == EMBEDDING:
+            return tensor.checkpoint_bytes + (tensor.device_bytes if tensor.device_width > 2 else 0)
+        return 12 * tensor.weights
+
+    table = sizes(checkpoint.config, scheme, dtype, getattr(torch, checkpoint.dtype))
+    memory = max(sum(map(nbytes, tensors)) for tensors in table.layers())
+    return Demand(memory + min(SLACK, memory), table.nbytes)
 
 
 def _for_transformers_js(layout: str, cache: CacheSpec) -> bool:
@@ -202,18 +220,18 @@ def _write_graph(graph: DecoderGraph, stream: Stream, path: Path) -> Tensor:
 def _tokenizer_files(source: Checkpoint, given: str | Path | None) -> dict[str, bytes]:
     """tokenizer.json and the files beside it, without generation_config.json, which an artifact writes anew."""
     if given is None:
-        path, found = source.path, source.tokenizer_files
-        if TOKENIZER not in found:
+        path, by_name = source.path, source.tokenizer_files
+        if TOKENIZER not in by_name:
             raise DiffbitError(
                 f"{path}: holds no {TOKENIZER}, which a model needs on a device; pass one with --tokenizer"
             )
     else:
         path = Path(given)
-        found = tokenizer_files(path)
-        if TOKENIZER not in found:
+        by_name = tokenizer_files(path)
+        if TOKENIZER not in by_name:
             raise DiffbitError(f"{given}: is not a {TOKENIZER}, nor a folder or GGUF file that holds one")
-    open_tokenizer(found[TOKENIZER], path)
-    return {name: data for name, data in found.items() if name != GENERATION}
+    open_tokenizer(by_name[TOKENIZER], path)
+    return {name: data for name, data in by_name.items() if name != GENERATION}
 
 
 def _loader(config: ModelConfig, dtype: str, context_length: int, cache: CacheSpec) -> dict[str, Any]:
@@ -235,8 +253,8 @@ def _write_configs(
         hf["transformers.js_config"] = {"dtype": "fp32", "use_external_data_format": js_files}
     files.write_json(folder / "config.json", hf)
     tokens = {name: hf[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hf[name] is not None}
-    own = files.parse_json(source.tokenizer_files.get(GENERATION, b"{}"), source.path / GENERATION)
-    sampling = {name: own[name] for name in OF_MODEL if own.get(name) is not None}
+    settings = files.parse_json(source.tokenizer_files.get(GENERATION, b"{}"), source.path / GENERATION)
+    sampling = {name: settings[name] for name in OF_MODEL if settings.get(name) is not None}
     files.write_json(folder / GENERATION, tokens | sampling)
     if not (folder / "tokenizer_config.json").exists():
         files.write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
@@ -247,6 +265,14 @@ def _readable_by_others(cache: CacheSpec) -> bool:
     grows with the tokens."""
     plain = all({buffer.name for buffer in layer} == {"key", "value"} for layer in cache.layers)
     return plain and all(buffer.grows for buffer in cache.buffers.values())
+
+
+def _context_length(source: Checkpoint, wanted: int | None) -> int:
+    most = source.config.max_position
+    length = most if wanted is None else wanted
+    if not 1 <= length <= most:
+        raise DiffbitError(f"context_length is {length}, wanted 1 to {most}, the positions that {source.path} has")
+    return length
 
 
 def _check_tokens(source: Checkpoint) -> None:
@@ -261,12 +287,12 @@ def _check_tokens(source: Checkpoint) -> None:
 
 def _library(cache: CacheSpec) -> Path:
     """The native library, for onnxruntime-genai."""
-    found = native_library()
-    if found is None:
+    library = native_library()
+    if library is None:
         raise DiffbitError("this installation has no native library to put into the artifact; it needs a C++ compiler")
     if not _readable_by_others(cache):
         raise DiffbitError("onnxruntime-genai cannot run this model, so it has no use for the library; leave it out")
-    return found
+    return library
 
 
 def _genai(

@@ -17,7 +17,7 @@ from ..io.progress import track
 from ..models import Checkpoint, CheckpointWriter
 from ..models.checkpoint.names import shapes
 from ..quantize import Scheme
-from ..quantize.demand import in_shards
+from ..quantize.forecast import in_shards
 from ..quantize.layouts import Weights, layouts
 
 

@@ -38,8 +38,8 @@ from ..ops import diff_attention, float_matmul
 from ..ops.cache import Buffer, CacheSpec, tokens_each
 from ..ops.diff_attention_body import END
 from ..ops.kv_cache import BLOCK
-from ..quantize import AttentionScheme
-from ..quantize.cache import is_low_bit, operator
+from ..quantize import AttentionScheme, is_low_bit
+from ..quantize.cache import operator
 from ..runtime.session import LOGITS_FROM
 from .graph import DATA, Graph
 

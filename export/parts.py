@@ -21,14 +21,13 @@ checked: 8 * bytes / weights is 2 for ternary codes, without padding.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
 
 import onnx_ir as ir
 
 from ..models import ModelConfig
-from ..quantize import Scheme, weight_shapes
+from ..quantize import Scheme, sizes
 from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE
 from ..runtime.artifact import Part
 from .graph import DATA, MODEL, TRANSFORMERS_JS_DATA
@@ -52,12 +51,12 @@ FILES = {"tokenizer": "tokenizer", "special_tokens": "tokenizer", "chat_template
 
 def parts(folder: Path, files: Iterable[str], config: ModelConfig, scheme: Scheme | None) -> list[Part]:
     """Return the parts of the named files of an artifact's folder, largest first."""
-    shapes, formats = weight_shapes(config), {} if scheme is None else scheme.formats(config)
-    found: dict[str, tuple[int, int]] = {}
+    tensors = {tensor.module: tensor for tensor in sizes(config, scheme).tensors}
+    sums: dict[str, tuple[int, int]] = {}
 
     def add(part: str, nbytes: int, count: int = 0) -> None:
-        before = found.get(part, (0, 0))
-        found[part] = before[0] + nbytes, before[1] + count
+        before = sums.get(part, (0, 0))
+        sums[part] = before[0] + nbytes, before[1] + count
 
     for name in files:
         size = (folder / name).stat().st_size
@@ -74,15 +73,16 @@ def parts(folder: Path, files: Iterable[str], config: ModelConfig, scheme: Schem
             continue
         if name.endswith(".codes"):
             scope, _, names = name.removesuffix(".codes").rpartition(".")
-            modules = [f"{scope}.{each}" if scope else each for each in names.split("+")]  # Graph.linears
-            modules = [module if module in shapes else f"model.{module}" for module in modules]
-            format, count = formats[modules[0]], sum(math.prod(shapes[module]) for module in modules)
-            part, nbytes = f"{TABLES.get(modules[0], '')}{format} codes", -(-count * format.device_bits // 8)
+            modules = [f"{scope}.{last}" if scope else last for last in names.split("+")]  # Graph.linears
+            stacked = [tensors.get(module) or tensors[f"model.{module}"] for module in modules]
+            format, count = stacked[0].format, sum(tensor.weights for tensor in stacked)
+            assert format is not None
+            part, nbytes = f"{TABLES.get(stacked[0].module, '')}{format} codes", -(-count * format.device_bits // 8)
         else:
             part, count, nbytes = NAMED[next(filter(name.endswith, NAMED))], tensor.size, tensor.nbytes
         if part.startswith("embedding") and len(value.consumers()) > 1:
             part = part.replace("embedding", "embedding, head")
         add(part, nbytes, count)
         add("padding", -nbytes)
-    rows = [Part(name=name, bytes=nbytes, weights=count or None) for name, (nbytes, count) in found.items()]
-    return sorted(rows, key=lambda part: -part["bytes"])
+    rows = [Part(name=name, bytes=nbytes, weights=count or None) for name, (nbytes, count) in sums.items()]
+    return sorted(rows, key=lambda part: -part.bytes)

@@ -17,8 +17,8 @@ from ..io.errors import DiffbitError
 from ..models import Block, Checkpoint, Decoder, rope_for
 from ..models.checkpoint.names import EMBEDDING, HEAD
 from ..models.layers.state import Carried
-from ..quantize import Scheme, Weights, load, load_block, read_scheme
-from ..quantize.model import as_exported, assemble
+from ..quantize import Scheme, Weights, as_exported, load, load_block, read_scheme
+from ..quantize.model import assemble
 from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE
 
 COPIES = 3

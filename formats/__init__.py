@@ -25,7 +25,14 @@ from .integer import GROUP_SIZES, IntFormat
 from .linear import QuantEmbedding, QuantLinear
 from .mx import MXFormat
 from .packing import pack_bits, row_bytes, unpack_bits
-from .rounding import Rounding, quantize_per_block_int8, quantize_per_token_int8, rounded_input, spread
+from .rounding import (
+    Rounding,
+    quantize_per_block_int8,
+    quantize_per_token_int8,
+    rounded_input,
+    spread,
+    straight_through,
+)
 from .ternary import TernaryFormat
 
 KINDS: tuple[ModuleType, ...] = tuple(
@@ -55,6 +62,7 @@ __all__ = [
     "row_blocks",
     "row_bytes",
     "spread",
+    "straight_through",
     "unpack_bits",
 ]
 

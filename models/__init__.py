@@ -11,7 +11,7 @@ block = models.load_block(checkpoint, 0)
 from .cache import KVCache
 from .checkpoint.read import Checkpoint, load, load_block
 from .checkpoint.write import CheckpointWriter, save
-from .config import LayerSpec, ModelConfig, attention_options, variants
+from .config import LayerSpec, ModelConfig, NumLayers, attention_options, variants
 from .decoder import Block, Decoder, num_parameters, rope_for, rope_tables
 from .layers.masks import causal_mask
 from .layers.rope import RopeScaling
@@ -26,6 +26,7 @@ __all__ = [
     "LayerCache",
     "LayerSpec",
     "ModelConfig",
+    "NumLayers",
     "RopeScaling",
     "attention_options",
     "causal_mask",

@@ -16,24 +16,25 @@ format (models/families/ converts):
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Annotated, Any
 
 from ..io import plugins
 from ..io.errors import DiffbitError
+from ..io.fields import Count, Positive, bounds, check, of_length, one_of, read
 from .attention import AttentionOptions
-from .checks import check_count, check_flag, check_positive
 from .layers.norm import NORMS, LayerNorm, RMSNorm
 from .layers.rope import RopeScaling, scaling_from
-from .lookup import options_class
+from .lookup import options_class, read_options
 from .mixers import MixerOptions, Symmetries
 from .mlp import MLPOptions
 
 PLACES = ("before", "after", "around")  # of a layer's norms
-SIZES = ("vocab_size", "hidden_size", "max_position")
+MOST_LAYERS = 1 << 10  # this and other limits: far above any real model, but low enough to catch a damaged config.json
+NumLayers = Annotated[int, bounds(1, MOST_LAYERS)]
 ATTENTION, MIXERS, MLP = (f"{__package__}.{folder}" for folder in ("attention", "mixers", "mlp"))  # io/plugins.py
-T = TypeVar("T")
 
 
 def variants() -> tuple[str, ...]:
@@ -54,38 +55,25 @@ class LayerSpec:
     or "around" them, x + norm(mixer(norm(x))) (Gemma 3).
     """
 
-    mixer: MixerOptions
-    mlp: MLPOptions
+    mixer: Annotated[MixerOptions, partial(read_options, (ATTENTION, MIXERS))]
+    mlp: Annotated[MLPOptions, partial(read_options, (MLP,))]
     sub_norms: bool = False
-    norms: str = "before"
+    norms: Annotated[str, one_of(*PLACES)] = "before"
 
     def __post_init__(self) -> None:
-        check_flag("sub_norms", self.sub_norms)
-        if self.norms not in PLACES:
-            raise DiffbitError(f"norms is {self.norms!r}, wanted one of {', '.join(PLACES)}")
+        check(self)
 
     def symmetries(self) -> Symmetries:
         """The mixer's symmetries, without those that norms break: a norm after the heads those of the values, a norm of
         queries and keys theirs, because its weight differs between the two rows of a pair."""
-        found = self.mixer.symmetries()
+        symmetries = self.mixer.symmetries()
         if isinstance(self.mixer, AttentionOptions) and self.mixer.qk_norm_eps:
-            found = replace(found, key_of=())
-        return replace(found, value_width=0, value_scales=False) if self.sub_norms else found
+            symmetries = replace(symmetries, key_of=())
+        return replace(symmetries, value_width=0, value_scales=False) if self.sub_norms else symmetries
 
     def to_dict(self) -> dict[str, Any]:
         parts = {name: {"name": part.name} | asdict(part) for name, part in (("mixer", self.mixer), ("mlp", self.mlp))}
         return parts | {"sub_norms": self.sub_norms, "norms": self.norms}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> LayerSpec:
-        values = _known(values, cls, "layer")
-        for part, folders in (("mixer", (ATTENTION, MIXERS)), ("mlp", (MLP,))):
-            if not isinstance(values.get(part), dict) or not isinstance(values[part].get("name"), str):
-                raise DiffbitError(f"layer: {part} is {values.get(part)!r}, wanted an object with a name")
-            found = options_class(part, values[part]["name"], *folders)
-            given = {name: value for name, value in values[part].items() if name != "name"}
-            values[part] = _made(found, _known(given, found, part), part)
-        return _made(cls, values, "layer")
 
 
 @dataclass(frozen=True)
@@ -93,30 +81,24 @@ class ModelConfig:
     """A decoder of such layers, whose norms are "rms" or "layer". local_rope_theta: of layers with `local_rope`, whose
     angles have no rope_scaling; None: there are none."""
 
-    vocab_size: int
-    hidden_size: int
-    layers: tuple[LayerSpec, ...]
-    max_position: int = 2048
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    local_rope_theta: float | None = None
-    norm: str = "rms"
-    norm_eps: float = 1e-5
+    vocab_size: Annotated[int, bounds(1, 1 << 24)]
+    hidden_size: Annotated[int, bounds(1, 1 << 20)]
+    layers: Annotated[tuple[LayerSpec, ...], of_length(1, MOST_LAYERS)]
+    max_position: Count = 2048
+    rope_theta: Positive = 10000.0
+    rope_scaling: Annotated[RopeScaling | None, scaling_from] = None
+    local_rope_theta: Positive | None = None
+    norm: Annotated[str, one_of(*NORMS)] = "rms"
+    norm_eps: Positive = 1e-5
     tie_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        for name in SIZES:
-            check_count(name, getattr(self, name))
-        check_count("num_layers", len(self.layers))
-        for name in ("rope_theta", "norm_eps", *(["local_rope_theta"] if self.local_rope_theta is not None else ())):
-            check_positive(name, getattr(self, name))
+        check(self)
         if self.local_rope_theta is None and any(layer.mixer.uses_local_rope for layer in self.layers):
             raise DiffbitError("layers have local_rope, but local_rope_theta is missing")
-        if self.norm not in NORMS:
-            raise DiffbitError(f"norm is {self.norm!r}, wanted one of {', '.join(NORMS)}")
         for index, layer in enumerate(self.layers):
             self._check_reader(index, layer.mixer)
         widths = {layer.mixer.rope_width for layer in self.layers} - {0}
@@ -154,25 +136,25 @@ class ModelConfig:
         norm_eps: for all norms, also those of heads, queries and keys. head_norm: False removes diff_v1's.
         lambda_bias: whether diff_v2's lambda has a bias. norms: as in LayerSpec.
         """
-        check_count("num_layers", num_layers)
+        read(NumLayers, num_layers, "num_layers")
         options = attention_options(attention)
         gated = options_class("mlp", mlp, MLP)(intermediate_size, bias=mlp_bias)
-        kept: dict[str, Any] = {"qkv_bias": qkv_bias, "o_bias": o_bias, "qk_norm_eps": norm_eps if qk_norm else 0.0}
-        kept["qk_norm_whole"] = qk_norm_whole
+        choices: dict[str, Any] = {"qkv_bias": qkv_bias, "o_bias": o_bias, "qk_norm_eps": norm_eps if qk_norm else 0.0}
+        choices["qk_norm_whole"] = qk_norm_whole
         names = {field.name for field in fields(options)}
         if "norm_eps" in names:
-            kept["norm_eps"] = norm_eps if head_norm else 0.0
+            choices["norm_eps"] = norm_eps if head_norm else 0.0
         if lambda_bias and "lambda_bias" not in names:
             raise DiffbitError(f"lambda_bias is true, but {attention} has no projection to lambda; only diff_v2 has")
-        kept |= {"lambda_bias": True} if lambda_bias else {}
-        layer = LayerSpec(options(num_heads, num_kv_heads, head_dim, **kept), gated, sub_norms, norms)
+        choices |= {"lambda_bias": True} if lambda_bias else {}
+        layer = LayerSpec(options(num_heads, num_kv_heads, head_dim, **choices), gated, sub_norms, norms)
         return cls(layers=(layer,) * num_layers, norm_eps=norm_eps, **others)
 
     def _check_reader(self, index: int, mixer: MixerOptions) -> None:
         if mixer.reads is None:
             return
-        if type(mixer.reads) is not int or not 0 <= mixer.reads < index:
-            raise DiffbitError(f"layer {index} reads from layer {mixer.reads!r}, wanted an earlier layer")
+        if not 0 <= mixer.reads < index:
+            raise DiffbitError(f"layer {index} reads from layer {mixer.reads}, wanted an earlier layer")
         giver = self.layers[mixer.reads].mixer
         if giver.reads is not None or giver.carried != mixer.carried:
             given = giver.carried if giver.reads is None else "nothing of its own"
@@ -232,37 +214,13 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values; `from_dict` is the inverse."""
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         scaling = None if self.rope_scaling is None else self.rope_scaling.to_dict()
         layers = [layer.to_dict() for layer in self.layers]
-        return own | {"layers": layers, "rope_scaling": scaling, "eos_token_ids": list(self.eos_token_ids)}
+        return values | {"layers": layers, "rope_scaling": scaling, "eos_token_ids": list(self.eos_token_ids)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
         """Invert `to_dict`; raises DiffbitError for an unknown or missing field."""
-        values = _known(values, cls, "model config")
-        if not isinstance(values.get("layers"), Sequence):
-            raise DiffbitError("model config: layers is missing, wanted a list of layers")
-        check_count("num_layers", len(values["layers"]))
-        values["layers"] = tuple(LayerSpec.from_dict(layer) for layer in values["layers"])
-        if values.get("rope_scaling") is not None:
-            values["rope_scaling"] = scaling_from(values["rope_scaling"])
-        values["eos_token_ids"] = tuple(values.get("eos_token_ids", ()))
-        return _made(cls, values, "model config")
-
-
-def _known(values: Mapping[str, Any], kind: type, what: str) -> dict[str, Any]:
-    """Return a copy of the values; raises DiffbitError if they are not an object or have an unknown field."""
-    if not isinstance(values, Mapping):
-        raise DiffbitError(f"{what} is {values!r}, wanted an object")
-    known = {field.name for field in fields(kind)}
-    if unknown := sorted(set(values) - known):
-        raise DiffbitError(f"{what}: unknown field {unknown[0]!r}; was it written by a newer version?")
-    return dict(values)
-
-
-def _made(kind: type[T], values: Mapping[str, Any], what: str) -> T:
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise DiffbitError(f"{what}: {error}") from None
+        config: ModelConfig = read(cls, values, "")
+        return config

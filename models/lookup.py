@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from ..io import plugins
 from ..io.errors import DiffbitError
+from ..io.fields import get, one_of, read
 
 
 def options_class(what: str, name: str, *folders: str) -> Any:
@@ -15,3 +17,12 @@ def options_class(what: str, name: str, *folders: str) -> Any:
             return plugins.load(folder, name).Options
     known = ", ".join(file for folder in folders for file in plugins.names(folder))
     raise DiffbitError(f"{what} is {name!r}, wanted one of {known}")
+
+
+def read_options(folders: tuple[str, ...], value: object, place: str) -> Any:
+    """Read options from an object, whose `name` is that of a file in one of the folders or added to it."""
+    values = dict(read(Mapping[str, Any], value, place))
+    known = [file for folder in folders for file in plugins.names(folder)]
+    name = get(values, "name", Annotated[str, one_of(*known)], place=place)
+    del values["name"]
+    return read(options_class("name", name, *folders), values, place)

@@ -11,13 +11,31 @@ fixed size n: entry i is stored at i mod n, written "tokens%n" or "tokens/32%n".
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
+from typing import Annotated
 
+from ..io.fields import Rule, of_length, one_of
 from .kv_cache import BLOCK, quantized_tokens
 
 TOKENS = "tokens"
 WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1}  # bytes of a buffer's numbers
 IN_PLACE = ("always", "native", "never")
+MAX_DIMENSIONS, MAX_BLOCK = 5, 1024
+_DIMENSION = re.compile(TOKENS + r"(/(?P<block>[0-9]{1,9}))?(%(?P<ring>[0-9]{1,9}))?")
+
+
+def _is_dimension(dim: int | str) -> bool:
+    if isinstance(dim, int):
+        return 1 <= dim < 1 << 31
+    match = _DIMENSION.fullmatch(dim)
+    return match is not None and 1 <= int(match["block"] or 1) <= MAX_BLOCK and int(match["ring"] or 1) >= 1
+
+
+BufferName = Annotated[str, Rule("lower-case letters, digits and _", re.compile(r"[a-z][a-z0-9_]{0,39}").fullmatch)]
+Dimension = Annotated[
+    int | str, Rule(f"a number above 0, '{TOKENS}', '{TOKENS}/32' or, of a ring, '{TOKENS}%512'", _is_dimension)
+]
 
 
 @dataclass(frozen=True)
@@ -28,10 +46,10 @@ class Buffer:
     native library runs the layer) or "never". If not, a growing present is longer than the past by the call's tokens.
     """
 
-    name: str
-    dtype: str  # a key of WIDTHS
-    shape: tuple[int | str, ...]
-    in_place: str = "never"
+    name: BufferName
+    dtype: Annotated[str, one_of(*WIDTHS)]
+    shape: Annotated[tuple[Dimension, ...], of_length(1, MAX_DIMENSIONS)]
+    in_place: Annotated[str, one_of(*IN_PLACE)] = "never"
 
     @property
     def multiple(self) -> int:

@@ -25,93 +25,49 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from . import schema
+from .body import Nodes, Value
+from .signature import Type
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 OP = schema.CAUSAL_CONV
 
-BODY = """
-{
-  zero = Constant <value_ints = [0]> ()
-  one = Constant <value_ints = [1]> ()
-  zero_0d = Constant <value_int = 0> ()
-  one_0d = Constant <value_int = 1> ()
-  last = Constant <value_ints = [2]> ()
-  batch = Shape <start = 0, end = 1> (x)
-  steps = Shape <start = 1, end = 2> (x)
-  channels = Shape <start = 2, end = 3> (x)
-  total = Shape <start = 1, end = 2> (attention_mask)
-  width = Shape <start = 0, end = 1> (weight)
-  kept = Sub (width, one)
-  length = Add (kept, steps)
 
-  x_f = Cast <to = 1> (x)
-  rows = Concat <axis = 1> (past_state, x_f)
-  flat_shape_0 = Mul (batch, length)
-  flat_shape = Concat <axis = 0> (flat_shape_0, channels)
-  flat = Reshape <allowzero = 1> (rows, flat_shape)
-  length_0d = Squeeze (length, zero)
-  batch_0d = Squeeze (batch, zero)
-  begins_flat = Range (zero_0d, batch_0d, one_0d)
-  begins_col = Unsqueeze (begins_flat, one)
-  begins = Mul (begins_col, length)
+def body(op: Nodes) -> tuple[Value, Value]:
+    x, weight, bias, attention_mask, past_state = op.inputs
+    batch, steps, width, total = x.size(0), x.size(1), weight.size(0), attention_mask.size(1)
+    kept, zero, one = width - 1, op.scalar(0), op.scalar(1)
+    length = kept + steps
 
-  # [B, K-1+S]: 1 where a row counts; its number among these, from 1; and the other way round, the row of each number
-  first = Sub (total, steps)
-  fresh = Slice (attention_mask, first, total, one)
-  past_shape = Concat <axis = 0> (batch, kept)
-  past_ones = Expand (one, past_shape)
-  counted = Concat <axis = 1> (past_ones, fresh)
-  numbers = CumSum (counted, one_0d)
-  places = Range (zero_0d, length_0d, one_0d)
-  counted_shape = Shape (counted)
-  all_places = Expand (places, counted_shape)
-  nowhere = Expand (length, counted_shape)
-  indices = Sub (numbers, one)
-  row_of = ScatterElements <axis = 1, reduction = "min"> (nowhere, indices, all_places)
+    def count(n: Value) -> Value:  # 0 .. n - 1
+        return op("Range", zero, n.squeeze(0), one)
 
-  own = Slice (numbers, kept, length, one)
-  oldest = Sub (own, width)
-  sum_shape = Shape (x)
-  before = Expand (bias, sum_shape)
-  width_0d = Squeeze (width, zero)
-  always = Constant <value = bool {1}> ()
-  sums = Loop (width_0d, always, before) <
-    body = tap (int64 k, bool go, float[b, s, c] sum) => (bool go_on, float[b, s, c] added) {
-      go_on = Identity (go)
-      number = Add (oldest, k)
-      number_of = Max (number, zero)
-      place = GatherElements <axis = 1> (row_of, number_of)
-      at = Add (place, begins)
-      row = Gather <axis = 0> (flat, at)
-      factor = Gather <axis = 0> (weight, k)
-      product = Mul (row, factor)
-      added = Add (sum, product)
-    }
-  >
-  sigmoid = Sigmoid (sums)
-  silu = Mul (sums, sigmoid)
-  silu_t = CastLike (silu, x)
-  real = Cast <to = 9> (fresh)
-  real_rows = Unsqueeze (real, last)
-  nothing_f = Constant <value_float = 0.0> ()
-  nothing = CastLike (nothing_f, x)
-  y = Where (real_rows, silu_t, nothing)
+    flat = op("Concat", past_state, x.cast(Type.FLOAT32), axis=1).view(batch * length, x.size(2))
+    begins = count(batch).unsqueeze(1) * length
 
-  end = Sub (length, one)
-  count = Slice (numbers, end, length, one)
-  begin = Sub (count, kept)
-  kept_0d = Squeeze (kept, zero)
-  each = Range (zero_0d, kept_0d, one_0d)
-  last_numbers = Add (begin, each)
-  last_places = GatherElements <axis = 1> (row_of, last_numbers)
-  last_at = Add (last_places, begins)
-  present_state = Gather <axis = 0> (flat, last_at)
-}
-"""
+    # [B, K-1+S]: 1 where a row counts; its number among these, from 1; and the other way round, the row of each number
+    real = attention_mask.slice(total - steps, total, 1)
+    counted = op("Concat", op.ints(1).expand(batch, kept), real, axis=1)
+    numbers, shape = op("CumSum", counted, one), op("Shape", counted)
+    places = length.expand(shape), numbers - 1, count(length).expand(shape)
+    row_of = op("ScatterElements", *places, axis=1, reduction="min")
 
-function = partial(OP.function, BODY)
+    def rows(number: Value) -> Value:
+        return op("Gather", flat, op("GatherElements", row_of, number, axis=1) + begins, axis=0)
+
+    oldest = numbers.slice(kept, length, 1) - width
+
+    def tap(k: Value, sums: Value) -> Value:
+        return sums + rows(op("Max", oldest + k, 0)) * op("Gather", weight, k, axis=0)
+
+    sums = op.loop(width.squeeze(0), bias.expand(op("Shape", x)), tap, "float[b, s, c]")
+    silu, nothing = (sums * op("Sigmoid", sums)).like(x), op("Constant", value_float=0.0).like(x)
+    y = op("Where", real.cast(Type.BOOL).unsqueeze(2), silu, nothing)
+    return y, rows(numbers.slice(length - 1, length, 1) - kept + count(kept))
+
+
+function = partial(OP.function, body)
 
 
 def reference(

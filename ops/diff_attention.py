@@ -88,18 +88,18 @@ value_bits, query_bits, window (read for 4 and 2 bits only), sliding_window, spe
 
 Integers (codes, packed bytes, dot products) and the scales and zero points of the cache are bit-identical in every
 implementation, except for the sign of zero. An infinite or NaN number makes its row or block NaN, with codes 0, in the
-reference and in kernels; the body does not define it. All other arithmetic is in float32, whatever T is. The body never
-forms a mask per head and, for S = 1, no tensor grows faster than T: the cost of a decode step is linear in the context.
+reference and in kernels; the body does not define it. All other arithmetic is in float32, whatever T is.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..io.errors import DiffbitError
 from . import kv_cache, schema
-from .diff_attention_body import GROUPED_BODY, body
+from .diff_attention_body import body, grouped_body
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -183,4 +183,5 @@ def function(of: Signature = Signature(), grouped: bool = False, name: str | Non
     Runtime's own operators, which write into a buffer shared by past and present; for a float cache, one branch and
     heads whose width is a multiple of 8.
     """
-    return OP.function(GROUPED_BODY if grouped else body(of), INPUTS[: len(of.inputs)], of.declared_outputs, name)
+    write = grouped_body if grouped else partial(body, of)
+    return OP.function(write, INPUTS[: len(of.inputs)], of.declared_outputs, name)

@@ -26,19 +26,19 @@ class Cached(NamedTuple):
     # the buffer, its scale, the recent tokens
     presents: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
-    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Cached:
+    def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Cached:
         """Apply `change` to codes, scale and floats."""
         return self._replace(codes=change(self.codes), scale=change(self.scale), floats=change(self.floats))
 
     def grouped(self, groups: int, width: int) -> Cached:
         """Reshape [B, Hk, ...] to [B, G, w, ...]."""
-        return self.each(lambda x: x.unflatten(1, (groups, width)))
+        return self.apply(lambda x: x.unflatten(1, (groups, width)))
 
     def of_branch(self, branch: int) -> Cached:
         """Of [B, G, w, ...] one branch's [B, G, ...]; with w = 1 both branches have the same."""
-        return self.each(lambda x: x[:, :, branch % x.shape[2]])
+        return self.apply(lambda x: x[:, :, branch % x.shape[2]])
 
-    def as_it_lies(self, steps: int) -> Cached:
+    def as_stored(self, steps: int) -> Cached:
         """For `steps` queries that read every code that exists; without presents."""
         import torch
 
@@ -75,11 +75,11 @@ def append(
         if not ring:
             present = torch.cat((past[:, :, :length], new.to(past.dtype), past[:, :, end:]), 2)
             return present[:, :, :end], present
-        found, present = past.new_zeros(*past.shape[:2], end, *past.shape[3:]), past.clone()
+        entries, present = past.new_zeros(*past.shape[:2], end, *past.shape[3:]), past.clone()
         old, kept = (torch.arange(max(0, count - slots), count) for count in (length, end))
-        found[:, :, old], found[:, :, length:] = past[:, :, old % slots], new.to(past.dtype)
-        present[:, :, kept % slots] = found[:, :, kept]
-        return found, present
+        entries[:, :, old], entries[:, :, length:] = past[:, :, old % slots], new.to(past.dtype)
+        present[:, :, kept % slots] = entries[:, :, kept]
+        return entries, present
 
     def coded(ends: list[int]) -> torch.Tensor:
         return torch.arange(total, device=rows.device) < torch.tensor(ends, device=rows.device).view(-1, 1)
@@ -119,8 +119,8 @@ def cached(rows: torch.Tensor, length: int, format: str, window: int) -> Cached:
 
     past, recent = empty(dtype, d * min(bits, 8) // 8), empty(torch.float16, d)
     scale = empty(torch.float32) if bits == 8 else empty(torch.float16, 2, d)
-    found = append(rows, past, scale, recent, 0, bits, window)
-    return found._replace(coded=found.coded[rows.shape[2] - length :])
+    stored = append(rows, past, scale, recent, 0, bits, window)
+    return stored._replace(coded=stored.coded[rows.shape[2] - length :])
 
 
 def scores(query: torch.Tensor, keys: Cached, query_bits: int) -> torch.Tensor:
@@ -250,7 +250,7 @@ def reference(
     keys = append(key_rows, past_key, past_key_scale, past_key_recent, before, key_bits, window, ring)
     values = append(value_rows, past_value, past_value_scale, past_value_recent, before, value_bits, window, ring)
     if not of.appends:
-        keys, values = keys.as_it_lies(steps), values.as_it_lies(steps)
+        keys, values = keys.as_stored(steps), values.as_stored(steps)
 
     q = query.to(torch.float32 if query_bits else dtype).view(batch, steps, query.shape[-1] // d, d)
     q = (rotated(q, position_ids, cos, sin) * scale).to(dtype)

@@ -24,21 +24,20 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from . import schema
+from .body import Nodes, Value
 
 if TYPE_CHECKING:
     import torch
 
 OP = schema.FLOAT_MATMUL
-LANES = 16
 
-BODY = """
-{
-  columns = Transpose <perm = [1, 0]> (W)
-  Y = MatMul (A, columns)
-}
-"""
 
-function = partial(OP.function, BODY)
+def body(op: Nodes) -> Value:
+    A, W = op.inputs
+    return A @ W.transpose(1, 0)
+
+
+function = partial(OP.function, body)
 
 
 def reference(a: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

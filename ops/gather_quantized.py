@@ -20,10 +20,13 @@ The body gathers whole tiles and picks one row of each.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from . import schema
-from .int4_matmul import Packed, unpack
+from .body import Nodes, Value
+from .int4_matmul import TILE, TiledWeight, unpack
+from .signature import Type
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -31,86 +34,40 @@ if TYPE_CHECKING:
 
 OP = schema.GATHER
 
-BODY = """
-{
-  zero = Constant <value_ints = [0]> ()
-  one = Constant <value_ints = [1]> ()
-  rest = Constant <value_ints = [-1]> ()
-  tile_i = Constant <value_int = 16> ()
-  K_0d = Constant <value_int: int = @K> ()
-  K_1d = Reshape (K_0d, one)
 
-  flat = Reshape (ids, rest)
-  tile = Div (flat, tile_i)
-  row = Mod (flat, tile_i)
-  index = Unsqueeze (row, one)
+def body(op: Nodes, bits: int) -> Value:
+    ids, codes, scales, zeros, factor = op.inputs
+    K, flat = op.dim("K"), ids.reshape(-1)
+    tile, row = flat / TILE, op("Mod", flat, TILE).unsqueeze(1)
 
-  # a row of 16 in each tile: [m, G, steps * 1 or 2, 16, 4] -> [m, G, steps * 1 or 2, 4]
-  by_run = Constant <value_ints = [0, 0, -1, 16, 4]> ()
-  tiles_5d = Gather <axis = 0> (codes, tile)
-  runs = Reshape (tiles_5d, by_run)
-  turned = Transpose <perm = [0, 3, 1, 2, 4]> (runs)
-  bytes = GatherND <batch_dims = 1> (turned, index)
+    def rows(tiles: Value) -> Value:  # [m, 16, ...] -> [m, ...]
+        return op("GatherND", tiles, row, batch_dims=1)
 
-NUMBERS
-  by_group = Constant <value_ints = [0, 0, -1]> ()
-  code_groups = Reshape (numbers, by_group)
+    # [m, G, steps * 1 or 2, 16, 4] -> [m, G, steps * 1 or 2, 4] -> [m, G, steps, 4, 2]
+    tiles = op("Gather", codes, tile, axis=0).reshape([0, 0, -1, TILE, 4])
+    bytes = rows(tiles.transpose(0, 3, 1, 2, 4))
+    if bits == 4:
+        low = op("BitwiseAnd", bytes, op.ints(15).cast(Type.UINT8))
+        high = op("BitShift", bytes, op.ints(4).cast(Type.UINT8), direction="RIGHT")
+        numbers = op("Concat", low.unsqueeze(-1), high.unsqueeze(-1), axis=-1)
+    else:
+        numbers = bytes.reshape([0, 0, -1, 2, 4]).transpose(0, 1, 2, 4, 3)
 
-  # [m, G or 1, 16] -> [m, 16, G or 1] -> [m, G or 1, 1]
-  scale_tiles = Gather <axis = 0> (scales, tile)
-  scale_turned = Transpose <perm = [0, 2, 1]> (scale_tiles)
-  scale_rows = GatherND <batch_dims = 1> (scale_turned, index)
-  scale_column = Unsqueeze (scale_rows, rest)
-  scale_f = Cast <to = 1> (scale_column)
-  tile_shape = Shape (scales)
-  zero_full = Expand (zeros, tile_shape)
-  zero_tiles = Gather <axis = 0> (zero_full, tile)
-  zero_turned = Transpose <perm = [0, 2, 1]> (zero_tiles)
-  zero_rows = GatherND <batch_dims = 1> (zero_turned, index)
-  zero_column = Unsqueeze (zero_rows, rest)
-  zero_f = Cast <to = 1> (zero_column)
-
-  code_f = Cast <to = 1> (code_groups)
-  above = Sub (code_f, zero_f)
-  scaled = Mul (above, scale_f)
-  factor_f = Cast <to = 1> (factor)
-  times = Mul (scaled, factor_f)
-  two_d = Constant <value_ints = [0, -1]> ()
-  padded = Reshape (times, two_d)
-  cut = Slice (padded, zero, K_1d, one)
-  lead = Shape (ids)
-  shape = Concat <axis = 0> (lead, K_1d)
-  shaped = Reshape (cut, shape)
-  Y = CastLike (shaped, factor)
-}
-"""
-
-NUMBERS = {  # uint8 [m, G, runs, 4] -> [m, G, steps, 4, 2]
-    4: """
-  nibble_i = Constant <value_int = 15> ()
-  four_i = Constant <value_int = 4> ()
-  nibble = Cast <to = 2> (nibble_i)
-  four = Cast <to = 2> (four_i)
-  low = BitwiseAnd (bytes, nibble)
-  high = BitShift <direction = "RIGHT"> (bytes, four)
-  low_5d = Unsqueeze (low, rest)
-  high_5d = Unsqueeze (high, rest)
-  numbers = Concat <axis = -1> (low_5d, high_5d)
-""",
-    8: """
-  pair_shape = Constant <value_ints = [0, 0, -1, 2, 4]> ()
-  pairs = Reshape (bytes, pair_shape)
-  numbers = Transpose <perm = [0, 1, 2, 4, 3]> (pairs)
-""",
-}
+    # [m, G or 1, 16] -> [m, G or 1, 1]
+    scale, zero = (
+        rows(op("Gather", x, tile, axis=0).transpose(0, 2, 1)).unsqueeze(-1).cast(Type.FLOAT32)
+        for x in (scales, zeros.expand(op("Shape", scales)))
+    )
+    y = (numbers.reshape([0, 0, -1]).cast(Type.FLOAT32) - zero) * scale * factor.cast(Type.FLOAT32)
+    return y.reshape([0, -1]).slice(0, K, 1).reshape(op("Shape", ids), K).like(factor)
 
 
 def function(bits: int) -> onnx_ir.Function:
     """Return the body for a table of `bits`; a model has only one embedding."""
-    return OP.function(BODY.replace("NUMBERS", NUMBERS[bits]))
+    return OP.function(partial(body, bits=bits))
 
 
-def reference(ids: torch.Tensor, packed: Packed, factor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+def reference(ids: torch.Tensor, packed: TiledWeight, factor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """Compute the op in torch, bit for bit: ids int64 [...], table [N = rows, K = columns] -> [..., K]."""
     codes, *by_row = unpack(packed, rows, columns)
     groups = packed.codes.shape[1]

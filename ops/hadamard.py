@@ -22,65 +22,36 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from . import schema
+from .body import Nodes, Value
+from .signature import Type
 
 if TYPE_CHECKING:
     import torch
 
 OP = schema.HADAMARD
 
-BODY = """
-{
-  one = Constant <value_ints = [1]> ()
-  rest = Constant <value_ints = [-1]> ()
-  block_0d = Constant <value_int: int = @block> ()
-  block_1d = Reshape (block_0d, one)
-  block_f = Cast <to = 1> (block_0d)
-  block_log = Log (block_f)
-  two_f = Constant <value_float = 2.0> ()
-  two_log = Log (two_f)
-  stages_f = Div (block_log, two_log)
-  stages_rounded = Round (stages_f)
-  stages = Cast <to = 7> (stages_rounded)
 
-  # [h, n], n the blocks of all rows, so that long runs are added. Each stage is the same: of neighbours (u, v) along h
-  # first all sums, then all differences, which makes neighbours of those that the next stage wants
-  two = Constant <value_ints = [2]> ()
-  half = Div (block_1d, two)
-  row_shape = Concat <axis = 0> (rest, block_1d)
-  A_f = Cast <to = 1> (A)
-  rows = Reshape (A_f, row_shape)
-  columns = Transpose <perm = [1, 0]> (rows)
-  count = Shape <start = 1, end = 2> (columns)
-  before_shape = Concat <axis = 0> (block_1d, one, count)
-  pair_shape = Concat <axis = 0> (half, two, count)
-  before = Reshape <allowzero = 1> (columns, before_shape)
-  always = Constant <value = bool {1}> ()
-  after = Loop (stages, always, before) <
-    body = stage (int64 i, bool go, float[n, h, w] x) => (bool go_on, float[n, h, w] y) {
-      go_on = Identity (go)
-      pairs = Reshape <allowzero = 1> (x, pair_shape)
-      u, v = Split <axis = 1, num_outputs = 2> (pairs)
-      sums = Add (u, v)
-      differences = Sub (u, v)
-      y = Concat <axis = 0> (sums, differences)
-    }
-  >
-  after_shape = Concat <axis = 0> (block_1d, count)
-  after_columns = Reshape <allowzero = 1> (after, after_shape)
-  after_rows = Transpose <perm = [1, 0]> (after_columns)
-  A_shape = Shape (A)
-  shaped = Reshape <allowzero = 1> (after_rows, A_shape)
-  block_d = Cast <to = 11> (block_0d)
-  root = Sqrt (block_d)
-  one_d = Cast <to = 11> (one)
-  scale_d = Div (one_d, root)
-  scale = Cast <to = 1> (scale_d)
-  scaled = Mul (shaped, scale)
-  Y = CastLike (scaled, A)
-}
-"""
+def body(op: Nodes) -> Value:
+    (A,) = op.inputs
+    block, block_scalar = op.dim("block"), op.attribute("block")
+    stages = op("Round", op("Log", block_scalar.cast(Type.FLOAT32)) / op("Log", 2.0)).cast(Type.INT64)
 
-function = partial(OP.function, BODY)
+    # [h, n], n the blocks of all rows, so that long runs are added. Each stage is the same: of neighbours (u, v) along
+    # h first all sums, then all differences, which makes neighbours of those that the next stage wants
+    columns = A.cast(Type.FLOAT32).reshape(-1, block).transpose(1, 0)
+    count = columns.size(1)
+    pairs = op.shape((block / 2, 2, count))
+
+    def stage(_: Value, x: Value) -> Value:
+        u, v = op.split(x.view(pairs), 1, 2)
+        return op("Concat", u + v, u - v, axis=0)
+
+    columns = op.loop(stages, columns.view(block, 1, count), stage, "float[n, h, w]").view(block, count)
+    scale = op.ints(1).cast(Type.FLOAT64) / op("Sqrt", block_scalar.cast(Type.FLOAT64))
+    return (columns.transpose(1, 0).view(op("Shape", A)) * scale.cast(Type.FLOAT32)).like(A)
+
+
+function = partial(OP.function, body)
 
 
 def block_size(columns: int) -> int:

@@ -38,6 +38,8 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from . import schema
+from .body import END, Nodes, Value
+from .signature import Type
 
 if TYPE_CHECKING:
     import torch
@@ -49,59 +51,31 @@ STEP = 8  # weights of a row
 ROWS_AT_A_TIME = 1 << 13  # in `pack`, a multiple of TILE, to avoid copying a large table as a whole
 SMALLEST = 1e-30  # lower bound of m_g, for which 127 / m_g is finite and a_g not subnormal
 
-BODY = """
-{
-  zero = Constant <value_ints = [0]> ()
-  one = Constant <value_ints = [1]> ()
-  two = Constant <value_ints = [2]> ()
-  rest = Constant <value_ints = [-1]> ()
-  end = Constant <value_ints = [9223372036854775807]> ()
-  N_0d = Constant <value_int: int = @N> ()
-  N_1d = Reshape (N_0d, one)
-  group_0d = Constant <value_int: int = @group_size> ()
-  group_1d = Reshape (group_0d, one)
-  group_bytes = Div (group_1d, two)
-  groups = Shape <start = 1, end = 2> (codes)
 
-  # [tiles, G, steps, 16, 4] -> [tiles, 16, G, steps, 4] -> [N, G, group_size/2]
-  code_tiles = Transpose <perm = [0, 3, 1, 2, 4]> (codes)
-  code_shape = Concat <axis = 0> (rest, groups, group_bytes)
-  code_rows = Reshape (code_tiles, code_shape)
-  B = Slice (code_rows, zero, N_1d, zero)
+def body(op: Nodes, bits: int = 4) -> Value:
+    """bits: 8 for int8_matmul.py."""
+    A, codes, scales, zeros, factor = op.inputs
+    N, group_size, groups = op.dim("N"), op.dim("group_size"), codes.size(1)
 
-  # [tiles, G, 16] -> [tiles, 16, G] -> [N, G]
-  row_shape = Concat <axis = 0> (rest, groups)
-  scale_tiles = Transpose <perm = [0, 2, 1]> (scales)
-  scale_rows = Reshape (scale_tiles, row_shape)
-  scale_cut = Slice (scale_rows, zero, N_1d, zero)
-  scale_f = Cast <to = 1> (scale_cut)
-  scaled = Mul (scale_f, factor)
-  B_scales = CastLike (scaled, A)
+    def rows(tiles: Value) -> Value:  # [tiles, G or 1, 16] -> [tiles, 16, G or 1] -> [N, G]
+        return tiles.transpose(0, 2, 1).reshape(-1, tiles.size(1)).slice(0, N, 0).expand(N, groups)
 
-  # the same, then two to a byte, the last alone where G is odd: [N, ceil(G/2)]; a column of zeros and not Pad, which
-  # ONNX Runtime 1.23 refuses in a function
-  tile_shape = Shape (scales)
-  zero_full = Expand (zeros, tile_shape)
-  zero_tiles = Transpose <perm = [0, 2, 1]> (zero_full)
-  zero_rows = Reshape (zero_tiles, row_shape)
-  zero_cut = Slice (zero_rows, zero, N_1d, zero)
-  column_shape = Concat <axis = 0> (N_1d, one)
-  nothing = Cast <to = 2> (zero)
-  column = Expand (nothing, column_shape)
-  zero_pad = Concat <axis = 1> (zero_cut, column)
-  low = Slice (zero_cut, zero, end, one, two)
-  high = Slice (zero_pad, one, end, one, two)
-  four_i = Constant <value_int = 4> ()
-  four = Cast <to = 2> (four_i)
-  high_moved = BitShift <direction = "LEFT"> (high, four)
-  B_zeros = BitwiseOr (low, high_moved)
-
-  Y = com.microsoft.MatMulNBits <K: int = @K, N: int = @N, bits = 4, block_size: int = @group_size, accuracy_level = 4> (A, B, B_scales, B_zeros)
-}
-"""  # noqa: E501
+    if bits == 4:  # [tiles, G, steps, 16, 4] -> [tiles, 16, G, steps, 4] -> [N, G, group_size/2]
+        B = codes.transpose(0, 3, 1, 2, 4).reshape(-1, groups, group_size / 2).slice(0, N, 0)
+    else:  # [tiles, G, steps, 2, 16, 4] -> [tiles, 16, G, steps, 4, 2] -> [N, G, group_size]
+        B = codes.transpose(0, 4, 1, 2, 5, 3).reshape(-1, groups, group_size).slice(0, N, 0)
+    B_scales = (rows(scales).cast(Type.FLOAT32) * factor).like(A)
+    B_zeros = rows(zeros.expand(op("Shape", scales)))
+    if bits == 4:  # two to a byte, the last alone where G is odd; Pad is what ONNX Runtime 1.23 refuses in a function
+        column = op.ints(0).cast(Type.UINT8).expand(N, 1)
+        low, high = B_zeros.slice(0, END, 1, 2), op("Concat", B_zeros, column, axis=1).slice(1, END, 1, 2)
+        B_zeros = op("BitwiseOr", low, op("BitShift", high, op.ints(4).cast(Type.UINT8), direction="LEFT"))
+    attributes = {"K": op.reference("K"), "N": op.reference("N"), "block_size": op.reference("group_size")}
+    inputs = A, B, B_scales, B_zeros
+    return op("com.microsoft.MatMulNBits", *inputs, **attributes, bits=bits, accuracy_level=4)
 
 
-class Packed(NamedTuple):
+class TiledWeight(NamedTuple):
     """A weight as the op's inputs."""
 
     codes: torch.Tensor
@@ -109,10 +83,12 @@ class Packed(NamedTuple):
     zeros: torch.Tensor
 
 
-function = partial(OP.function, BODY)
+function = partial(OP.function, body)
 
 
-def pack(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int, bits: int = 4) -> Packed:
+def pack(
+    codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int, bits: int = 4
+) -> TiledWeight:
     """Pack codes uint8 [N, K] below 2^bits, scales [N, G] representable in float16, and zero points uint8 [N, G] (None:
     2^(bits - 1)). bits: 8 for the layout of int8_matmul.py, where scales and zero points may be [N, 1]."""
     import torch
@@ -141,10 +117,10 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, gr
         return F.pad(values, (0, 0, 0, more_rows)).view(-1, TILE, values.shape[1]).transpose(1, 2).contiguous()
 
     zeros = codes.new_full((1, 1, 1), middle) if zero is None else tiles(zero)
-    return Packed(packed, tiles(scales), zeros)
+    return TiledWeight(packed, tiles(scales), zeros)
 
 
-def unpack(packed: Packed, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def unpack(packed: TiledWeight, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Invert `pack`: codes uint8 [N, K], scales float16 [N, G], zero points uint8 [N, G]."""
     import torch
 
@@ -158,7 +134,7 @@ def unpack(packed: Packed, rows: int, columns: int) -> tuple[torch.Tensor, torch
     return codes[:rows, :columns], by_row[0], by_row[1]
 
 
-def reference(a: torch.Tensor, packed: Packed, factor: torch.Tensor, rows: int, group_size: int) -> torch.Tensor:
+def reference(a: torch.Tensor, packed: TiledWeight, factor: torch.Tensor, rows: int, group_size: int) -> torch.Tensor:
     """Compute the op in torch, bit for bit: A [..., K] float, a weight of N = `rows` rows -> [..., N] in A's dtype."""
     import torch
     import torch.nn.functional as F

@@ -4,7 +4,7 @@ All other uses of signatures derive from this file:
 
     csrc/ort/generated/schema.h    inputs, outputs, attributes and types for the kernels and their registration
     csrc/ort/generated/calls.h     the structs of the CUDA kernels' C interface
-    runtime/cuda.py                the same structs for ctypes, made at import
+    tests/native/cuda.py           the same structs for ctypes, made at import
     ops/X.py, export/graph.py      the op's portable body as a function (`Op.function`), a node's attributes
     runtime/providers.py           which nodes must not fall back to the CPU (`OPS`)
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .signature import Call, Integer, Number, Op, ScaleOf, Tensor, Type, Variable
+from .signature import Call, Integer, Number, Op, ScaleOf, Tensor, Type, Variable, listed
 
 HALF = (Type.FLOAT32, Type.FLOAT16)
 HALVES = (*HALF, Type.BFLOAT16)
@@ -28,6 +28,9 @@ K, V = (Variable(name, (*HALF, *CODES), on_gpu=(*HALVES, *CODES)) for name in "K
 K_SCALE, V_SCALE = ScaleOf(K), ScaleOf(V)
 SIZE, ROWS = 1 << 24, 1 << 31  # the most columns and rows of a weight
 FLOATS = "FLOAT32, FLOAT16 or BFLOAT16"
+# Fields of several calls
+PRODUCT = ("m = of.rows", "node.n", "node.k")
+TOKENS = ("of.batch", "of.steps", "of.total", "of.channels")
 
 DIFF_ATTENTION = Op(
     "DiffAttention",
@@ -78,18 +81,27 @@ DIFF_ATTENTION = Op(
         "Attention",
         "attention",
         integers=(
-            *("batch", "steps", "past_length", "heads", "kv_heads", "d"),
-            *("past_key_capacity", "past_value_capacity", "key_capacity", "value_capacity"),
-            *("mask_row", "positions", "branches", "noise_ratio", "wide_value", "lambda_per_token"),
-            *("key_bits", "value_bits", "query_bits", "window", "sliding_window"),
-            *("type", "key_type", "value_type"),
+            *("of.batch", "of.steps", "of.past_length", "node.heads", "node.kv_heads", "of.d"),
+            *("past_key_capacity = of.keys.past_capacity", "past_value_capacity = of.values.past_capacity"),
+            *("key_capacity = of.keys.capacity", "value_capacity = of.values.capacity"),
+            *("mask_row = of.attention_mask.shape[1]", "positions = of.cos.shape[0]"),
+            *("node.branches", "node.noise_ratio", "wide_value = node.width - 1"),
+            *("lambda_per_token = of.lambda.rank == 3", "node.key_bits", "node.value_bits", "node.query_bits"),
+            *("node.window", "node.sliding_window"),
+            *("of.query.type", "key_type = of.keys.past.type", "value_type = of.values.past.type"),
         ),
-        floats=("scale", "norm_eps"),
+        floats=("node.scale", "node.norm_eps"),
+        tensors={"key": "keys.fresh", "value": "values.fresh"}
+        | {
+            f"{time}_{side}{part}": f"{side}s.{time}{part}"
+            for time in ("past", "present")
+            for side in ("key", "value")
+            for part in ("", "_scale", "_recent")
+        },
         notes={
             "past_key_capacity": "tokens that past and present have room for",
             "mask_row": "numbers of a row of attention_mask",
             "positions": "rows of cos and sin; a position beyond them makes its token NaN",
-            "type": f"of query, key, value and out: {FLOATS}",
             "key_type": f"of a cache of 16 bits: {FLOATS}",
         },
     ),
@@ -104,8 +116,8 @@ HADAMARD = Op(
     call=Call(
         "Hadamard",
         "hadamard",
-        integers=("size", "block", "type"),
-        notes={"a": "`size` numbers", "type": f"of a and y: {FLOATS}"},
+        integers=("size = of.a.size()", "node.block", "of.a.type"),
+        notes={"a": "`size` numbers"},
     ),
 )
 
@@ -122,13 +134,12 @@ TERNARY_MATMUL = Op(
     call=Call(
         "TernaryMatMul",
         "ternary_matmul",
-        integers=("m", "n", "k", "activation_bits", "scale_per_row", "type"),
+        integers=(*PRODUCT, "node.activation_bits", "of.scale_per_row", "of.a.type"),
         notes={
             "a": "[m, k]",
             "packed": "at a multiple of 16",
             "scale": "[n] if scale_per_row, else [1]",
             "y": "[m, n]",
-            "type": f"of a and y: {FLOATS}",
         },
     ),
 )
@@ -149,13 +160,12 @@ INT4_MATMUL = Op(
     call=Call(
         "Int4MatMul",
         "int4_matmul",
-        integers=("m", "n", "k", "group_size", "type"),
+        integers=(*PRODUCT, "node.group_size", "of.a.type"),
         notes={
             "a": "[m, k]",
             "codes": "at a multiple of 16, like scales and zeros",
             "zeros": "[tiles, groups, 16]; null: 8 everywhere",
             "y": "[m, n]",
-            "type": f"of a and y: {FLOATS}",
         },
     ),
 )
@@ -170,7 +180,7 @@ INT8_MATMUL = Op(
     call=Call(
         "Int8MatMul",
         "int8_matmul",
-        integers=("m", "n", "k", "group_size", "scale_groups", "type"),
+        integers=(*PRODUCT, "node.group_size", "of.scale_groups", "of.a.type"),
         notes={
             "a": "[m, k]",
             "codes": "at a multiple of 16",
@@ -178,7 +188,6 @@ INT8_MATMUL = Op(
             "zeros": "shaped as scales; null: 128 everywhere",
             "y": "[m, n]",
             "scale_groups": "of a row: as many as groups, or 1",
-            "type": f"of a and y: {FLOATS}",
         },
     ),
 )
@@ -198,13 +207,12 @@ GATHER = Op(
     call=Call(
         "GatherQuantized",
         "gather_quantized",
-        integers=("m", "n", "k", "group_size", "scale_groups", "bits", "type"),
+        integers=(*PRODUCT, "node.group_size", "of.scale_groups", "node.bits", "of.factor.type"),
         notes={
             "ids": "[m]; one outside the table makes its row NaN",
             "scales": "[tiles, scale_groups, 16]",
             "zeros": "shaped as scales; null: 2^(bits - 1) everywhere",
             "y": "[m, k]",
-            "type": f"of factor and y: {FLOATS}",
         },
     ),
 )
@@ -218,8 +226,8 @@ FLOAT_MATMUL = Op(
     call=Call(
         "FloatMatMul",
         "float_matmul",
-        integers=("m", "n", "k", "type"),
-        notes={"a": "[m, k]", "w": "[n, k]", "y": "[m, n]", "type": f"of a, w and y: {FLOATS}"},
+        integers=("m = of.rows", "n = of.w.shape[0]", "k = of.w.shape[1]", "of.a.type"),
+        notes={"a": "[m, k]", "w": "[n, k]", "y": "[m, n]"},
     ),
 )
 
@@ -238,8 +246,8 @@ CAUSAL_CONV = Op(
     call=Call(
         "CausalConv",
         "causal_conv",
-        integers=("batch", "steps", "total", "channels", "width", "type"),
-        notes={"total": "columns of attention_mask", "width": "rows of weight", "type": f"of x and y: {FLOATS}"},
+        integers=(*TOKENS, "of.width", "of.x.type"),
+        notes={"total": "columns of attention_mask", "width": "rows of weight"},
     ),
 )
 
@@ -263,12 +271,11 @@ SELECTIVE_SCAN = Op(
     call=Call(
         "SelectiveScan",
         "selective_scan",
-        integers=("batch", "steps", "total", "channels", "states", "type"),
+        integers=(*TOKENS, "of.states", "of.x.type"),
         notes={
-            "memory": "null: not wanted",
+            "memory": "null: not requested",
             "total": "columns of attention_mask",
             "states": "rows of a",
-            "type": f"of x, dt, z, b, c, y and memory: {FLOATS}",
         },
     ),
 )
@@ -287,18 +294,19 @@ OPS = (
 
 # ---- the headers ----
 
+EXPORT = '#define DIFFBIT_CUDA_API extern "C" __attribute__((visibility("default")))\n'
 WRITTEN = "// Written by python -m diffbit.ops.schema, from ops/schema.py: change that.\n#pragma once\n"
 
 
 def headers() -> dict[Path, str]:
     """Return the contents of the files in csrc/ort/generated/."""
     ops = "\n\n".join(map(_op, OPS))
-    structs = "\n\n".join(map(_struct, OPS))
+    calls = "\n\n".join(map(_call, OPS))
     space = "namespace diffbit::schema"
     folder = Path(__file__).resolve().parents[1] / "csrc" / "ort" / "generated"
     return {
         folder / "schema.h": f'{WRITTEN}\n#include "../schema.h"\n\n{space} {{\n\n{ops}\n\n}}  // {space}\n',
-        folder / "calls.h": f"{WRITTEN}\n#include <cstddef>\n#include <cstdint>\n\n{structs}\n",
+        folder / "calls.h": f"{WRITTEN}\n#include <cstddef>\n#include <cstdint>\n\n{EXPORT}\n{calls}\n",
     }
 
 
@@ -327,16 +335,31 @@ def _op(op: Op) -> str:
     return f"struct {op.name} {{\n{members}}};"
 
 
-def _struct(op: Op) -> str:
-    name, notes = f"Diffbit{op.call.struct}", op.call.notes or {}
+def _call(op: Op) -> str:
+    name, function = f"Diffbit{op.call.struct}", f"diffbit_cuda_{op.call.function}"
     lines, checks, offset = [f"struct {name} {{"], [], 0
-    for kind, field in op.fields():
+    typed = listed([tensor.name.lower() for tensor in op.inputs + op.outputs if tensor.type == T], "and")
+    notes = {"type": f"of {typed}: {FLOATS}", **op.call.notes}
+    for kind, field, _ in op.fields():
         note = f"  // {notes[field]}" if field in notes else ""
         lines.append(f"  {kind} {field};{note}")
         checks.append(f'static_assert(offsetof({name}, {field}) == {offset}, "{field}");')
         offset += 4 if kind == "float" else 8
     size = -(-offset // 8) * 8
-    return "\n".join([*lines, "};", *checks, f'static_assert(sizeof({name}) == {size}, "{name}");'])
+    sources = "".join(f"        {source},\n" for _, _, source in op.fields())
+    lines += [
+        "",
+        "  template <class Node, class Tensors>",
+        f"  static {name} from([[maybe_unused]] const Node& node, const Tensors& of) {{",
+        f"    return {{\n{sources}    }};",
+        "  }",
+        "};",
+    ]
+    functions = [
+        f"DIFFBIT_CUDA_API size_t {function}_workspace(const {name}*);",
+        f"DIFFBIT_CUDA_API const char* {function}(const {name}*, void* workspace, void* stream);",
+    ]
+    return "\n".join([*lines, *checks, f'static_assert(sizeof({name}) == {size}, "{name}");', *functions])
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from . import schema
+from .body import Nodes, Value
+from .signature import Type
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,59 +40,28 @@ OP = schema.SELECTIVE_SCAN
 
 BLOCK = 16  # tokens whose decays the reference keeps in memory at a time
 
-BODY = """
-{
-  one = Constant <value_ints = [1]> ()
-  last = Constant <value_ints = [2]> ()
-  steps = Shape <start = 1, end = 2> (x)
-  total = Shape <start = 1, end = 2> (attention_mask)
-  first = Sub (total, steps)
-  fresh = Slice (attention_mask, first, total, one)
-  real_flat = Cast <to = 9> (fresh)
-  real = Unsqueeze (real_flat, last)
-  nothing = Constant <value_float = 0.0> ()
 
-  x_f = Cast <to = 1> (x)
-  dt_f = Cast <to = 1> (dt)
-  B_f = Cast <to = 1> (B)
-  C_f = Cast <to = 1> (C)
-  z_f = Cast <to = 1> (z)
-  biased = Add (dt_f, dt_bias)
-  size = Softplus (biased)
-  sizes = Where (real, size, nothing)
-  inputs = Mul (sizes, x_f)
-  present_state, read = Scan <
-    num_scan_inputs = 4,
-    scan_input_axes = [1, 1, 1, 1],
-    scan_output_axes = [1],
-    body = token (float[b, n, c] h, float[b, c] size_t, float[b, c] input_t, float[b, n] B_t, float[b, n] C_t)
-        => (float[b, n, c] next, float[b, c] read_t) {
-      size_row = Unsqueeze (size_t, one)
-      exponent = Mul (size_row, A)
-      decay = Exp (exponent)
-      decayed = Mul (decay, h)
-      input_row = Unsqueeze (input_t, one)
-      B_column = Unsqueeze (B_t, last)
-      added = Mul (input_row, B_column)
-      next = Add (decayed, added)
-      C_row = Unsqueeze (C_t, one)
-      read_row = MatMul (C_row, next)
-      read_t = Squeeze (read_row, one)
-    }
-  > (past_state, sizes, inputs, B_f, C_f)
+def body(op: Nodes) -> tuple[Value, Value, Value]:
+    *tensors, A, D, dt_bias, attention_mask, past_state = op.inputs
+    x, dt, z, B, C = (tensor.cast(Type.FLOAT32) for tensor in tensors)
+    total = attention_mask.size(1)
+    real = attention_mask.slice(total - x.size(1), total, 1).cast(Type.BOOL).unsqueeze(2)
+    size = op("Where", real, op("Softplus", dt + dt_bias), 0.0)
 
-  skipped = Mul (D, x_f)
-  everywhere = Add (read, skipped)
-  m = Where (real, everywhere, nothing)
-  memory = CastLike (m, x)
-  sigmoid = Sigmoid (z_f)
-  gate = Mul (z_f, sigmoid)
-  gated = Mul (m, gate)
-  y = CastLike (gated, x)
-}
-"""
+    def token(h: Value, size: Value, input: Value, B: Value, C: Value) -> tuple[Value, Value]:
+        h = op("Exp", size.unsqueeze(1) * A) * h + input.unsqueeze(1) * B.unsqueeze(2)
+        return h, (C.unsqueeze(1) @ h).squeeze(1)
 
-function = partial(OP.function, BODY)
+    types = "float[b, n, c]", "float[b, c]", "float[b, c]", "float[b, n]", "float[b, n]"
+    axes = {"scan_input_axes": [1, 1, 1, 1], "scan_output_axes": [1]}
+    inputs = past_state, size, size * x, B, C
+    present_state, read = op.several(2, "Scan", *inputs, body=op.graph(token, *types), num_scan_inputs=4, **axes)
+    memory = op("Where", real, read + D * x, 0.0)
+    y = memory * (z * op("Sigmoid", z))
+    return y.like(tensors[0]), memory.like(tensors[0]), present_state
+
+
+function = partial(OP.function, body)
 
 
 def reference(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ..io.errors import DiffbitError
+from .body import Nodes, Outputs
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -23,8 +24,11 @@ class Type(enum.IntEnum):
     FLOAT32 = 1
     UINT8 = 2
     INT8 = 3
+    INT32 = 6
     INT64 = 7
+    BOOL = 9
     FLOAT16 = 10
+    FLOAT64 = 11
     BFLOAT16 = 16
 
 
@@ -36,18 +40,12 @@ class Variable:
     types: tuple[Type, ...]
     on_gpu: tuple[Type, ...]  # the types on a GPU, which supports more
 
-    def where(self, found: Mapping[Variable, Type]) -> Type:
-        return found[self]
-
 
 @dataclass(frozen=True)
 class ScaleOf:
     """The type of a cache's scales: float16 for packed codes."""
 
     cache: Variable
-
-    def where(self, found: Mapping[Variable, Type]) -> Type:
-        return Type.FLOAT16 if found[self.cache] == Type.UINT8 else Type.FLOAT32
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,7 @@ class Tensor:
 class Integer:
     """An attribute in low..high, or one of `choices`. Without a default, every node must set it."""
 
+    type: ClassVar = "int"
     name: str
     low: int = 0
     high: int = 0
@@ -70,14 +69,15 @@ class Integer:
 
     def check(self, op: str, value: object) -> None:
         if type(value) is not int or value not in (self.choices or range(self.low, self.high + 1)):
-            wanted = listed(self.choices) if self.choices else f"{self.low} to {self.high}"
-            raise DiffbitError(f"{op}: {self.name} is {value!r}, wanted {wanted}")
+            allowed = listed(self.choices) if self.choices else f"{self.low} to {self.high}"
+            raise DiffbitError(f"{op}: {self.name} is {value!r}, wanted {allowed}")
 
 
 @dataclass(frozen=True)
 class Number:
     """A float attribute."""
 
+    type: ClassVar = "float"
     name: str
     default: float | None = None
 
@@ -89,13 +89,18 @@ class Number:
 @dataclass(frozen=True)
 class Call:
     """The struct of an op's CUDA call, csrc/cuda/api.h: pointers to its tensors, except those that the CPU reads, in
-    order and in lower case, then int64 fields, then float fields; `notes` describes fields."""
+    order and in lower case, then int64 fields, then float fields.
+
+    integers, floats: "name = expression" in C++, of the `node` and of its checked tensors, `of` (csrc/ort/nodes.h);
+    without "name = " it is the last word. tensors: where they are in `of`, if not under their names; notes: comments.
+    """
 
     struct: str  # without its "Diffbit"
     function: str  # without its "diffbit_cuda_"
     integers: tuple[str, ...]
     floats: tuple[str, ...] = ()
-    notes: Mapping[str, str] | None = None
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,7 @@ class Op:
 
     def function(
         self,
-        body: str,
+        body: Callable[[Nodes], Outputs],
         inputs: Sequence[str] | None = None,
         outputs: Sequence[str] | None = None,
         name: str | None = None,
@@ -126,13 +131,15 @@ class Op:
         import onnx.parser
         from onnx_ir import serde
 
+        inputs = inputs or [tensor.name for tensor in self.inputs]
+        outputs = outputs or [tensor.name for tensor in self.outputs]
         imports = ", ".join(f'"{domain}" : {version}' for domain, version in self.opsets)
-        attributes = ", ".join([*(attribute.name for attribute in self.attributes), "spec_version"])
-        takes = ", ".join(inputs or [tensor.name for tensor in self.inputs])
-        gives = ", ".join(outputs or [tensor.name for tensor in self.outputs])
+        types = {attribute.name: attribute.type for attribute in self.attributes} | {"spec_version": "int"}
         head = f'<domain: "{DOMAIN}", opset_import: [{imports}]>\n'
-        head += f"{name or self.name} <{attributes}> ({takes}) => ({gives})\n"
-        return serde.deserialize_function(onnx.parser.parse_function(head + body))
+        head += f"{name or self.name} <{', '.join(types)}> ({', '.join(inputs)}) => ({', '.join(outputs)})\n"
+        return serde.deserialize_function(
+            onnx.parser.parse_function(head + Nodes(inputs, types).function(body, outputs))
+        )
 
     def attributes_of(self, given: Mapping[str, int | float]) -> dict[str, int | float]:
         """Return a node's attributes: those `given`, defaults for the others, and spec_version. Raises DiffbitError for
@@ -141,35 +148,41 @@ class Op:
         for name in given:
             if name not in attributes:
                 raise DiffbitError(f"{self.name} has no attribute {name}, wanted {listed(tuple(attributes))}")
-        found: dict[str, int | float] = {}
+        values: dict[str, int | float] = {}
         for name, attribute in attributes.items():
             value = given.get(name, attribute.default)
             if value is None:
                 raise DiffbitError(f"{self.name}: attribute {name} is missing")
             attribute.check(self.name, value)
-            found[name] = value
-        return found | {"spec_version": self.version}
+            values[name] = value
+        return values | {"spec_version": self.version}
 
     def types(self, gpu: bool = False) -> list[list[Type]]:
         """Return the types of inputs and outputs for every combination of the variables on a CPU or a GPU."""
         types = [tensor.type for tensor in self.inputs + self.outputs]
-        of_types = [type.cache if isinstance(type, ScaleOf) else type for type in types]
-        variables = list(dict.fromkeys(type for type in of_types if isinstance(type, Variable)))
+        variables = list(dict.fromkeys(type for type in types if isinstance(type, Variable)))
         rows = []
         for chosen in product(*(variable.on_gpu if gpu else variable.types for variable in variables)):
-            found = dict(zip(variables, chosen, strict=True))
-            rows.append([type if isinstance(type, Type) else type.where(found) for type in types])
+            types_of: dict[object, Type] = dict(zip(variables, chosen, strict=True))
+            for variable in variables:
+                types_of[ScaleOf(variable)] = Type.FLOAT16 if types_of[variable] == Type.UINT8 else Type.FLOAT32
+            rows.append([type if isinstance(type, Type) else types_of[type] for type in types])
         return rows
 
-    def fields(self) -> list[tuple[str, str]]:
-        """Return (C type, name) of the fields of the CUDA call's struct."""
-        pointers = [("const void*", tensor.name.lower()) for tensor in self.inputs if not tensor.on_host]
-        pointers += [("void*", tensor.name.lower()) for tensor in self.outputs]
-        integers = [("int64_t", name) for name in self.call.integers]
-        return [*pointers, *integers, *(("float", name) for name in self.call.floats)]
+    def fields(self) -> list[tuple[str, str, str]]:
+        """Return (C type, name, C++ expression) of the fields of the CUDA call's struct."""
+        call = self.call
+        inputs = [("const void*", tensor.name.lower()) for tensor in self.inputs if not tensor.on_host]
+        pointers = inputs + [("void*", tensor.name.lower()) for tensor in self.outputs]
+        fields = [(kind, name, f"of.{call.tensors.get(name, name)}.data") for kind, name in pointers]
+        for kind, texts in (("int64_t", call.integers), ("float", call.floats)):
+            for text in texts:
+                name, _, source = text.rpartition(" = ")
+                fields.append((kind, name or source.rpartition(".")[2], source))
+        return fields
 
 
-def listed(values: Sequence[object]) -> str:
+def listed(values: Sequence[object], word: str = "or") -> str:
     """Format a list, such as "16, 8, 4 or 2"."""
     *first, last = map(str, values)
-    return f"{', '.join(first)} or {last}" if first else last
+    return f"{', '.join(first)} {word} {last}" if first else last

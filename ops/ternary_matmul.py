@@ -35,6 +35,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from . import kv_cache, schema
+from .body import Nodes, Value
+from .signature import Type
 
 if TYPE_CHECKING:
     import torch
@@ -43,92 +45,45 @@ OP = schema.TERNARY_MATMUL
 BLOCK = 128  # weights in a block
 BLOCK_BYTES = 32
 
-BODY = """
-{
-  one = Constant <value_ints = [1]> ()
-  zero = Constant <value_ints = [0]> ()
-  rest = Constant <value_ints = [-1]> ()
-  two = Constant <value_ints = [2]> ()
-  K_0d = Constant <value_int: int = @K> ()
-  N_0d = Constant <value_int: int = @N> ()
-  K_1d = Reshape (K_0d, one)
-  N_1d = Reshape (N_0d, one)
 
-  # [N, blocks, 1, 32] >> (0, 2, 4, 6) & 3 -> [N, blocks, 4, 32] -> [N, K] -> int8 [K, N]
-  block_bytes = Constant <value_ints = [32]> ()
-  block_shape = Concat <axis = 0> (N_1d, rest, one, block_bytes)
-  blocks = Reshape (packed, block_shape)
-  shift_values = Constant <value_ints = [0, 2, 4, 6]> ()
-  shift_shape = Constant <value_ints = [4, 1]> ()
-  shift_row = Reshape (shift_values, shift_shape)
-  shifts = Cast <to = 2> (shift_row)
-  shifted = BitShift <direction = "RIGHT"> (blocks, shifts)
-  three_i = Constant <value_int = 3> ()
-  three = Cast <to = 2> (three_i)
-  fields = BitwiseAnd (shifted, three)
-  code_shape = Concat <axis = 0> (N_1d, rest)
-  codes_padded = Reshape (fields, code_shape)
-  codes = Slice (codes_padded, zero, K_1d, one)
-  codes_signed = Cast <to = 3> (codes)
-  one_i = Constant <value_int = 1> ()
-  one_8 = Cast <to = 3> (one_i)
-  weight_rows = Sub (codes_signed, one_8)
-  weight = Transpose <perm = [1, 0]> (weight_rows)
+def body(op: Nodes) -> Value:
+    A, packed, scale = op.inputs
+    K, N = op.dim("K"), op.dim("N")
 
-  A_f = Cast <to = 1> (A)
-  magnitude = Abs (A_f)
-  largest = ReduceMax <keepdims = 1> (magnitude, rest)
-  smallest = Constant <value_float = 1e-5> ()
-  # Its condition is a constant: ONNX Runtime keeps one of the branches
-  bits = Constant <value_int: int = @activation_bits> ()
-  four = Constant <value_int = 4> ()
-  four_bits = Equal (bits, four)
-  a, rounded = If (four_bits) <
-    then_branch = by_mean () => (a_4, codes_4) {
-      magnitude_d = Cast <to = 11> (magnitude)
-      largest_d = Cast <to = 11> (largest)
-      K_d = Cast <to = 11> (K_1d)
-      two_d = Cast <to = 11> (two)
-      twice_K = Mul (K_d, two_d)
-      grid = Mul (largest_d, twice_K)
-      lifted = Add (magnitude_d, grid)
-      on_grid = Sub (lifted, grid)
-      total = ReduceSum <keepdims = 1> (on_grid, rest)
-      mean_d = Div (total, K_d)
-      mean = Cast <to = 1> (mean_d)
-      mean_clamped = Max (mean, smallest)
-      root_7 = Constant <value_float = 2.6457513> ()
-      a_4 = Div (mean_clamped, root_7)
-      scaled_4 = Div (A_f, a_4)
-      rounded_4 = Round (scaled_4)
-      lowest = Constant <value_float = -8.0> ()
-      highest = Constant <value_float = 7.0> ()
-      codes_4 = Clip (rounded_4, lowest, highest)
-    },
-    else_branch = by_largest () => (a_8, codes_8) {
-      clamped = Max (largest, smallest)
-      levels = Constant <value_float = 127.0> ()
-      a_8 = Div (clamped, levels)
-      scaled_8 = Div (A_f, a_8)
-      codes_8 = Round (scaled_8)
-    }
-  >
-  # ONNX Runtime is a hundred times faster at uint8 by int8 on the CPU than at int8 by int8
-  middle_f = Constant <value_float = 128.0> ()
-  raised = Add (rounded, middle_f)
-  q = Cast <to = 2> (raised)
-  middle = Cast <to = 2> (middle_f)
-  sums = MatMulInteger (q, weight, middle)
-  sums_f = Cast <to = 1> (sums)
-  scale_f = Cast <to = 1> (scale)
-  # Not sums * (a * scale): ONNX Runtime fuses that into MatMulIntegerToFloat, whose last bit differs
-  stepped = Mul (sums_f, a)
-  product = Mul (stepped, scale_f)
-  Y = CastLike (product, A)
-}
-"""
+    # [N, blocks, 1, 32] >> (0, 2, 4, 6) & 3 -> [N, blocks, 4, 32] -> [N, K] -> int8 [K, N]
+    blocks = packed.reshape(N, -1, 1, BLOCK_BYTES)
+    shifts = op.ints(0, 2, 4, 6).reshape([4, 1]).cast(Type.UINT8)
+    fields = op("BitwiseAnd", op("BitShift", blocks, shifts, direction="RIGHT"), op.ints(3).cast(Type.UINT8))
+    codes = fields.reshape(N, -1).slice(0, K, 1).cast(Type.INT8)
+    weight = (codes - op.ints(1).cast(Type.INT8)).transpose(1, 0)
 
-function = partial(OP.function, BODY)
+    x = A.cast(Type.FLOAT32)
+    magnitude = op("Abs", x)
+    largest = op("ReduceMax", magnitude, -1, keepdims=1)
+
+    def by_mean() -> tuple[Value, Value]:
+        length = K.cast(Type.FLOAT64)
+        grid = largest.cast(Type.FLOAT64) * (length * op.ints(2).cast(Type.FLOAT64))
+        total = op("ReduceSum", magnitude.cast(Type.FLOAT64) + grid - grid, -1, keepdims=1)
+        step = op("Max", (total / length).cast(Type.FLOAT32), 1e-5) / math.sqrt(7)
+        return step, op("Clip", op("Round", x / step), -8.0, 7.0)
+
+    def by_largest() -> tuple[Value, Value]:
+        step = op("Max", largest, 1e-5) / 127.0
+        return step, op("Round", x / step)
+
+    # Its condition is a constant: ONNX Runtime keeps one of the branches
+    four_bits = op("Equal", op.attribute("activation_bits"), op.scalar(4))
+    branches = {"then_branch": op.graph(by_mean), "else_branch": op.graph(by_largest)}
+    a, q = op.several(2, "If", four_bits, **branches)
+    # ONNX Runtime is a hundred times faster at uint8 by int8 on the CPU than at int8 by int8
+    middle = op("Constant", value_float=128.0)
+    sums = op("MatMulInteger", (q + middle).cast(Type.UINT8), weight, middle.cast(Type.UINT8))
+    # Not sums * (a * scale): ONNX Runtime fuses that into MatMulIntegerToFloat, whose last bit differs
+    return (sums.cast(Type.FLOAT32) * a * scale.cast(Type.FLOAT32)).like(A)
+
+
+function = partial(OP.function, body)
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:

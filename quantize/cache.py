@@ -9,9 +9,8 @@ Buffers of one layer and one sequence; `tokens` is the capacity, Hk the number o
     int8        int8 [Hk, tokens, d]               float32 [Hk, tokens]
     int4, int2  uint8 [Hk, tokens, d * bits / 8]   float16 [Hk, tokens/32, 2, d]   float16 [Hk, window + 32, d]
 
-T is the graph's float type. Keys and
-values may have different formats. With a sliding window, all buffers but the recent ones are rings
-(`kv_cache.ring_rows`).
+T is the graph's float type. Keys and values may have different formats. With a sliding window, all buffers but the
+recent ones are rings (`kv_cache.ring_rows`).
 """
 
 from __future__ import annotations
@@ -65,27 +64,27 @@ def buffers(
     dtype, in_place: of float buffers. DiffAttention's kernel always writes low-bit buffers in place.
     """
 
-    def tokens(format: str, each: int = 1) -> str:
-        dim = TOKENS if each == 1 else f"{TOKENS}/{each}"
-        return f"{dim}%{ring_rows(sliding_window, BITS[format]) // each}" if sliding_window else dim
+    def tokens(format: str, block: int = 1) -> str:
+        dim = TOKENS if block == 1 else f"{TOKENS}/{block}"
+        return f"{dim}%{ring_rows(sliding_window, BITS[format]) // block}" if sliding_window else dim
 
     if is_low_bit(scheme):
         in_place = "native"
     formats = {"key": scheme.key_format, "value": scheme.value_format}
-    found: list[tuple[str, str, tuple[int | str, ...]]] = []
+    rows: list[tuple[str, str, tuple[int | str, ...]]] = []
     for part, format in formats.items():
         kind = {"float": dtype, "fp16": "float16", "int8": "int8"}.get(format, "uint8")
         width = head_dim * BITS[format] // 8 if kind == "uint8" else head_dim
-        found.append((part, kind, (heads, tokens(format), width)))
+        rows.append((part, kind, (heads, tokens(format), width)))
     for part, format in formats.items():
         if format == "int8":
-            found.append((f"{part}_scale", "float32", (heads, tokens(format))))
+            rows.append((f"{part}_scale", "float32", (heads, tokens(format))))
         elif BITS[format] < 8:
-            found.append((f"{part}_scale", "float16", (heads, tokens(format, BLOCK), 2, head_dim)))
+            rows.append((f"{part}_scale", "float16", (heads, tokens(format, BLOCK), 2, head_dim)))
     for part, format in formats.items():
         if BITS[format] < 8:
-            found.append((f"{part}_recent", "float16", (heads, scheme.window + BLOCK, head_dim)))
-    return tuple(Buffer(name, kind, shape, in_place) for name, kind, shape in found)
+            rows.append((f"{part}_recent", "float16", (heads, scheme.window + BLOCK, head_dim)))
+    return tuple(Buffer(name, kind, shape, in_place) for name, kind, shape in rows)
 
 
 def step_bytes(config: ModelConfig, scheme: AttentionScheme, dtype: str, context: int) -> float:
@@ -99,14 +98,14 @@ def step_bytes(config: ModelConfig, scheme: AttentionScheme, dtype: str, context
     for name, buffer in cache_spec(config, scheme, dtype).buffers.items():
         readers = 1 + givers.count(int(name.partition(".")[0]))
         format = scheme.key_format if buffer.name.startswith("key") else scheme.value_format
-        held = low if BITS[format] < 8 else context
+        stored = low if BITS[format] < 8 else context
         if buffer.name.endswith("recent"):
             total += buffer.nbytes(0) / (scheme.window + BLOCK) * (readers * (context - low) + 1)
         elif not buffer.holds_tokens:  # a state, which is read and written as a whole
             total += 2 * buffer.nbytes(0)
         elif buffer.ring:
             tokens = buffer.ring * next(tokens_each(dim) for dim in buffer.shape if isinstance(dim, str))
-            total += buffer.nbytes(0) / tokens * (readers * min(held, tokens) + 1)
+            total += buffer.nbytes(0) / tokens * (readers * min(stored, tokens) + 1)
         else:
-            total += buffer.nbytes(BLOCK) / BLOCK * (readers * held + 1)
+            total += buffer.nbytes(BLOCK) / BLOCK * (readers * stored + 1)
     return total

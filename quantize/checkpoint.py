@@ -19,18 +19,20 @@ from ..formats import Format, QTensor
 from ..io import files
 from ..io.errors import DiffbitError
 from ..io.processes import Processes
+from ..io.resources import require
 from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig
 from ..models.checkpoint.names import shapes, stays_float32
 from .cache import is_low_bit
 from .calibration.states import ALONE
-from .demand import Text, in_shards, within
+from .forecast import in_shards, must_spill, quantize_demand
 from .layerwise import Finished, quantize_layers, stored_config, tokens_for
 from .layouts import Weights
 from .methods import parse_recipe
 from .model import Round, assemble
-from .report import Report, WeightReport, sizes
+from .report import Report, WeightReport
 from .resume import Stored, Unfinished, run
 from .scheme import Scheme
+from .sizes import sizes
 
 
 def quantize_checkpoint(
@@ -57,7 +59,7 @@ def quantize_checkpoint(
     bytes that this process may use; calibration states move to disk if necessary. here: the processes that share the
     work, and this one's device; each calls this, and the first writes. Neither resume nor the number of processes
     changes a bit of the result; a GPU sums in another order than a CPU. Raises DiffbitError for a checkpoint or scheme
-    that does not fit, and if memory or disk do not suffice (demand.py).
+    that does not fit, and if memory or disk do not suffice (memory.py).
     """
     checkpoint = _opened(source, output if here.first else None, overwrite)
     config = checkpoint.config
@@ -69,10 +71,13 @@ def quantize_checkpoint(
     entry = scheme.to_entry() | {"method": recipe.name}
     if tokens and calibration_text is not None:
         entry["calibration"] = {**calibration_text, "tokens": tokens.count}
-    text = None if tokens is None else Text(len(tokens.ids), tokens.ids.shape[1], len(tokens.exact.ids))
-    demand, spills = within(checkpoint, scheme, recipe, text, max_memory)
-    demand.check(output, f"quantizing {checkpoint.path} with method {recipe.name!r}", here.local)
-    if spills and tokens is not None:
+    text = None if tokens is None else (tokens.ids.shape[0], tokens.ids.shape[1])
+    spilled = must_spill(checkpoint, scheme, recipe, text, max_memory)
+    what = f"quantizing {checkpoint.path} with method {recipe.name!r}"
+    memory, disk = quantize_demand(checkpoint, scheme, recipe, text, spilled)
+    advice = ", or a method that needs less (--method rtn; see `diffbit plan`)"
+    require(what, memory, disk, output, processes=here.local, advice=advice)
+    if spilled and tokens is not None:
         files.make_folder(files.resolved(output).parent)
         tokens.spill(files.resolved(output).parent)
 
@@ -105,8 +110,8 @@ def quantize_checkpoint(
         scheme=scheme,
         method=recipe.name,
         weights=tuple(rows),
-        before=sizes(config, embedding=dtype),
-        after=sizes(stored, scheme, embedding=dtype),
+        before=sizes(config, stored=dtype),
+        after=sizes(stored, scheme, stored=dtype),
         calibration_tokens=tokens.count if tokens else 0,
         warnings=tuple(dict.fromkeys(filter(None, warnings))),
     )

@@ -32,8 +32,9 @@ from .layer import Layer
 from .methods import Method, Recipe, find, parse_recipe
 from .model import Round, assemble
 from .reorder import Read, reordered
-from .report import WIDTHS, WeightReport
+from .report import WeightReport
 from .scheme import EMBEDDING_MODULE, HEAD_MODULE, Scheme, weight_shapes
+from .sizes import TensorSize
 
 LARGE = 1 << 16  # rows of a table that would take as long as several layers
 PLAIN_BITS = 8  # a head of at least as many bits is rounded to nearest
@@ -83,15 +84,15 @@ def quantize_layers(
     stored, shapes_of = stored_config(config, scheme, recipe), weight_shapes(config)
     formats = scheme.formats(stored)
     names = [_names(config, index) for index in range(-1, config.num_layers + 1)]
-    own = [
+    by_layer = [
         {module: formats[module] for name in layer if (module := name.removesuffix(".weight")) in formats}
         for layer in names
     ]
-    sizes = [sum(math.prod(shapes_of[module]) for module in layer) for layer in own]
-    late = _rounds_late(stored, own[0], recipe, tokens)
+    counts = [sum(math.prod(shapes_of[module]) for module in layer) for layer in by_layer]
+    late = _rounds_late(stored, by_layer[0], recipe, tokens)
     if late:
-        own[-1][HEAD_MODULE] = own[0][EMBEDDING_MODULE]
-    before = [sum(sizes[:place]) / max(1, sum(sizes)) for place in range(len(sizes) + 1)]  # shares of all work
+        by_layer[-1][HEAD_MODULE] = by_layer[0][EMBEDDING_MODULE]
+    before = [sum(counts[:place]) / max(1, sum(counts)) for place in range(len(counts) + 1)]  # shares of all work
     with nullcontext() if title is None else Progress(title, 1.0, before[skip]) as bar:
         for place in range(skip, len(names)):
 
@@ -99,10 +100,11 @@ def quantize_layers(
                 if bar is not None:
                     bar.to(begin + share * (end - begin), at.removeprefix("model."))
 
+            chosen = by_layer[place]
             # keep no reference to a layer here, so that only one is in memory at a time
             yield _finish(
                 Passes(
-                    Layer(stored, place - 1, scheme, own[place], _read(config, read, names[place])),
+                    Layer(stored, place - 1, scheme, chosen, _read(config, read, names[place])),
                     tokens,
                     progress,
                     here,
@@ -244,7 +246,7 @@ def _names(config: ModelConfig, index: int) -> list[str]:
 
 
 def _row(passes: Passes, module: str, weight: QTensor, output_error: float | None) -> WeightReport:
-    nbytes = weight.format.device_nbytes(weight.shape, WIDTHS["fp32"])
+    size = TensorSize(f"{module}.weight", weight.shape, weight.format)
     return WeightReport(
         name=module,
         format=weight.format.name,
@@ -252,8 +254,8 @@ def _row(passes: Passes, module: str, weight: QTensor, output_error: float | Non
         weight_error=weight_error(passes.layer.weight(module), weight),
         output_error=output_error,
         proxy_loss=passes.proxy_losses.get(module),
-        bits_per_weight=8 * nbytes / math.prod(weight.shape),
-        nbytes=nbytes,
+        bits_per_weight=8 * size.device_bytes / size.weights,
+        nbytes=size.device_bytes,
     )
 
 

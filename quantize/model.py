@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..formats import Format, QTensor
 from ..formats.linear import QuantEmbedding, QuantLinear
-from ..io.errors import DiffbitError
+from ..io.fields import located
 from ..models import Decoder
 from ..models.checkpoint.names import stays_float32
 from ..models.decoder import check_derived
@@ -51,10 +51,8 @@ def quant_linear(module: str, weight: QTensor, scheme: Scheme, bias: nn.Paramete
 
 def quantize_weight(method: Round, name: str, weight: Tensor, format: Format, stats: Any = None) -> QTensor:
     """Return method(weight, format, stats); errors name the weight."""
-    try:
+    with located(name):
         return method(weight.detach(), format, stats)
-    except DiffbitError as error:
-        raise DiffbitError(f"{name}: {error}") from None
 
 
 def as_exported(module: nn.Module, target: str = "cpu") -> None:

@@ -25,15 +25,16 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from ..formats import Format, parse_format
 from ..io import files
 from ..io.errors import DiffbitError
+from ..io.fields import bounds, check, get, located, one_of, read, shown
 from ..models import ModelConfig
 from ..models.checkpoint.names import is_linear, shapes
 from ..ops.cache import Buffer
@@ -41,9 +42,10 @@ from ..ops.kv_cache import BITS, BLOCK
 
 TABLE_FORMAT = "int8"  # default of embedding and head with low-bit weights; docs/accuracy.md compares others
 LOGIT_BITS = range(2, 17)
+ACTIVATIONS = ("int8", "int4")
 QK = ("int8", "int4")
 KV = ("int8", "int4", "int2")
-HELD = ("fp16", *KV)  # formats of a KV cache
+CACHED = ("fp16", *KV)  # formats of a KV cache
 WINDOW = 32  # tokens
 MOST_WINDOW = 1 << 20
 EMBEDDING_MODULE = "model.embed_tokens"
@@ -58,26 +60,14 @@ class AttentionScheme:
     the KV cache, "fp16", "int8", "int4" or "int2". None: float. window: the least number of recent tokens that a cache
     of less than 8 bits keeps in float16."""
 
-    logits: int | None = None
-    qk: str | None = None
-    keys: str | None = None
-    values: str | None = None
-    window: int = WINDOW
+    logits: Annotated[int, bounds(LOGIT_BITS[0], LOGIT_BITS[-1])] | None = None
+    qk: Annotated[str, one_of(*QK)] | None = None
+    keys: Annotated[str, one_of(*CACHED)] | None = None
+    values: Annotated[str, one_of(*CACHED)] | None = None
+    window: Annotated[int, bounds(0, MOST_WINDOW)] = WINDOW
 
     def __post_init__(self) -> None:
-        if self.logits is not None and (type(self.logits) is not int or self.logits not in LOGIT_BITS):
-            raise DiffbitError(
-                f"attention's logits has {self.logits!r} bits, wanted a whole number from {LOGIT_BITS[0]} to "
-                f"{LOGIT_BITS[-1]}"
-            )
-        for name, format, wanted in (("qk", self.qk, QK), ("keys", self.keys, HELD), ("values", self.values, HELD)):
-            if format is not None and format not in wanted:
-                raise DiffbitError(f"attention's {name} is {format!r}, wanted one of {', '.join(wanted)} or none")
-        if type(self.window) is not int or not 0 <= self.window <= MOST_WINDOW:
-            raise DiffbitError(
-                f"the KV cache's window is {self.window!r}, wanted a whole number from 0 to {MOST_WINDOW}: the number "
-                "of recent tokens that stay in float16"
-            )
+        check(self, "attention")
 
     @property
     def query_bits(self) -> int:
@@ -86,7 +76,7 @@ class AttentionScheme:
 
     @property
     def key_format(self) -> str:
-        """ "float" or one of HELD: the smaller of the cache's format and the product's."""
+        """ "float" or one of CACHED: the smaller of the cache's format and the product's."""
         return min((self.keys or "float", self.qk or "float"), key=BITS.__getitem__)
 
     @property
@@ -114,17 +104,26 @@ class AttentionScheme:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that are not float, as plain JSON."""
-        found = {name: getattr(self, name) for name in ("logits", "qk", "keys", "values")}
-        found = {name: value for name, value in found.items() if value is not None}
-        if self.has_window:
-            found["window"] = self.window
-        return found
+        values = {name: getattr(self, name) for name in ("logits", "qk", "keys", "values")}
+        values = {name: value for name, value in values.items() if value is not None}
+        return values | ({"window": self.window} if self.has_window else {})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> AttentionScheme:
-        _known(values, tuple(field.name for field in fields(cls)), "a scheme's attention")
-        formats: dict[str, Any] = {name: None if value == "none" else value for name, value in values.items()}
-        return cls(**formats)
+        scheme: AttentionScheme = read(cls, _without_words_for_none(values), "attention")
+        return scheme
+
+
+def _format(value: object, place: str) -> Format | None:
+    if value in (None, "none"):
+        return None
+    if not isinstance(value, str):
+        raise DiffbitError(f"{place} is {shown(value)}, wanted the name of a format, such as 'int4_g32', or 'none'")
+    with located(place):
+        return parse_format(value)
+
+
+FormatOrNone = Annotated[Format | None, _format]
 
 
 @dataclass(frozen=True)
@@ -135,16 +134,15 @@ class Scheme:
     A ternary layer always rounds its input: to 4 bits if activations are "int4" (formats/rounding.py), else to 8.
     """
 
-    weights: Format | None = None
-    embedding: Format | None = None
-    head: Format | None = None
-    activations: str | None = None
+    weights: FormatOrNone = None
+    embedding: FormatOrNone = None
+    head: FormatOrNone = None
+    activations: Annotated[str, one_of(*ACTIVATIONS)] | None = None
     attention: AttentionScheme = AttentionScheme()
-    overrides: tuple[tuple[str, Format | None], ...] = ()
+    overrides: tuple[tuple[str, FormatOrNone], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.activations not in (None, "int8", "int4"):
-            raise DiffbitError(f"activations are {self.activations!r}, wanted 'int8', 'int4' or nothing")
+        check(self)
         if self.activations == "int4":
             self._check_int4()
         globs = [glob for glob, _ in self.overrides]
@@ -216,10 +214,8 @@ class Scheme:
         if self.keeps_tied(config):
             chosen.pop(HEAD_MODULE, None)
         for module, format in chosen.items():
-            try:
+            with located(module):
                 (format.check_table if module == EMBEDDING_MODULE else format.check)(layers[module])
-            except DiffbitError as error:
-                raise DiffbitError(f"{module}: {error}") from None
         return chosen
 
     def to_dict(self) -> dict[str, Any]:
@@ -236,15 +232,11 @@ class Scheme:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Scheme:
         """Invert `to_dict`; missing fields mean float. A DiffbitError names an invalid field."""
-        _known(values, ("weights", "embedding", "head", "activations", "attention", "overrides"), "a scheme")
-        overrides = _table(values, "overrides").items()
-        activations = values.get("activations")
-        return cls(
-            **{name: _format(values.get(name), name) for name in ("weights", "embedding", "head")},
-            activations=None if activations == "none" else activations,
-            attention=AttentionScheme.from_dict(_table(values, "attention")),
-            overrides=tuple((glob, _format(value, f"override {glob!r}")) for glob, value in overrides),
-        )
+        attention = AttentionScheme.from_dict(get(values, "attention", Mapping[str, Any], {}))
+        overrides = get(values, "overrides", Mapping[str, FormatOrNone], {})
+        values = _without_words_for_none(values) | {"attention": attention, "overrides": tuple(overrides.items())}
+        scheme: Scheme = read(cls, values, "")
+        return scheme
 
     def to_entry(self) -> dict[str, Any]:
         """Return the quantization_config of a checkpoint in diffbit's own layout (layouts/diffbit.py)."""
@@ -255,15 +247,12 @@ class Scheme:
         """Return the scheme of a quantization_config that diffbit wrote; where: its file and key, for messages."""
         if entry.get("version") != VERSION:
             raise DiffbitError(
-                f"{where} has version {entry.get('version')!r}, this diffbit reads version {VERSION}; quantize the "
-                "float checkpoint again"
+                f"{where} has version {shown(entry.get('version'))}, this diffbit reads version {VERSION}; quantize "
+                "the float checkpoint again"
             )
-        if not isinstance(entry.get("scheme"), dict):
-            raise DiffbitError(f"{where} has no scheme; restore config.json")
-        try:
-            return cls.from_dict(entry["scheme"])
-        except DiffbitError as error:
-            raise DiffbitError(f"{where}: {error}") from None
+        values = get(entry, "scheme", Mapping[str, Any], place=where)
+        with located(f"{where}.scheme"):
+            return cls.from_dict(values)
 
     @classmethod
     def from_file(cls, path: str | Path) -> Scheme:
@@ -275,13 +264,11 @@ class Scheme:
             values = _read_toml(path)
         else:
             raise DiffbitError(f"{path}: wanted a .json or a .toml file to read a scheme from")
-        try:
-            given = cls.from_dict(values)
-            low_bit = given.weights is not None
+        with located(path):
+            scheme = cls.from_dict(values)
+            low_bit = scheme.weights is not None
             embedding, head = table_formats(low_bit, values.get("embedding"), values.get("head"))
-            return replace(given, embedding=embedding, head=head)
-        except DiffbitError as error:
-            raise DiffbitError(f"{path}: {error}") from None
+            return replace(scheme, embedding=embedding, head=head)
 
     def to_file(self, path: str | Path) -> None:
         """Write a .json or .toml file that `from_file` reads."""
@@ -337,10 +324,9 @@ def parse_kv(text: str) -> dict[str, str | None]:
 
 def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Return {name: (out_features, in_features)} of every linear layer, including a tied head."""
-    found = {
-        name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in shapes(config).items() if is_linear(name)
-    }
-    return found | {HEAD_MODULE: (config.vocab_size, config.hidden_size)}
+    linear = {name.removesuffix(".weight"): shape for name, shape in shapes(config).items() if is_linear(name)}
+    by_name = {name: (shape[0], shape[1]) for name, shape in linear.items()}
+    return by_name | {HEAD_MODULE: (config.vocab_size, config.hidden_size)}
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -367,28 +353,8 @@ def _name(format: Format | None) -> str:
     return "none" if format is None else format.name
 
 
-def _format(value: Any, what: str) -> Format | None:
-    if value in (None, "none"):
-        return None
-    if not isinstance(value, str):
-        raise DiffbitError(f"{what} is {value!r}, wanted the name of a format, such as 'int4_g32', or 'none'")
-    try:
-        return parse_format(value)
-    except DiffbitError as error:
-        raise DiffbitError(f"{what}: {error}") from None
-
-
-def _known(values: Mapping[str, Any], names: Iterable[str], what: str) -> None:
-    for name in values:
-        if name not in names:
-            raise DiffbitError(f"{what} has the unknown key {name!r}, wanted one of {', '.join(names)}")
-
-
-def _table(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = values.get(name) or {}
-    if not isinstance(value, Mapping):
-        raise DiffbitError(f"{name} is {value!r}, wanted a table")
-    return value
+def _without_words_for_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: None if value == "none" else value for name, value in values.items()}
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

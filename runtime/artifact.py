@@ -11,17 +11,17 @@ link that leads out of the folder, is refused.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Annotated, Any
 
 from ..io.errors import DiffbitError
+from ..io.fields import Count, Positive, Rule, bounds, get, located, of_length, one_of, read
 from ..io.files import is_within, read_json, sha256_file
 from ..io.files import json_sha256 as manifest_sha256
-from ..ops.cache import IN_PLACE, TOKENS, WIDTHS, Buffer, CacheSpec
+from ..ops.cache import Buffer, CacheSpec
 
 VERSION = 4  # of the manifest; raised when an older reader would misread it
 MANIFEST = "diffbit.json"
@@ -31,30 +31,36 @@ TOKENIZER = "tokenizer.json"
 TARGETS = ("cpu", "cuda", "webgpu")  # that a graph's operators are chosen for
 FILE_BYTES = 2_000_000_000  # of a file, at most: a browser's ArrayBuffer holds slightly more
 NANO = "nano"  # the artifact that comes with the package (examples/nano/artifact.sh)
-_HEX64 = re.compile(r"[0-9a-f]{64}")
-_BUFFER = re.compile(r"[a-z][a-z0-9_]{0,39}")
-_DIMENSION = re.compile(TOKENS + r"(/(?P<block>[0-9]{1,9}))?(%(?P<ring>[0-9]{1,9}))?")
 LOOKED_UP = ("embedding", "rotary tables")  # parts from which each token reads a single row
-MAX_LAYERS, MAX_BUFFERS, MAX_DIMENSIONS, MAX_BLOCK = 1024, 16, 5, 1024
+MAX_LAYERS, MAX_BUFFERS = 1024, 16
 
-T = TypeVar("T")
-_WORDS = {str: "a string", int: "an integer", list: "a list", dict: "an object"}
+Bytes = Annotated[int, bounds(0)]
+Sha256 = Annotated[str, Rule("64 hexadecimal digits", re.compile(r"[0-9a-f]{64}").fullmatch)]
+
+
+def _is_file_name(name: str) -> bool:
+    plain = name.removeprefix(ONNX)
+    return not (plain in ("", ".", "..", MANIFEST) or "/" in plain or "\\" in name) and name.isprintable()
+
+
+FileName = Annotated[str, Rule("the name of a file in the folder", _is_file_name)]
 
 
 @dataclass(frozen=True)
 class FileEntry:
     """A file as it was exported."""
 
-    bytes: int
-    sha256: str  # hexadecimal
+    bytes: Bytes
+    sha256: Sha256
 
 
-class Part(TypedDict):
+@dataclass(frozen=True)
+class Part:
     """What some of the bytes in the files hold, such as "embedding" (export/parts.py)."""
 
     name: str
-    bytes: int
-    weights: int | None  # number of weights stored there; None where the bytes are not weights
+    bytes: Bytes
+    weights: Annotated[int, bounds(1)] | None = None  # number stored there; None where the bytes are not weights
 
 
 @dataclass(frozen=True)
@@ -64,8 +70,37 @@ class Golden:
     input_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     logits: tuple[float, ...]
-    spread: float  # standard deviation of the whole row of logits
-    tolerance: float  # largest difference allowed, relative to the spread
+    spread: Positive  # standard deviation of the whole row of logits
+    tolerance: Positive  # largest difference allowed, relative to the spread
+
+    def __post_init__(self) -> None:
+        if not self.input_ids or not self.token_ids or len(self.token_ids) != len(self.logits):
+            raise DiffbitError(
+                f"has {len(self.input_ids)} input_ids, {len(self.token_ids)} token_ids and {len(self.logits)} logits, "
+                "wanted a prompt and one logit for each of token_ids"
+            )
+
+
+def _are_few_and_different(buffers: tuple[Buffer, ...]) -> bool:
+    return len({buffer.name for buffer in buffers}) == len(buffers) <= MAX_BUFFERS
+
+
+@dataclass(frozen=True)
+class CachedLayer:
+    """The buffers of a layer, as the manifest lists them."""
+
+    buffers: Annotated[
+        tuple[Buffer, ...], Rule(f"at most {MAX_BUFFERS} buffers of different names", _are_few_and_different)
+    ]
+
+
+def _cache(value: object, place: str) -> CacheSpec:
+    of_layers = Annotated[tuple[CachedLayer, ...], of_length(1, MAX_LAYERS)]
+    layers = get(read(Mapping[str, Any], value, place), "layers", of_layers, place=place, extra=True)
+    cache = CacheSpec(tuple(layer.buffers for layer in layers))
+    if not cache.buffers:
+        raise DiffbitError(f"{place}: no layer has a buffer, so the model would keep nothing of the past")
+    return cache
 
 
 @dataclass(frozen=True)
@@ -75,19 +110,19 @@ class Artifact:
     path: Path
     name: str
     diffbit_version: str
-    dtype: str  # "fp32" or "fp16": the graph's floating-point weights and activations
+    dtype: Annotated[str, one_of("fp32", "fp16")]  # of the graph's floating-point weights and activations
     model: Mapping[str, Any]  # the model's configuration as exported
     scheme: Mapping[str, Any] | None  # how it was quantized; None for a float model
     source: Mapping[str, Any]  # name and sha256 of the checkpoint
-    method: str | None  # how its weights were quantized, such as "rotate+gptq"; None also in older artifacts
     calibration: Mapping[str, Any] | None  # the calibration text of the method
-    cache: CacheSpec
-    context_length: int
+    cache: Annotated[CacheSpec, _cache]
+    context_length: Annotated[int, bounds(1)]
     eos_token_ids: tuple[int, ...]
-    files: Mapping[str, FileEntry]
+    files: Mapping[FileName, FileEntry]
     golden: Golden
-    sha256: str  # of the manifest
-    target: str = "cpu"  # the device that the graph's operators were chosen for; it runs on others, too
+    sha256: Sha256  # of the manifest
+    target: Annotated[str, one_of(*TARGETS)] = "cpu"  # that the graph's operators were chosen for; it runs on others
+    method: str | None = None  # how its weights were quantized, such as "rotate+gptq"; None also in older artifacts
     parts: tuple[Part, ...] = ()  # what the files hold, largest first; empty in older artifacts
 
     @classmethod
@@ -101,40 +136,19 @@ class Artifact:
             raise DiffbitError(f"{folder}: holds no {MANIFEST}, so it is not an artifact; diffbit export makes one")
         _confined(folder, MANIFEST)
         manifest = read_json(where)
-        fields = _Fields(manifest, str(where))
-        version = fields.integer("artifact_version", at_least=1)
-        if version != VERSION:
-            raise DiffbitError(
-                f"{where}: artifact_version is {version}, this diffbit reads {VERSION}; "
-                + ("upgrade diffbit" if version > VERSION else "export the model again")
-            )
-        found = manifest_sha256(manifest)
-        sha256 = fields.sha256("sha256")
-        if found != sha256:
-            raise DiffbitError(
-                f"{where}: was changed after export (its sha256 says {sha256[:12]}…, its content has {found[:12]}…); "
-                "restore the file or export the model again"
-            )
-        artifact = cls(
-            path=folder,
-            name=fields.get("name", str),
-            diffbit_version=fields.get("diffbit_version", str),
-            dtype=fields.choice("dtype", "fp32", "fp16"),
-            model=fields.object("model").values,
-            scheme=fields.optional_object("scheme"),
-            source=fields.object("source").values,
-            method=None if manifest.get("method") is None else fields.get("method", str),
-            calibration=fields.optional_object("calibration"),
-            cache=_cache(fields.object("cache")),
-            context_length=fields.integer("context_length", at_least=1),
-            eos_token_ids=fields.integers("eos_token_ids"),
-            files=dict(_files(fields.object("files"))),
-            golden=_golden(fields.object("golden")),
-            sha256=sha256,
-            target=fields.choice("target", *TARGETS) if "target" in manifest else TARGETS[0],
-            parts=tuple(_part(entry) for entry in fields.objects("parts")) if "parts" in manifest else (),
-        )
-        artifact._check_tokens(str(where))
+        with located(where):
+            version = get(manifest, "artifact_version", Count)
+            if version != VERSION:
+                advice = "upgrade diffbit" if version > VERSION else "export the model again"
+                raise DiffbitError(f"artifact_version is {version}, this diffbit reads {VERSION}; {advice}")
+        with located(where, "; restore the file or export the model again"):
+            sha256, content = get(manifest, "sha256", Sha256), manifest_sha256(manifest)
+            if content != sha256:
+                raise DiffbitError(
+                    f"was changed after export (its sha256 says {sha256[:12]}…, its content has {content[:12]}…)"
+                )
+            artifact: Artifact = read(cls, {**manifest, "path": folder}, "", extra=True)
+            artifact._check()
         return artifact
 
     @property
@@ -156,8 +170,8 @@ class Artifact:
             return None
         weights = 0
         for part in self.parts:
-            if part["weights"] and part["name"] not in LOOKED_UP:
-                weights += part["bytes"]
+            if part.weights and part.name not in LOOKED_UP:
+                weights += part.bytes
         return weights + self.cache.nbytes(context)
 
     @property
@@ -185,9 +199,9 @@ class Artifact:
                 path = self.file(name)
                 if (size := path.stat().st_size) != entry.bytes:
                     problems[name] = f"{path}: has {size} bytes, the manifest says {entry.bytes}; restore the file"
-                elif hashes and (found := sha256_file(path)) != entry.sha256:
+                elif hashes and (sha256 := sha256_file(path)) != entry.sha256:
                     problems[name] = (
-                        f"{path}: was changed after export (sha256 {found[:12]}…, the manifest says "
+                        f"{path}: was changed after export (sha256 {sha256[:12]}…, the manifest says "
                         f"{entry.sha256[:12]}…); restore the file or export the model again"
                     )
             except DiffbitError as error:
@@ -201,100 +215,30 @@ class Artifact:
         if problems := self.file_problems(hashes=hashes):
             raise DiffbitError("\n".join(problems.values()))
 
-    def _check_tokens(self, where: str) -> None:
-        model = _Fields(self.model, f"{where}: model")
-        vocab_size = model.integer("vocab_size", at_least=1)
-        groups = {
-            "eos_token_ids": self.eos_token_ids,
-            "golden.input_ids": self.golden.input_ids,
-            "golden.token_ids": self.golden.token_ids,
-            "model.bos_token_id": () if self.bos_token_id is None else (model.get("bos_token_id", int),),
-        }
-        for key, ids in groups.items():
-            if outside := [token for token in ids if not 0 <= token < vocab_size]:
-                raise DiffbitError(f"{where}: {key} holds {outside[0]}, outside the vocabulary of {vocab_size} tokens")
+    def _check(self) -> None:
+        """Raise DiffbitError for fields that do not go together."""
+        vocab_size = get(self.model, "vocab_size", Count, place="model")
+        token_id = Annotated[int, bounds(0, vocab_size - 1, f"a token id from 0 to {vocab_size - 1}")]
+        get(self.model, "bos_token_id", token_id, None, "model")
+        for name, ids in (
+            ("eos_token_ids", self.eos_token_ids),
+            ("golden.input_ids", self.golden.input_ids),
+            ("golden.token_ids", self.golden.token_ids),
+        ):
+            read(tuple[token_id, ...], ids, name)
         if len(self.golden.input_ids) > self.context_length:
             raise DiffbitError(
-                f"{where}: golden.input_ids holds {len(self.golden.input_ids)} tokens, more than the context_length "
+                f"golden.input_ids holds {len(self.golden.input_ids)} tokens, more than the context_length "
                 f"{self.context_length}"
             )
+        if MODEL not in self.files and ONNX + MODEL not in self.files:
+            raise DiffbitError(f"files lists no {MODEL}")
 
 
 def artifact_folder(path: str | Path) -> Path:
     """The folder that `path` names: "nano" is the artifact in the package, unless a folder of this name is one."""
-    own = Path(path) == Path(NANO) and not (Path(path) / MANIFEST).exists()
-    return Path(__file__).parent / NANO if own else Path(path)
-
-
-def _cache(fields: _Fields) -> CacheSpec:
-    layers = fields.objects("layers")
-    if not 1 <= len(layers) <= MAX_LAYERS:
-        raise DiffbitError(f"{fields.where}: layers has {len(layers)} entries, wanted 1 to {MAX_LAYERS}")
-    cache = CacheSpec(tuple(_layer(layer) for layer in layers))
-    if not cache.buffers:
-        raise DiffbitError(f"{fields.where}: no layer has a buffer, so the model would keep nothing of the past")
-    return cache
-
-
-def _layer(fields: _Fields) -> tuple[Buffer, ...]:
-    buffers = tuple(_buffer(entry) for entry in fields.objects("buffers"))
-    names = [buffer.name for buffer in buffers]
-    if len(buffers) > MAX_BUFFERS or len(set(names)) < len(names):
-        raise DiffbitError(
-            f"{fields.where}: buffers are named {', '.join(names)}, wanted at most {MAX_BUFFERS}, each once"
-        )
-    return buffers
-
-
-def _buffer(fields: _Fields) -> Buffer:
-    named = "lower-case letters, digits and _"
-    name = fields.get("name", str, lambda name: bool(_BUFFER.fullmatch(name)), named)
-    shape = tuple(_dimension(dim, fields.where) for dim in fields.get("shape", list))
-    if not 1 <= len(shape) <= MAX_DIMENSIONS:
-        raise DiffbitError(f"{fields.where}: shape has {len(shape)} dimensions, wanted 1 to {MAX_DIMENSIONS}")
-    return Buffer(name, fields.choice("dtype", *WIDTHS), shape, fields.choice("in_place", *IN_PLACE))
-
-
-def _dimension(dim: object, where: str) -> int | str:
-    if isinstance(dim, int) and dim is not True and 1 <= dim < 1 << 31:
-        return dim
-    found = _DIMENSION.fullmatch(dim) if isinstance(dim, str) else None
-    if found and 1 <= int(found["block"] or 1) <= MAX_BLOCK and int(found["ring"] or 1) >= 1:
-        return str(dim)
-    raise DiffbitError(
-        f"{where}: shape holds {_shown(dim)}, wanted a number above 0, {TOKENS!r}, {TOKENS + '/32'!r} or, of a ring, "
-        f"{TOKENS + '%512'!r}"
-    )
-
-
-def _files(fields: _Fields) -> Iterator[tuple[str, FileEntry]]:
-    for name in fields.values:
-        plain = name.removeprefix(ONNX)
-        if plain in ("", ".", "..", MANIFEST) or "/" in plain or "\\" in name or not name.isprintable():
-            raise DiffbitError(f"{fields.where}: {name!r} is not the name of a file in the folder")
-        entry = fields.object(name)
-        yield name, FileEntry(entry.integer("bytes", at_least=0), entry.sha256("sha256"))
-    if MODEL not in fields.values and ONNX + MODEL not in fields.values:
-        raise DiffbitError(f"{fields.where}: lists no {MODEL}")
-
-
-def _part(fields: _Fields) -> Part:
-    weights = None if fields.values.get("weights") is None else fields.integer("weights", at_least=1)
-    return {"name": fields.get("name", str), "bytes": fields.integer("bytes", at_least=0), "weights": weights}
-
-
-def _golden(fields: _Fields) -> Golden:
-    logits = fields.get("logits", list, lambda values: all(map(_finite, values)), "a list of finite numbers")
-    for key in ("spread", "tolerance"):
-        fields.get(key, object, lambda value: _finite(value, above=0), "a finite number above 0")
-    spread, tolerance = float(fields.values["spread"]), float(fields.values["tolerance"])
-    ids, tokens = fields.integers("input_ids"), fields.integers("token_ids")
-    if not ids or not tokens or len(tokens) != len(logits):
-        raise DiffbitError(
-            f"{fields.where}: wanted a prompt and one logit for each of token_ids, found {len(ids)} prompt tokens, "
-            f"{len(tokens)} token_ids and {len(logits)} logits"
-        )
-    return Golden(ids, tokens, tuple(map(float, logits)), spread, tolerance)
+    is_nano = Path(path) == Path(NANO) and not (Path(path) / MANIFEST).exists()
+    return Path(__file__).parent / NANO if is_nano else Path(path)
 
 
 def _confined(folder: Path, name: str) -> Path:
@@ -307,57 +251,3 @@ def _confined(folder: Path, name: str) -> Path:
     if not inside:
         raise DiffbitError(f"{path}: is a link that leads out of the artifact folder; put the file itself there")
     return path
-
-
-@dataclass(frozen=True)
-class _Fields:
-    """Typed access to a JSON object. A missing field, or one of another type, raises a DiffbitError that names it."""
-
-    values: Mapping[str, Any]
-    where: str  # file and path inside it, for messages
-
-    def get(self, key: str, type_: type[T], fits: Callable[[T], bool] = lambda _: True, wanted: str = "") -> T:
-        """A field's value, for which `fits` holds: it is `wanted`."""
-        if key not in self.values:
-            raise DiffbitError(f"{self.where}: has no field {key!r}; export the model again")
-        value = self.values[key]
-        of_type = isinstance(value, type_) and not isinstance(value, bool)  # bool is an int to Python alone
-        if not of_type or not fits(value):
-            wanted = wanted if of_type or type_ not in _WORDS else _WORDS[type_]
-            raise DiffbitError(f"{self.where}: {key} is {_shown(value)}, wanted {wanted}")
-        return value
-
-    def choice(self, key: str, *choices: str) -> str:
-        return self.get(key, str, lambda value: value in choices, f"one of {', '.join(choices)}")
-
-    def integer(self, key: str, at_least: int) -> int:
-        return self.get(key, int, lambda value: value >= at_least, f"at least {at_least}")
-
-    def sha256(self, key: str) -> str:
-        return self.get(key, str, lambda value: bool(_HEX64.fullmatch(value)), "64 hexadecimal digits")
-
-    def integers(self, key: str) -> tuple[int, ...]:
-        return tuple(
-            self.get(key, list, lambda values: all(type(value) is int for value in values), "a list of integers")
-        )
-
-    def object(self, key: str) -> _Fields:
-        return _Fields(self.get(key, dict), f"{self.where}: {key}")
-
-    def optional_object(self, key: str) -> Mapping[str, Any] | None:
-        return None if self.values.get(key, ...) is None else self.object(key).values
-
-    def objects(self, key: str) -> list[_Fields]:
-        values = self.get(key, list)
-        if other := [value for value in values if not isinstance(value, dict)]:
-            raise DiffbitError(f"{self.where}: {key} holds {_shown(other[0])}, wanted objects")
-        return [_Fields(value, f"{self.where}: {key}[{index}]") for index, value in enumerate(values)]
-
-
-def _finite(value: object, above: float = -math.inf) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and above < value < math.inf
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

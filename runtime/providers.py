@@ -32,7 +32,6 @@ from .native import cuda_architectures
 CPU = "CPUExecutionProvider"
 DRIVERS = {12: 525, 13: 580}  # CUDA version -> the oldest driver that runs it
 FIRST_FOR_CUDA_13 = "1.27"  # of onnxruntime-gpu's wheels on PyPI; older ones are for CUDA 12
-MAX_THREADS = 512  # ONNX Runtime does not limit the number, and hangs with too many
 
 # The operators that dominate a model's run time. `session.disable_cpu_ep_fallback` would be stricter, but ONNX Runtime
 # places arithmetic on shapes (Shape, Gather, Concat, ...) on the CPU, so with that option it refuses every graph.
@@ -112,8 +111,6 @@ def open_session(model: Path, device: str, threads: int | None, library: Path | 
     does not suffice, or if ONNX Runtime would compute on the CPU instead of the device.
     """
     row = device_of(device)
-    if threads is not None and not 1 <= threads <= MAX_THREADS:
-        raise DiffbitError(f"threads is {threads}, wanted 1 to {MAX_THREADS}")
     ort = onnxruntime()
     options = _options(ort, threads, library)
     if row.provider != CPU:
@@ -249,14 +246,14 @@ def _check_card(ort: ModuleType, library: Path | None) -> None:
         card = driver.architecture
     except (OSError, DiffbitError):
         return  # ONNX Runtime cannot start either; why_no_cuda explains it
-    wanted = str(getattr(ort, "cuda_version", None) or "")  # of the wheel, such as "13.0"
-    major = int(wanted.partition(".")[0]) if wanted[:1].isdigit() else 0
+    built_for = str(getattr(ort, "cuda_version", None) or "")  # of the wheel, such as "13.0"
+    major = int(built_for.partition(".")[0]) if built_for[:1].isdigit() else 0
     if driver.cuda_version[0] < major:
         newer = f"install driver {DRIVERS[major]} or newer" if major in DRIVERS else "install a newer driver"
         older = f", or pip install 'onnxruntime-gpu[cuda,cudnn]<{FIRST_FOR_CUDA_13}'" if major == 13 else ""
         raise DiffbitError(
             f"device cuda was requested, but the NVIDIA driver is for CUDA {version_text(driver.cuda_version)}, and "
-            f"ONNX Runtime {ort.__version__} is for CUDA {wanted}: {newer}{older}, or run with device cpu"
+            f"ONNX Runtime {ort.__version__} is for CUDA {built_for}: {newer}{older}, or run with device cpu"
         )
     compiled = cuda_architectures(library) if library is not None else []
     if compiled and not runs(card, compiled):

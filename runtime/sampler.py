@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..io.errors import DiffbitError
+from ..io.fields import located
 from ..io.files import read_json
 from ..settings import Sampling
 from .artifact import Artifact
@@ -47,12 +48,10 @@ class Sampler:
     @classmethod
     def of(cls, artifact: Artifact, **given: Any) -> Sampler:
         """The sampler of the model's generation_config.json; settings that are `given`, and not None, override it."""
-        own = read_json(artifact.file(GENERATION)) if GENERATION in artifact.files else {}
+        settings = read_json(artifact.file(GENERATION)) if GENERATION in artifact.files else {}
         Sampling(**{name: value for name, value in given.items() if value is not None})  # an error without the file
-        try:
-            return cls(Sampling.of_model(own, **given))
-        except DiffbitError as error:
-            raise DiffbitError(f"{artifact.path / GENERATION}: {error}") from None
+        with located(artifact.path / GENERATION):
+            return cls(Sampling.of_model(settings, **given))
 
     def start(self, prompt_tokens: int) -> None:
         """Begin a text whose first tokens are its prompt."""
@@ -74,18 +73,18 @@ class Sampler:
 
     def _changed(self, logits: NDArray[np.floating], token_ids: NDArray[np.int64]) -> NDArray[np.floating]:
         """Return the logits with bias and penalties."""
-        own = self.sampling
-        frequency, presence = own.frequency_penalty, own.presence_penalty
-        if not own.logit_bias and own.repetition_penalty == 1 and not frequency and not presence:
+        sampling = self.sampling
+        frequency, presence = sampling.frequency_penalty, sampling.presence_penalty
+        if not sampling.logit_bias and sampling.repetition_penalty == 1 and not frequency and not presence:
             return logits
         logits = logits.astype(np.float64)
-        for token, bias in own.logit_bias.items():
+        for token, bias in sampling.logit_bias.items():
             if token >= len(logits):
                 raise DiffbitError(f"logit_bias has token {token}, wanted an id of the {len(logits)} tokens")
             logits[token] += bias
         seen = np.unique(token_ids)
         values = logits[seen]
-        logits[seen] = np.where(values > 0, values / own.repetition_penalty, values * own.repetition_penalty)
+        logits[seen] = np.where(values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty)
         generated, times = np.unique(token_ids[self._prompt :], return_counts=True)
         logits[generated] -= frequency * times + presence
         return logits

@@ -84,7 +84,7 @@ BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "missing tensor": (lambda p: edit_tensor(p, DOWN, lambda t: None), [DOWN]),
     "misshapen tensor": (lambda p: edit_tensor(p, DOWN, lambda t: t[:, :-1].contiguous()), [DOWN, "127", "128"]),
     "NaN weight": (lambda p: edit_tensor(p, Q, with_nan), [Q, "NaN"]),
-    "dtype is a list": (odd_dtype, [Q, "malformed"]),
+    "dtype is a list": (odd_dtype, [Q, "dtype is [], wanted one of"]),
     "truncated file": (lambda p: truncate(p / "model.safetensors"), ["model.safetensors"]),
     "pickle only": (only_pickle, ["pytorch_model.bin", "safetensors"]),
     "index leads outside": (index_outside, ["../stolen.safetensors"]),

@@ -19,10 +19,11 @@ import torch
 from diffbit.export import export_artifact
 from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, load, save
-from diffbit.runtime import cuda, native, verify
+from diffbit.runtime import native, verify
 
 from . import forks
 from .configs import resized
+from .native import cuda
 from .native.host import emulated
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

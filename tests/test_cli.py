@@ -294,7 +294,7 @@ def test_an_artifact_for_a_gpu_is_fp16(
         return Session(artifact, threads=1)
 
     def bench_here(artifact: Path, *arguments: object, **more: object) -> dict[str, object]:
-        return {"artifact": artifact.name}
+        return {"artifact": artifact.name, "nodes": {}}
 
     monkeypatch.setattr("diffbit.runtime.Session", here)
     monkeypatch.setattr("diffbit.runtime.bench", bench_here)
@@ -389,7 +389,7 @@ def test_a_target_chooses_formats_and_shows_the_error_of_each_layer(
 
 
 def test_the_methods_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
-    from diffbit.quantize import methods
+    from diffbit.quantize.methods import methods
 
     with pytest.raises(SystemExit) as stopped:
         main(["quantize", "--list-methods"])

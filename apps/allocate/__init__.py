@@ -1,5 +1,6 @@
-"""Mixed precision: a format for each linear layer, so that a model loses least within a budget of bits or bytes.
+"""Mixed precision, a format for each linear layer, so that a model loses least within a budget of bits or bytes; and
+forecasts of what quantizing and exporting take.
 
-plan = allocate("model", nbytes=40_000_000, method="gptq", calibration=token_ids)
-plan.scheme.to_file("scheme.toml")                   # `diffbit quantize --scheme` and quantize_checkpoint take it
+allocation = allocate("model", nbytes=40_000_000, method="gptq", calibration=token_ids)
+allocation.scheme.to_file("scheme.toml")             # `diffbit quantize --scheme` and quantize_checkpoint take it
 """

@@ -1,55 +1,107 @@
-"""diffbit allocate: choose each layer's format within a budget, for `diffbit quantize --scheme`."""
+"""diffbit allocate: choose each layer's format within a budget; diffbit plan: forecast memory, disk space and time."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ...cli import (
-    Field,
     Json,
-    Length,
     Overwrite,
     Quiet,
     TorchDevice,
+    dtype_for,
     print_json,
     print_table,
-    read_windows,
     remark,
     torch_device,
+    with_settings,
 )
-from ...cli.quantize import (
-    CALIBRATED_ON_MIX,
-    Activations,
-    Calibrate,
-    CalibrationWindows,
-    Embedding,
-    Head,
-    KvCache,
-    KvWindow,
-    MethodName,
-    Model,
-    Override,
-    Qk,
-    read_scheme,
-)
+from ...cli.scheme_options import MaxMemory, MethodOptions, Model, SchemeOptions
 from ...io.errors import DiffbitError
 from ...io.files import parse_size
 
 if TYPE_CHECKING:
-    from .mixed import LayerPlan, Plan
+    from .mixed import Allocation, LayerChoice
+    from .plan import Forecast
 
 EXAMPLES = {
+    "plan": (
+        "diffbit plan out/demo/diff_v1 --weights int4_g32 --method gptq",
+        "diffbit plan out/demo/diff_v1 --weights int4_g32 --method gptq --max-memory 2GB --json",
+        "diffbit plan out/demo/diff_v1-int4",
+    ),
     "allocate": (
         "diffbit allocate out/demo/diff_v1 --bits 3.5 --method gptq --max-windows 64 -o out/scheme.toml",
         "diffbit allocate out/demo/diff_v1 --bits 4 --candidates int2_g64,int4_g32,int8 --plot mixed.svg -o four.json",
-    )
+    ),
 }
-WINDOWS = 128  # of calibration text
 
 
+@with_settings(SchemeOptions, "options")
+@with_settings(MethodOptions, "rounding", without=("field",))
+def plan(
+    model: Model,
+    options: SchemeOptions,
+    rounding: MethodOptions,
+    max_memory: MaxMemory = None,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Device that the artifact is for.")] = "cpu",
+    dtype: Annotated[
+        Literal["fp32", "fp16"] | None,
+        typer.Option(help="Precision of everything in the artifact that is not quantized."),
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Predict the memory, disk and time that `quantize` and `export` need, and the artifact's size.
+
+    Neither is run. Memory and sizes are computed from the model's shapes; the time is estimated from a matrix product
+    timed on this machine. For a quantized checkpoint, only `export` is predicted.
+    """
+    from ...io.resources import available_memory
+    from ...models import Checkpoint
+    from ...quantize import read_scheme
+    from ...quantize.methods import parse_recipe
+    from .plan import plan_export, plan_quantize
+
+    checkpoint = Checkpoint(model)
+    steps: dict[str, Forecast] = {}
+    if options == SchemeOptions():
+        scheme = read_scheme(checkpoint)
+    elif checkpoint.quantization is not None:
+        raise DiffbitError(f"{model}: is quantized already; leave out the options of a scheme, or pass the float model")
+    else:
+        scheme, recipe = options.scheme(), parse_recipe(rounding.method)
+        text = rounding.text_shape(model, checkpoint.config.max_position, recipe.calibrated)
+        limit = None if max_memory is None else parse_size(max_memory)
+        steps["quantize"] = plan_quantize(checkpoint, scheme, recipe, text, limit)
+    steps["export"] = plan_export(checkpoint, scheme, dtype or dtype_for(device))
+    free = available_memory()
+    if as_json:
+        values = {name: asdict(step) for name, step in steps.items()}
+        print_json({"model": str(model), "steps": values, "available_memory": free})
+        return
+    print_table(
+        {
+            "step": name,
+            "peak memory": f"{step.memory / 1e6:,.0f} MB",
+            "disk": f"{step.disk / 1e6:,.1f} MB",
+            "output": f"{step.output / 1e6:,.1f} MB",
+            "time": f"about {step.seconds:,.0f} s",
+        }
+        for name, step in steps.items()
+    )
+    if any(step.hidden_states_on_disk for step in steps.values()):
+        remark("the calibration tokens' hidden states are kept on disk, which takes longer")
+    if free is not None:
+        remark(f"{free / 1e6:,.0f} MB of memory are free")
+
+
+@with_settings(SchemeOptions, "options", without=("weights", "scheme_file"))
+@with_settings(MethodOptions, "rounding")
 def allocate(
     model: Model,
     output: Annotated[
@@ -73,18 +125,8 @@ def allocate(
             "none.",
         ),
     ] = None,
-    override: Override = None,
-    embedding: Embedding = None,
-    head: Head = None,
-    activations: Activations = None,
-    kv: KvCache = None,
-    qk: Qk = None,
-    kv_window: KvWindow = None,
-    method: MethodName = "rtn",
-    calibrate: Calibrate = None,
-    field: Field = "text",
-    max_windows: CalibrationWindows = WINDOWS,
-    length: Length = None,
+    options: SchemeOptions = SchemeOptions(),  # noqa: B008 (frozen)
+    rounding: MethodOptions = MethodOptions(),  # noqa: B008 (frozen)
     plot: Annotated[
         Path | None, typer.Option(help="Plot loss against size, and each layer's bits, to this .svg or .png file.")
     ] = None,
@@ -101,34 +143,32 @@ def allocate(
     """
     _check(bits, size, output, overwrite)
     nbytes = None if size is None else parse_size(size)
-    scheme = read_scheme(None, None, embedding, head, override, activations, kv, qk, kv_window, weights_later=True)
-    if calibrate is None:
-        calibrate = "mix"
-        remark(CALIBRATED_ON_MIX.format("the choice of formats"))
-    text = read_windows(model, calibrate, field, max_windows, length, "calib")
+    scheme = options.scheme(weights_later=True)
+    text = rounding.text(model, "the choice of formats")
+    assert text is not None  # the choice needs it
     from .mixed import CANDIDATES
     from .mixed import allocate as choose
-    from .plot import plot_plan
+    from .plot import plot_allocation
 
-    plan = choose(
+    allocation = choose(
         model,
         bits=bits,
         nbytes=nbytes,
         scheme=scheme,
         candidates=CANDIDATES if candidates is None else candidates.split(","),
-        method=method,
+        method=rounding.method,
         calibration=text.ids,
         calibration_mask=text.mask,
         device=torch_device(device),
     )
     if plot is not None:
-        plot_plan(plan.to_dict(), plot)
-    plan.scheme.to_file(output)
+        plot_allocation(allocation.to_dict(), plot)
+    allocation.scheme.to_file(output)
     if as_json:
-        print_json({"output": str(output), **plan.to_dict()})
+        print_json({"output": str(output), **allocation.to_dict()})
         return
-    print_table(_rows(plan), title="loss of each layer")
-    remark(_summary(plan, output))
+    print_table(_rows(allocation), title="loss of each layer")
+    remark(_summary(allocation, output))
 
 
 def _check(bits: float | None, size: str | None, output: Path, overwrite: bool) -> None:
@@ -142,11 +182,11 @@ def _check(bits: float | None, size: str | None, output: Path, overwrite: bool) 
         raise DiffbitError(f"{output}: there is no folder {output.parent}; make it first")
 
 
-def _rows(plan: Plan) -> list[dict[str, Any]]:
+def _rows(allocation: Allocation) -> list[dict[str, Any]]:
     """Return a row per layer: its format and loss, and what the next smaller and larger format would change."""
 
-    def change(layer: LayerPlan, larger: bool) -> str:
-        name = layer.beside(larger)
+    def change(layer: LayerChoice, larger: bool) -> str:
+        name = layer.next_size(larger)
         if name is None:
             return "-"
         return f"{name}: {layer.sizes[name] - layer.nbytes:+,} bytes, {layer.losses[name] - layer.loss:+.2e}"
@@ -160,17 +200,18 @@ def _rows(plan: Plan) -> list[dict[str, Any]]:
             "smaller": change(layer, False),
             "larger": change(layer, True),
         }
-        for layer in plan.layers
+        for layer in allocation.layers
     ]
 
 
-def _summary(plan: Plan, output: Path) -> str:
-    most = sorted(plan.layers, key=lambda layer: layer.loss, reverse=True)[:3]
+def _summary(allocation: Allocation, output: Path) -> str:
+    most = sorted(allocation.layers, key=lambda layer: layer.loss, reverse=True)[:3]
     names = ", ".join(f"{layer.name.removeprefix('model.')} ({layer.format})" for layer in most)
-    stand_in = "" if plan.stand_in is None else f"; losses measured with {plan.stand_in} in place of {plan.method}"
+    replaced = f"; losses measured with {allocation.stand_in} in place of {allocation.method}"
     return (
-        f"{plan.bits_per_weight:.3f} bits per weight over the linear layers; KL from the float model "
-        f"{plan.measured:.4g} nats per token on {plan.tokens:,} tokens of calibration text ({plan.predicted:.4g} "
-        f"predicted{stand_in}); most sensitive layers: {names}; the artifact takes at most "
-        f"{plan.model_nbytes / 1e6:,.2f} MB; the scheme is in {output}"
+        f"{allocation.bits_per_weight:.3f} bits per weight over the linear layers; KL from the float model "
+        f"{allocation.measured:.4g} nats per token on {allocation.tokens:,} tokens of calibration text "
+        f"({allocation.predicted:.4g} predicted{'' if allocation.stand_in is None else replaced}); most sensitive "
+        f"layers: {names}; the artifact takes at most {allocation.model_nbytes / 1e6:,.2f} MB; the scheme is in "
+        f"{output}"
     )

@@ -40,22 +40,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...export import overhead
 from ...formats import Format, QuantLinear, parse_format
 from ...io.errors import DiffbitError
 from ...io.progress import track
+from ...io.resources import available_memory
 from ...models import Checkpoint, Decoder, ModelConfig, load, num_parameters
-from ...quantize import CalibStats, Method, Scheme, apply, linear_shapes, parse_recipe, sizes
-from ...quantize.calibration.passes import Passes
-from ...quantize.calibration.states import Batch
-from ...quantize.calibration.tokens import Tokens
-from ...quantize.demand import available_memory
-from ...quantize.layer import Layer
+from ...quantize import Scheme, apply, sizes
+from ...quantize.calibration import Batch, CalibStats, Passes, Tokens
 from ...quantize.layerwise import stored_config
-from ...quantize.methods import Recipe, find
-from ...quantize.methods.rtn import quantize as rtn
-from ...quantize.model import quantize_weight
-from ...quantize.report import WIDTHS
+from ...quantize.methods import Layer, Method, Recipe, find, parse_recipe, quantize_weight
+from .plan import overhead
 
 CANDIDATES = ("int2_g128", "int2_g64", "int4_g128", "int4_g32", "int8", "none")
 FLOAT = "none"  # means float, as in schemes
@@ -70,7 +64,7 @@ Bytes = dict[str, dict[str, int]]  # {linear layer: {candidate: bytes}}
 
 
 @dataclass(frozen=True)
-class LayerPlan:
+class LayerChoice:
     """A linear layer whose format was chosen.
 
     losses  {candidate: increase of the model's loss with it in this layer, nats per token}
@@ -91,14 +85,14 @@ class LayerPlan:
     def loss(self) -> float:
         return self.losses[self.format]
 
-    def beside(self, larger: bool) -> str | None:
+    def next_size(self, larger: bool) -> str | None:
         """Return the candidate with the next larger or smaller size, or None."""
         away = {name: (size - self.nbytes) * (1 if larger else -1) for name, size in self.sizes.items()}
         return min((name for name in away if away[name] > 0), key=away.__getitem__, default=None)
 
 
 @dataclass(frozen=True)
-class Plan:
+class Allocation:
     """The result of `allocate`.
 
     nbytes, bits_per_weight  of the linear layers that a budget in bits averages over
@@ -112,7 +106,7 @@ class Plan:
 
     scheme: Scheme
     method: str
-    layers: tuple[LayerPlan, ...]
+    layers: tuple[LayerChoice, ...]
     nbytes: int
     bits_per_weight: float
     model_nbytes: int
@@ -139,7 +133,7 @@ def allocate(
     calibration: Any,
     calibration_mask: Any = None,
     device: torch.device | str = "cpu",
-) -> Plan:
+) -> Allocation:
     """Choose a format for each linear layer of a float checkpoint, within `bits` per weight or `nbytes` of the
     artifact.
 
@@ -153,14 +147,14 @@ def allocate(
         raise DiffbitError(f"{checkpoint.path}: is quantized already; start from the float checkpoint it was made from")
     recipe = parse_recipe(method)
     space = _Space(checkpoint, stored_config(checkpoint.config, scheme, recipe), scheme, candidates)
-    room = space.room(bits, nbytes)
-    near = space.nearest(room)
+    budget = space.budget(bits, nbytes)
+    near = space.nearest(budget)
     windows = Tokens(checkpoint.config, calibration, calibration_mask, device)
     _check_memory(checkpoint, windows, copies=2 if recipe.transforms else 1)
     stand_in = STAND_IN if recipe.rounding.round_layer is not None else None
     rounding = find(stand_in) if stand_in else recipe.rounding
 
-    def made(decoder: Decoder, scheme: Scheme, recipe: Recipe) -> Decoder:
+    def rounded(decoder: Decoder, scheme: Scheme, recipe: Recipe) -> Decoder:
         read = recipe.calibrated or recipe.rounding.stats
         return apply(decoder, scheme, recipe, *((windows.ids, windows.mask) if read else ()))
 
@@ -171,25 +165,25 @@ def allocate(
         transform = Recipe(recipe.name, recipe.transforms, nothing)
         nearest = {module: row[0] for module, row in near.items()}
         transformed = apply(decoder, space.to_scheme(nearest), transform, windows.ids, windows.mask)
-    some = min(len(windows.ids), max(1, SAMPLE // windows.ids.shape[1]))
-    rows = torch.arange(some, device=device) * len(windows.ids) // some  # spread evenly
+    count = min(len(windows.ids), max(1, SAMPLE // windows.ids.shape[1]))
+    rows = torch.arange(count, device=device) * len(windows.ids) // count  # spread evenly
     sample = Tokens(checkpoint.config, windows.ids[rows], windows.mask[rows], device)
     exact = list(predictions(decoder, sample))
-    base = made(transformed, scheme, Recipe(recipe.name, (), rounding))
+    base = rounded(transformed, scheme, Recipe(recipe.name, (), rounding))
     tokens = windows if rounding.stats else None
     start = divergence(exact, predictions(base, sample), sample)
-    wanted = {module: {name: space.formats[name] for name in row} for module, row in near.items()}
-    losses = measure(transformed, base, sample, scheme, wanted, rounding, tokens)
-    choice, _ = choose(space.sizes, losses, room)
+    formats = {module: {name: space.formats[name] for name in row} for module, row in near.items()}
+    losses = measure(transformed, base, sample, scheme, formats, rounding, tokens)
+    choice, _ = choose(space.sizes, losses, budget)
     _, path = choose(space.sizes, losses, math.inf)
-    chosen = made(decoder, space.to_scheme(choice), recipe)
+    chosen = rounded(decoder, space.to_scheme(choice), recipe)
     taken = _total(space.sizes, choice)
     everywhere = {name: dict.fromkeys(space.sizes, name) for name in space.formats}
-    return Plan(
+    return Allocation(
         scheme=space.to_scheme(choice),
         method=recipe.name,
         layers=tuple(
-            LayerPlan(module, space.shapes[module], choice[module], losses[module], row)
+            LayerChoice(module, space.shapes[module], choice[module], losses[module], row)
             for module, row in space.sizes.items()
         ),
         nbytes=space.fixed + taken,
@@ -208,7 +202,7 @@ def allocate(
     )
 
 
-def choose(sizes: Bytes, losses: Losses, room: float) -> tuple[Choice, list[tuple[int, float]]]:
+def choose(sizes: Bytes, losses: Losses, budget: float) -> tuple[Choice, list[tuple[int, float]]]:
     """Choose greedily by marginal loss per byte; return the choice, and (bytes, sum of losses) after each change."""
     choice = {module: min(row, key=lambda name: (row[name], losses[module][name])) for module, row in sizes.items()}
     taken = _total(sizes, choice)
@@ -218,7 +212,7 @@ def choose(sizes: Bytes, losses: Losses, room: float) -> tuple[Choice, list[tupl
             ((losses[module][choice[module]] - losses[module][name]) / more, module, name, more)
             for module, row in sizes.items()
             for name, size in row.items()
-            if 0 < (more := size - row[choice[module]]) <= room - taken
+            if 0 < (more := size - row[choice[module]]) <= budget - taken
         ]
         gain, module, name, more = max(gains, default=(0.0, "", "", 0))
         if gain <= 0:
@@ -253,61 +247,57 @@ class _Space:
         if not any(self.formats.values()):
             raise DiffbitError(f"the candidates {', '.join(names) or 'none'} contain no format; name two or more")
         self.scheme = scheme
-        shapes, given = linear_shapes(config), scheme.formats(config)
-        free = scheme.without_override(config)
+        whole = sizes(config, scheme, stored=getattr(torch, checkpoint.dtype))
+        tensors = {tensor.module: tensor for tensor in whole.tensors}
+        fixed = [tensors[module] for module in scheme.overridden(config) if module in tensors]  # not a tied head
+        free = [tensors[module] for module in scheme.without_override(config)]
         if not free:
             raise DiffbitError("the overrides fix every linear layer, so there is nothing to choose; remove some")
-        self.shapes = {module: shapes[module] for module in free}
-
-        def nbytes(format: Format | None, module: str) -> int:
-            shape, width = shapes[module], WIDTHS["fp32"]
-            return math.prod(shape) * width if format is None else format.device_nbytes(shape, width)
-
-        self.sizes: Bytes = {module: {} for module in free}
-        for module, row in self.sizes.items():
+        self.shapes = {tensor.module: (tensor.shape[0], tensor.shape[1]) for tensor in free}
+        self.sizes: Bytes = {}
+        for tensor in free:
+            row = self.sizes[tensor.module] = {}
             for name, format in self.formats.items():
                 with suppress(DiffbitError):  # the format cannot hold this weight
                     if format is not None:
-                        format.check(shapes[module])
-                    row[name] = nbytes(format, module)
+                        format.check(tensor.shape)
+                    row[name] = replace(tensor, format=format).device_bytes
             if not row:
                 raise DiffbitError(
-                    f"{module}: none of the candidates can hold a weight of shape {shapes[module]}; name another, such "
-                    "as int8"
+                    f"{tensor.module}: none of the candidates can hold a weight of shape {tensor.shape}; name another, "
+                    "such as int8"
                 )
-        counted = scheme.overridden(config)
-        self.weights = sum(math.prod(shapes[module]) for module in (*self.shapes, *counted))
-        self.fixed = sum(nbytes(given.get(module), module) for module in counted)
-        whole = sizes(config, scheme, embedding=getattr(torch, checkpoint.dtype)).nbytes + overhead(checkpoint, config)
-        self.rest = whole - sum(nbytes(None, module) for module in free)
+        self.weights = sum(tensor.weights for tensor in (*free, *fixed))
+        self.fixed = sum(tensor.device_bytes for tensor in fixed)
+        self.rest = whole.nbytes + overhead(checkpoint, config) - sum(tensor.device_bytes for tensor in free)
 
-    def room(self, bits: float | None, nbytes: int | None) -> int:
+    def budget(self, bits: float | None, nbytes: int | None) -> int:
         """Return the bytes available to the layers to choose for; one of the two budgets is None."""
         low, high = (sum(pick(row.values()) for row in self.sizes.values()) for pick in (min, max))
         if bits is not None:
-            room = math.floor(bits * self.weights / 8) - self.fixed if math.isfinite(bits) else -1
-            wanted = f"{bits:g} bits per weight"
+            budget = math.floor(bits * self.weights / 8) - self.fixed if math.isfinite(bits) else -1
+            asked_for = f"{bits:g} bits per weight"
             limits = f"{self.bits(low):.2f} to {self.bits(high):.2f} bits per weight"
         else:
             assert nbytes is not None
-            room, wanted = nbytes - self.rest, f"{nbytes / 1e6:,.2f} MB"
+            budget, asked_for = nbytes - self.rest, f"{nbytes / 1e6:,.2f} MB"
             limits = f"{(self.rest + low) / 1e6:,.2f} to {(self.rest + high) / 1e6:,.2f} MB for the whole artifact"
-        if not low <= room <= high:
-            raise DiffbitError(f"{wanted} cannot be reached: these candidates and overrides give {limits}")
-        return room
+        if not low <= budget <= high:
+            raise DiffbitError(f"{asked_for} cannot be reached: these candidates and overrides give {limits}")
+        return budget
 
     def bits(self, nbytes: int) -> float:
         """Return the average bits per weight if the layers to choose for take `nbytes`."""
         return 8 * (self.fixed + nbytes) / self.weights
 
-    def nearest(self, room: int) -> dict[str, list[str]]:
+    def nearest(self, budget: int) -> dict[str, list[str]]:
         """Return each layer's candidates, those nearest to the budget in bytes per weight first; float last."""
-        share = room / sum(math.prod(shape) for shape in self.shapes.values())
-        found = {}
+        share = budget / sum(math.prod(shape) for shape in self.shapes.values())
+        candidates = {}
         for module, row in self.sizes.items():
-            wanted = share * math.prod(self.shapes[module])
-            found[module] = sorted(row, key=lambda name: (name == FLOAT, abs(row[name] - wanted)))
-        return found
+            target = share * math.prod(self.shapes[module])
+            candidates[module] = sorted(row, key=lambda name: (name == FLOAT, abs(row[name] - target)))
+        return candidates
 
     def to_scheme(self, choice: Mapping[str, str]) -> Scheme:
         """Turn {layer: candidate} into a scheme: the format of most weights, and an override for each exception."""
@@ -325,17 +315,17 @@ def measure(
     base: Decoder,
     sample: Tokens,
     scheme: Scheme,
-    wanted: Mapping[str, Mapping[str, Format | None]],
+    formats: Mapping[str, Mapping[str, Format | None]],
     rounding: Method,
     tokens: Tokens | None,
 ) -> Losses:
-    """Return what each layer loses in the formats `wanted`, measured in the first of them that changes the weight.
+    """Return what each layer loses in its `formats`, measured in the first of them that changes the weight.
 
     source: the float weights. base: the same model, with the weights that the scheme's overrides fix quantized; losses
     are divergences from it. tokens: calibration tokens for `rounding`, or None.
     """
     exact = list(predictions(base, sample))
-    found: Losses = {}
+    losses: Losses = {}
     weights, layers = source.state_dict(), list(base.model.layers)
     for states in filter(None, (sample, tokens)):
         states.embed(base.embed)
@@ -343,31 +333,31 @@ def measure(
         prefix = f"model.layers.{index}."
         tensors = {name: tensor for name, tensor in weights.items() if name.startswith(prefix)}
         fixed = {prefix + n: linear.weight for n, linear in block.named_modules() if isinstance(linear, QuantLinear)}
-        own = {module: row for module, row in wanted.items() if module.startswith(prefix)}
-        some = {module: format for module, row in own.items() for format in row.values() if format is not None}
-        layer = Layer(base.config, index, scheme, some, tensors)
-        stats = Passes(layer, tokens).stats(fixed) if tokens is not None and some else {}
-        for module, row in own.items():
-            weight, own_stats = tensors[f"{module}.weight"], stats.get(module)
-            errors = {name: rounding_error(weight, format, own_stats) for name, format in row.items()}
+        rows = {module: row for module, row in formats.items() if module.startswith(prefix)}
+        rounded = {module: format for module, row in rows.items() for format in row.values() if format is not None}
+        layer = Layer(base.config, index, scheme, rounded, tensors)
+        stats = Passes(layer, tokens).stats(fixed) if tokens is not None and rounded else {}
+        for module, row in rows.items():
+            weight, inputs = tensors[f"{module}.weight"], stats.get(module)
+            errors = {name: rounding_error(weight, format, inputs) for name, format in row.items()}
             loss = 0.0  # per squared error
             for name, format in row.items():
                 if format is not None and errors[name]:
-                    made = quantize_weight(rounding.rounds, f"{module}.weight", weight, format, own_stats)
-                    rest = [layer.module(fixed | {module: made}), *layers[index + 1 :]]
-                    loss = divergence(exact, predictions(base, sample, rest), sample) / errors[name]
+                    quantized = quantize_weight(rounding.rounds, f"{module}.weight", weight, format, inputs)
+                    blocks = [layer.module(fixed | {module: quantized}), *layers[index + 1 :]]
+                    loss = divergence(exact, predictions(base, sample, blocks), sample) / errors[name]
                     break
-            found[module] = {name: loss * error for name, error in errors.items()}
+            losses[module] = {name: loss * error for name, error in errors.items()}
         for states in filter(None, (sample, tokens)):
             states.take_past(index, partial(_run, [block]))
-    return found
+    return losses
 
 
 def rounding_error(weight: Tensor, format: Format | None, stats: CalibStats | None) -> float:
     """Return the squared error of plain rounding, each input channel weighted by its mean square if `stats` has it."""
     if format is None:
         return 0.0
-    lost = (weight.float() - rtn(weight, format).dequantize()).square_().sum(0)
+    lost = (weight.float() - find("rtn").rounds(weight, format).dequantize()).square_().sum(0)
     return float(lost.sum() if stats is None else lost @ stats.gram.diagonal())
 
 

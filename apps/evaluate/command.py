@@ -129,7 +129,7 @@ def compare(
     or keys and values alone, at 8, 4 or 2.
     """
     from ...calib_data import samples
-    from ...quantize import parse_recipe
+    from ...quantize.methods import parse_recipe
     from .compare import compare as compare_models
 
     artifacts = _check_places(output, artifact or (), quantized or ())
@@ -225,7 +225,7 @@ def _artifact_row(opened: Artifact) -> dict[str, Any]:
         "format": on_a_device(opened).format,
         "bytes": opened.nbytes,
         "source_bytes": 2 * num_parameters(ModelConfig.from_dict(dict(opened.model))),
-        "parts": [dict(part) for part in opened.parts],
+        "parts": [asdict(part) for part in opened.parts],
     }
 
 

@@ -26,7 +26,8 @@ import torch
 from ...calib_data import NeedleWindows, Windows
 from ...io import files
 from ...models import Checkpoint, num_parameters
-from ...quantize import load, parse_recipe, read_scheme
+from ...quantize import load, read_scheme
+from ...quantize.methods import parse_recipe
 from ...runtime import Artifact
 from .checks import artifacts_of, check_tokenizers, check_windows, in_groups, model_names
 from .cost import Cost

@@ -27,8 +27,7 @@ import numpy as np
 
 from ...models import LayerSpec, ModelConfig
 from ...models.checkpoint import is_linear, shapes, stays_float32
-from ...quantize import EMBEDDING_MODULE, Scheme, linear_shapes
-from ...quantize.cache import is_low_bit, step_bytes
+from ...quantize import EMBEDDING_MODULE, Scheme, is_low_bit, linear_shapes, step_bytes
 
 
 @dataclass(frozen=True)

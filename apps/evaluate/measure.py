@@ -32,8 +32,7 @@ from ...calib_data import NeedleWindows, Windows
 from ...io.errors import DiffbitError
 from ...io.progress import track
 from ...models import Decoder, ModelConfig
-from ...quantize import HEAD_MODULE, AttentionScheme, Scheme, apply, linear_shapes, sizes
-from ...quantize.model import as_exported
+from ...quantize import HEAD_MODULE, AttentionScheme, Scheme, apply, as_exported, linear_shapes, sizes
 from ...runtime import Artifact, Session
 from .cost import Cost, token_cost
 from .metrics import CONFIDENCE, Scores, log_probabilities, score

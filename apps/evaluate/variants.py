@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 from ...formats import Format, parse_format
 from ...io.errors import DiffbitError
-from ...quantize import AttentionScheme, Scheme, parse_recipe, table_formats
-from ...quantize.scheme import KV, LOGIT_BITS, QK
+from ...quantize import KV, LOGIT_BITS, QK, AttentionScheme, Scheme, table_formats
+from ...quantize.methods import parse_recipe
 from ...runtime import Artifact
 
 BITS = ("16", "8", "6", "4", "3", "2", "ternary")

@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from ...io.errors import DiffbitError
+from ...io.fields import Count, Rule, bounds, get, of_length, one_of, read, shown
 from ...io.files import folder_name
 from ...io.tokenizer_files import TOKENIZER
 from ...runtime import (
@@ -78,8 +80,32 @@ class Served:
         return self.tokenizer.encode(self.template.render(messages), add_special_tokens=False)
 
 
+Stop = Annotated[str, Rule("text that is not empty", len)]
+Stops = Annotated[tuple[Stop, ...], of_length(0, MOST_STOPS)]
+Prompt = Annotated[str | tuple[int, ...], Rule("text or token ids", lambda prompt: prompt != ())]
+Logprobs = Annotated[int, bounds(0, MOST_LOGPROBS)]
+TokenKey = Annotated[str, Rule("a token id", re.compile(r"[0-9]{1,10}").fullmatch)]
+
+
 @dataclass(frozen=True)
-class Wanted:
+class ContentPart:
+    """A part of a message's content."""
+
+    type: Annotated[str, one_of("text", words="text: other content is not supported")]
+    text: str
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    role: str
+    content: str | tuple[ContentPart, ...]
+
+
+Messages = Annotated[tuple[ChatMessage, ...], Rule("at least one message", len)]
+
+
+@dataclass(frozen=True)
+class Task:
     """A validated request. It has one prompt and one sampler per answer."""
 
     model: Served
@@ -93,131 +119,84 @@ class Wanted:
     include_usage: bool
 
 
-class _Body:
-    """Fields of a JSON request, with their types checked."""
-
-    def __init__(self, values: object) -> None:
-        if not isinstance(values, dict):
-            raise Refused(400, "the body is not a JSON object")
-        self.values = {name: value for name, value in values.items() if value is not None}
-        for name, idle in UNSUPPORTED.items():
-            if name in self.values and self.values[name] not in idle:
-                raise Refused(400, f"{name} is {short(self.values[name])}, which is not supported", param=name)
-
-    def get(self, name: str, kinds: tuple[type, ...], what: str, default: object) -> Any:
-        value = self.values.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise Refused(400, f"{name} is {short(value)}, wanted {what}", param=name)
-        return value
-
-    def integer(self, name: str, low: int, high: int, default: int | None) -> int | None:
-        value: int | None = self.get(name, (int,), "an integer", default)
-        if value is not None and not low <= value <= high:
-            raise Refused(400, f"{name} is {value}, wanted {low} to {high}", param=name)
-        return value
-
-    def texts(self, name: str) -> list[str]:
-        value = self.get(name, (str, list), "a string or a list of strings", [])
-        values = [value] if isinstance(value, str) else value
-        if not all(isinstance(text, str) and text for text in values):
-            raise Refused(400, f"{name} is {short(value)}, wanted a string or a list of strings", param=name)
-        return list(values)
+def _body(values: object) -> dict[str, Any]:
+    """Return a request's fields that are not null."""
+    if not isinstance(values, dict):
+        raise Refused(400, "the body is not a JSON object")
+    body = {name: value for name, value in values.items() if value is not None}
+    for name, idle in UNSUPPORTED.items():
+        if name in body and body[name] not in idle:
+            raise Refused(400, f"{name} is {shown(body[name])}, which is not supported", param=name)
+    return body
 
 
-def short(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
+def _messages(body: Mapping[str, Any]) -> list[Message]:
+    messages = []
+    for message in get(body, "messages", Messages, extra=True):
+        text = message.content if isinstance(message.content, str) else "".join(part.text for part in message.content)
+        messages.append(Message(role="system" if message.role == "developer" else message.role, content=text))
+    return messages
 
 
-def _messages(body: _Body) -> list[Message]:
-    found: list[Message] = []
-    for index, message in enumerate(body.get("messages", (list,), "a list of messages", [])):
-        where = f"messages[{index}]"
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise Refused(400, f"{where} is {short(message)}, wanted an object with role and content", param=where)
-        content = message.get("content")
-        if isinstance(content, list):  # parts
-            parts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
-            if len(parts) < len(content):
-                raise Refused(400, f"{where}.content has a part that is not text, which is not supported", param=where)
-            content = "".join(parts)
-        if not isinstance(content, str):
-            raise Refused(400, f"{where}.content is {short(content)}, wanted text", param=where)
-        role = "system" if message["role"] == "developer" else message["role"]
-        found.append(Message(role=role, content=content))
-    if not found:
-        raise Refused(400, "messages is empty, wanted at least one message", param="messages")
-    return found
-
-
-def _prompts(body: _Body, model: Served) -> list[list[int]]:
+def _prompts(body: Mapping[str, Any], model: Served) -> list[list[int]]:
     """The prompts as token ids; "prompt" is a text, a list of token ids, or a list of either."""
-    prompt = body.get("prompt", (str, list), "text, token ids, or a list of either", "")
-    if isinstance(prompt, str) or (prompt and all(type(item) is int for item in prompt)):
-        prompt = [prompt]
-    if len(prompt) > model.engine.most:
-        raise Refused(400, f"prompt has {len(prompt)} prompts, wanted at most {model.engine.most}", param="prompt")
+    prompt = get(body, "prompt", str | tuple[int | Prompt, ...], "")
+    if isinstance(prompt, str) or (prompt and all(isinstance(item, int) for item in prompt)):
+        prompt = (prompt,)
+    if not 1 <= len(prompt) <= model.engine.most:
+        raise Refused(400, f"prompt has {len(prompt)} prompts, wanted 1 to {model.engine.most}", param="prompt")
     bos = model.artifact.bos_token_id
-    found = []
-    for item in prompt:
-        if isinstance(item, str):
-            found.append(model.tokenizer.encode(item) or ([] if bos is None else [bos]))
-        elif isinstance(item, list) and item and all(type(token) is int for token in item):
-            found.append(item)
-        else:
-            raise Refused(400, f"prompt holds {short(item)}, wanted text or token ids", param="prompt")
-    if not found:
-        raise Refused(400, "prompt is an empty list, wanted at least one prompt", param="prompt")
-    return found
+    prompts = []
+    for index, item in enumerate(prompt):
+        item = read(Prompt, item, f"prompt[{index}]")
+        ids = model.tokenizer.encode(item) if isinstance(item, str) else list(item)
+        prompts.append(ids or ([] if bos is None else [bos]))
+    return prompts
 
 
-def _sampler(body: _Body, model: Served, index: int, prompt: Sequence[int]) -> Sampler:
+def _sampler(body: Mapping[str, Any], model: Served, index: int, prompt: Sequence[int]) -> Sampler:
     """The sampler of the index-th answer; each has its own seed."""
-    given = {option.name: body.values.get(option.name) for option in fields(Sampling)}
-    if given["seed"] is not None:
-        given["seed"] = body.get("seed", (int,), "a number", 0) + index
-    if given["logit_bias"] is not None:  # JSON's keys are strings
-        biases = body.get("logit_bias", (dict,), "an object of token ids and numbers", {})
-        given["logit_bias"] = {int(token) if token.isdecimal() else token: bias for token, bias in biases.items()}
-    sampler = Sampler.of(model.artifact, **given)
+    options = {option.name: body.get(option.name) for option in fields(Sampling)}
+    if options["seed"] is not None:
+        options["seed"] = get(body, "seed", int) + index
+    biases = get(body, "logit_bias", Mapping[TokenKey, Any], None)  # JSON's keys are strings
+    options["logit_bias"] = None if biases is None else {int(token): bias for token, bias in biases.items()}
+    sampler = Sampler.of(model.artifact, **options)
     sampler.start(len(prompt))
     return sampler
 
 
-def read_request(values: object, models: Mapping[str, Served], chat: bool) -> Wanted:
-    body = _Body(values)
-    name = body.get("model", (str,), "the name of a model", next(iter(models)))
+def read_request(values: object, models: Mapping[str, Served], chat: bool) -> Task:
+    """Raises Refused, or DiffbitError for a field's value."""
+    body = _body(values)
+    name = get(body, "model", str, next(iter(models)))
     if name not in models:
-        raise Refused(404, f"there is no model {short(name)}; choose from {', '.join(models)}", param="model")
+        raise Refused(404, f"there is no model {shown(name)}; choose from {', '.join(models)}", param="model")
     model = models[name]
     logprobs: int | None
     if chat:
-        wanted = body.get("logprobs", (bool,), "true or false", False)
-        logprobs = body.integer("top_logprobs", 0, MOST_LOGPROBS, 0) if wanted else None
-        limit = "max_completion_tokens" if "max_completion_tokens" in body.values else "max_tokens"
+        logprobs = get(body, "top_logprobs", Logprobs, 0) if get(body, "logprobs", bool, False) else None
+        limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
         prompts = [model.prompt_of(_messages(body))]
     else:
-        logprobs = body.integer("logprobs", 0, MOST_LOGPROBS, None)
+        logprobs = get(body, "logprobs", Logprobs, None)
         limit = "max_tokens"
         prompts = _prompts(body, model)
-    stop = body.texts("stop")
-    if len(stop) > MOST_STOPS:
-        raise Refused(400, f"stop has {len(stop)} strings, wanted at most {MOST_STOPS}", param="stop")
+    stop = get(body, "stop", Stop | Stops, ())
     samplers = [_sampler(body, model, index, prompt) for index, prompt in enumerate(prompts)]
-    most = body.integer(limit, 1, 1 << 31, MAX_TOKENS if chat else TEXT_TOKENS)
-    options = body.get("stream_options", (dict,), "an object", {})
-    stream = body.get("stream", (bool,), "true or false", False)
-    usage = stream and bool(options.get("include_usage"))
-    return Wanted(model, chat, prompts, samplers, most or 1, stop, logprobs, stream, usage)
+    most = get(body, limit, Count, MAX_TOKENS if chat else TEXT_TOKENS)
+    stream = get(body, "stream", bool, False)
+    options = get(body, "stream_options", Mapping[str, Any], {})
+    usage = stream and get(options, "include_usage", bool, False, "stream_options")
+    stops = (stop,) if isinstance(stop, str) else stop
+    return Task(model, chat, prompts, samplers, most, stops, logprobs, stream, usage)
 
 
 class Answers:
     """The answers to one HTTP request, in OpenAI's JSON. Call `cancel` when nobody waits for them any more."""
 
-    def __init__(self, wanted: Wanted) -> None:
-        self.wanted = wanted
+    def __init__(self, task: Task) -> None:
+        self.task = task
         loop, self._queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece]]()
 
         def put(index: int, piece: Piece) -> None:
@@ -226,17 +205,17 @@ class Answers:
 
         self.requests = [
             Request(
-                prompt, partial(put, index), sampler, wanted.max_tokens, wanted.stop, wanted.model.end_tokens,
-                wanted.top_logprobs,
+                prompt, partial(put, index), sampler, task.max_tokens, task.stop, task.model.end_tokens,
+                task.top_logprobs,
             )
-            for index, (prompt, sampler) in enumerate(zip(wanted.prompts, wanted.samplers, strict=True))
+            for index, (prompt, sampler) in enumerate(zip(task.prompts, task.samplers, strict=True))
         ]  # fmt: skip
         self._head = {
-            "id": f"{'chatcmpl' if wanted.chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "id": f"{'chatcmpl' if task.chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": wanted.model.name,
+            "model": task.model.name,
         }
-        if not wanted.model.engine.submit(*self.requests):
+        if not task.model.engine.submit(*self.requests):
             raise Refused(429, "the server is busy: its queue is full; try again later", "rate_limit_error")
 
     def cancel(self) -> None:
@@ -272,50 +251,50 @@ class Answers:
             logprobs[index] += piece.logprobs
             reasons[index] = REASONS[piece.finish_reason]
         choices = [
-            self._choice(index, {"message": {"role": "assistant", "content": text}} if self.wanted.chat else
+            self._choice(index, {"message": {"role": "assistant", "content": text}} if self.task.chat else
                          {"text": text}, logprobs[index], reasons[index])
             for index, text in enumerate(texts)
         ]  # fmt: skip
-        kind = "chat.completion" if self.wanted.chat else "text_completion"
+        kind = "chat.completion" if self.task.chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices, "usage": self.usage()}
 
     async def events(self) -> AsyncIterator[str]:
         """The answers as server-sent events."""
-        kind = "chat.completion.chunk" if self.wanted.chat else "text_completion"
-        usage = {"usage": None} if self.wanted.include_usage else {}
+        kind = "chat.completion.chunk" if self.task.chat else "text_completion"
+        usage = {"usage": None} if self.task.include_usage else {}
 
         def event(choices: list[dict[str, Any]], **more: Any) -> str:
             return _event({**self._head, "object": kind, "choices": choices, **usage, **more})
 
-        if self.wanted.chat:
+        if self.task.chat:
             yield event([self._choice(0, {"delta": {"role": "assistant", "content": ""}}, [], None)])
         async for index, piece in self.pieces():
             if piece.error is not None:
                 yield _event({"error": {"message": piece.error, "type": "server_error"}})
                 return
-            text = {"delta": {"content": piece.text} if piece.text else {}} if self.wanted.chat else {
+            text = {"delta": {"content": piece.text} if piece.text else {}} if self.task.chat else {
                 "text": piece.text
             }  # fmt: skip
             yield event([self._choice(index, text, piece.logprobs, REASONS[piece.finish_reason])])
-        if self.wanted.include_usage:
+        if self.task.include_usage:
             yield event([], usage=self.usage())
         yield "data: [DONE]\n\n"
 
     def _choice(
         self, index: int, content: dict[str, Any], logprobs: Sequence[Logprob], reason: str | None
     ) -> dict[str, Any]:
-        found = None if self.wanted.top_logprobs is None else self._logprobs(logprobs)
-        return {"index": index, **content, "logprobs": found, "finish_reason": reason}
+        shown_logprobs = None if self.task.top_logprobs is None else self._logprobs(logprobs)
+        return {"index": index, **content, "logprobs": shown_logprobs, "finish_reason": reason}
 
-    def _logprobs(self, found: Sequence[Logprob]) -> dict[str, Any]:
+    def _logprobs(self, logprobs: Sequence[Logprob]) -> dict[str, Any]:
         def text(token: int) -> str:
-            return self.wanted.model.tokenizer.decode([token])
+            return self.task.model.tokenizer.decode([token])
 
-        if not self.wanted.chat:
+        if not self.task.chat:
             return {
-                "tokens": [text(entry.token) for entry in found],
-                "token_logprobs": [entry.value for entry in found],
-                "top_logprobs": [{text(token): value for token, value in entry.top} for entry in found],
+                "tokens": [text(entry.token) for entry in logprobs],
+                "token_logprobs": [entry.value for entry in logprobs],
+                "top_logprobs": [{text(token): value for token, value in entry.top} for entry in logprobs],
             }
 
         def entry(token: int, value: float) -> dict[str, Any]:
@@ -323,7 +302,8 @@ class Answers:
 
         return {
             "content": [
-                entry(item.token, item.value) | {"top_logprobs": [entry(*pair) for pair in item.top]} for item in found
+                entry(item.token, item.value) | {"top_logprobs": [entry(*pair) for pair in item.top]}
+                for item in logprobs
             ]
         }
 

@@ -17,8 +17,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ...io.errors import DiffbitError
+from ...io.fields import shown
 from .engine import Counts
-from .openai_api import Answers, Refused, Served, read_request, short
+from .openai_api import Answers, Refused, Served, read_request
 
 MOST_BYTES = 4 << 20  # of a request
 GONE = 499, "the client disconnected"
@@ -66,11 +67,11 @@ class Server:
         self._check_key(http)
         values = await self._body(http)
         try:  # in a thread: rendering a template waits for a process, and tokenizing a long text takes time
-            wanted = await asyncio.to_thread(read_request, values, self.models, chat)
-            answers = Answers(wanted)
+            task = await asyncio.to_thread(read_request, values, self.models, chat)
+            answers = Answers(task)
         except DiffbitError as error:
-            raise Refused(400, str(error)) from None
-        if wanted.stream:
+            raise Refused(400, str(error), param=getattr(error, "place", None)) from None
+        if task.stream:
             return _Events(answers)
         return JSONResponse(await _unless_gone(http, answers))
 
@@ -100,7 +101,7 @@ class Server:
         self._check_key(http)
         name = http.path_params["name"]
         if name not in self.models:
-            raise Refused(404, f"there is no model {short(name)}; choose from {', '.join(self.models)}", param="model")
+            raise Refused(404, f"there is no model {shown(name)}; choose from {', '.join(self.models)}", param="model")
         return JSONResponse(_about(self.models[name]))
 
     async def _metrics(self, http: Request) -> Response:

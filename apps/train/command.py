@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ...cli import Data, Field, Json, Quiet, Seed, TorchDevice, completion, print_json, print_table
-from ...cli.options import of_formats
+from ...cli import Data, Field, Json, Quiet, Seed, TorchDevice, completion, of_formats, print_json, print_table
 from ...io import plugins
 
 EXAMPLES = {

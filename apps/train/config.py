@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
 from ...formats import parse_format
 from ...io.errors import DiffbitError
+from ...io.fields import Count, NotNegative, Positive, bounds, check, one_of
 from ...models import ModelConfig
 from ...quantize import Scheme
 
 SCHEDULES = ("cosine", "two_stage")
 OPTIMIZERS = ("adamw", "adamw8bit")
+AtLeast0 = Annotated[int, bounds(0)]
+Share = Annotated[float, bounds(0, 1, "a share, 0 to 1")]
+LambdaBias = Annotated[float, bounds(-100, 100)]
+Activations = Annotated[str, one_of("int8", "int4")]
 
 
 @dataclass(frozen=True)
@@ -22,72 +27,56 @@ class TrainConfig:
     """
 
     model: ModelConfig
-    steps: int
-    length: int  # tokens of a row, which is the context in training
-    batch_size: int = 16  # rows per forward pass and process
-    accumulate: int = 1  # forward passes per step
-    learning_rate: float = 3e-3  # the highest, reached after `warmup` steps; then the schedule lowers it
-    warmup: int = 50
-    weight_decay: float = 0.1  # of matrices; norms and lambda vectors have none
-    optimizer: str = "adamw"  # or "adamw8bit": 8-bit moments, from bitsandbytes
-    clip: float = 1.0  # maximum norm of the gradient
+    steps: Count
+    length: Annotated[int, bounds(2)]  # tokens of a row, which is the context in training
+    batch_size: Annotated[int, bounds(1, 1 << 20)] = 16  # rows per forward pass and process
+    accumulate: Count = 1  # forward passes per step
+    learning_rate: Positive = 3e-3  # the highest, reached after `warmup` steps; then the schedule lowers it
+    warmup: AtLeast0 = 50
+    weight_decay: NotNegative = 0.1  # of matrices; norms and lambda vectors have none
+    optimizer: Annotated[str, one_of(*OPTIMIZERS)] = "adamw"  # or "adamw8bit": 8-bit moments, from bitsandbytes
+    clip: Positive = 1.0  # maximum norm of the gradient
     source: str = "stdlib"  # of the text (calib_data.load_text)
     field: str = "text"
     limit: int | None = None  # bytes of text to read from the train split; None: all
     tokenizer: str | None = None  # a tokenizer.json or its folder; None: train one with model.vocab_size ids
     init: str | None = None  # a checkpoint with the initial weights; None: random weights
-    head_gain: float | None = None  # initial value of a learned head norm's weight (head_norm.py); None: no weight
-    o_proj_init: float = 1.0  # initial size of o_proj, relative to that of initialize.py
-    lambda_bias: float | None = None  # initial value of the bias of diff_v2's lambda; None: it has none, or init's
+    head_gain: Positive | None = None  # initial value of a learned head norm's weight (head_norm.py); None: no weight
+    o_proj_init: NotNegative = 1.0  # initial size of o_proj, relative to that of initialize.py
+    lambda_bias: LambdaBias | None = None  # initial bias of diff_v2's lambda; None: it has none, or init's
     qat: str | None = None  # format of the linear layers, such as "ternary"; None: float
-    activations: str = "int8"  # of ternary layers: int8, or int4 after a Hadamard transform (BitNet v2)
-    schedule: str = "cosine"  # of the learning rate, or "two_stage"
+    activations: Activations = "int8"  # of ternary layers: int8, or int4 after a Hadamard transform (BitNet v2)
+    schedule: Annotated[str, one_of(*SCHEDULES)] = "cosine"  # of the learning rate, or "two_stage"
     distill: str | None = None  # a checkpoint, float or quantized: the teacher (distill.py); None: no teacher
-    distill_weight: float = 100.0  # weight of the teacher's loss (alpha in distill.py); the text's loss has 1
-    needles: float = 0.0  # share of rows with needles (calib_data/needles.py)
-    seed: int = 0  # of weights and of the order of rows
-    device: str = "auto"  # auto | cpu | cuda
+    distill_weight: NotNegative = 100.0  # weight of the teacher's loss (alpha in distill.py); the text's loss has 1
+    needles: Share = 0.0  # of rows with needles (calib_data/needles.py)
+    seed: Annotated[int, bounds(0, 2**63 - 1, "0 or more, below 2**63")] = 0  # of weights and of the order of rows
+    device: Annotated[str, one_of("auto", "cpu", "cuda")] = "auto"
     compile: bool = False  # torch.compile
-    precision: str = "auto"  # of the forward pass: fp32, bf16 (autocast), or auto: bf16 on a GPU, fp32 on a CPU
-    eval_every: int = 0  # steps; 0: only at the end
-    eval_windows: int = 64  # windows of `length` tokens for the evaluation loss
-    checkpoint_every: int = 500  # steps; 0: no checkpoints
+    precision: Annotated[str, one_of("auto", "fp32", "bf16")] = "auto"  # bf16: autocast; auto: bf16 on a GPU, else fp32
+    eval_every: AtLeast0 = 0  # steps; 0: only at the end
+    eval_windows: Count = 64  # windows of `length` tokens for the evaluation loss
+    checkpoint_every: AtLeast0 = 500  # steps; 0: no checkpoints
 
     def __post_init__(self) -> None:
+        check(self)
         format = None if self.qat is None else parse_format(self.qat)
-        for name in ("steps", "batch_size", "accumulate", "eval_windows"):
-            self._want(name, getattr(self, name) >= 1, "1 or more")
-        for name in ("o_proj_init", "warmup", "weight_decay", "eval_every", "checkpoint_every"):
-            self._want(name, getattr(self, name) >= 0, "0 or more")
-        for name in ("learning_rate", "clip"):
-            self._want(name, 0 < getattr(self, name) < float("inf"), "a positive number")
-        self._want("batch_size", self.batch_size <= 1 << 20, "at most 1,048,576")
-        self._want("needles", 0 <= self.needles <= 1, "a share, 0 to 1")
-        self._want("distill_weight", 0 <= self.distill_weight < float("inf"), "0 or more")
-        self._want("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
-        self._want("device", self.device in ("auto", "cpu", "cuda"), "auto, cpu or cuda")
-        self._want("precision", self.precision in ("auto", "fp32", "bf16"), "auto, fp32 or bf16")
-        self._want("optimizer", self.optimizer in OPTIMIZERS, f"one of {', '.join(OPTIMIZERS)}")
-        self._want("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
-        self._want("activations", self.activations in ("int8", "int4"), "int8 or int4")
         fits = self.activations == "int8" or (format is not None and self.activations in format.activations)
-        self._want("activations", fits, "int8 unless qat is ternary")
+        self._require("activations", fits, "int8 unless qat is ternary")
         if self.lambda_bias is not None:
-            self._want("lambda_bias", -100 <= self.lambda_bias <= 100, "a number from -100 to 100")
-            self._want("lambda_bias", self.init is None, "none with init, whose weights have their own bias or none")
+            self._require("lambda_bias", self.init is None, "none with init, whose weights have their own bias or none")
         if self.head_gain is not None:
-            self._want("head_gain", 0 < self.head_gain < float("inf"), "a positive number")
             fits = self.model.head_norm and self.qat is None and not any(layer.sub_norms for layer in self.model.layers)
-            self._want("head_gain", fits, "none, or diff_v1 with its head norm, in float, without sub-norms")
+            self._require("head_gain", fits, "none, or diff_v1 with its head norm, in float, without sub-norms")
         if self.scheme is not None:
             self.scheme.formats(self.model)  # raises DiffbitError for formats that do not fit
-        self._want("warmup", self.warmup <= self.steps, f"at most the {self.steps} steps of the run")
+        self._require("warmup", self.warmup <= self.steps, f"at most the {self.steps} steps of the run")
         longest = self.model.max_position
-        self._want("length", 2 <= self.length <= longest, f"2 to {longest}, the model's max_position")
+        self._require("length", self.length <= longest, f"2 to {longest}, the model's max_position")
 
-    def _want(self, name: str, met: bool, wanted: str) -> None:
-        if not met:
-            raise DiffbitError(f"training option {name} is {getattr(self, name)!r}; wanted {wanted}")
+    def _require(self, name: str, fits: bool, condition: str) -> None:
+        if not fits:
+            raise DiffbitError(f"{name} is {getattr(self, name)!r}, wanted {condition}")
 
     @property
     def scheme(self) -> Scheme | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ import torch
 from ...io import durable
 from ...io.drawing import COLORS, drawn
 from ...io.errors import DiffbitError
-from ...io.files import make_folder, write_atomic
+from ...io.files import make_folder, parse_json, write_atomic
 from ...models import Decoder, save
 from ...quantize import Scheme
 from ...quantize import save as save_quantized
@@ -70,10 +69,10 @@ def read_log(out: str | Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            rows.append(parse_json(line.encode(), f"{path}: line {number}"))
+        except DiffbitError:
             if number < len(lines):
-                raise DiffbitError(f"{path}: line {number} is not valid JSON; restore the file") from None
+                raise
     return rows
 
 

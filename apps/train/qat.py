@@ -21,13 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...formats import Format, QTensor, Rounding, rounded_input, spread
-from ...formats.rounding import straight_through
+from ...formats import Format, QTensor, Rounding, rounded_input, spread, straight_through
 from ...io.errors import DiffbitError
 from ...models import Decoder
 from ...models.checkpoint import shapes
 from ...quantize import Scheme
-from ...quantize.calibration.scales import search
+from ...quantize.calibration import search
 
 MIN_SCALE = 2.0**-24  # the smallest number above 0 in fp16
 

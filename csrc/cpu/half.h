@@ -1,4 +1,4 @@
-// Conversions of float16 (as 16 bits) that need no special instruction set.
+// float16 (as 16 bits) without a special instruction set.
 #pragma once
 
 #include <cstdint>
@@ -42,6 +42,17 @@ inline Half to_half(float value) {
   }
   bits += 0xfff + (bits >> 13 & 1);
   return sign | static_cast<Half>((bits >> 13) - (112u << 10));
+}
+
+/// Number i of `from`, floats or (half) float16.
+inline float get(const void* from, bool half, int64_t i) {
+  return half ? to_float(static_cast<const Half*>(from)[i]) : static_cast<const float*>(from)[i];
+}
+inline void put(void* to, bool half, int64_t i, float x) {
+  if (half)
+    static_cast<Half*>(to)[i] = to_half(x);
+  else
+    static_cast<float*>(to)[i] = x;
 }
 
 }  // namespace diffbit

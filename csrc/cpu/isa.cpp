@@ -33,8 +33,8 @@ struct Processor {
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
     const unsigned leaf7_b = b, leaf7_c = c, subleaves = a;
     avx2 = (low & 6) == 6 && fma && f16c && (leaf7_b & bit_AVX2);
-    const unsigned wanted = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
-    avx512vnni = avx2 && (low & 0xe6) == 0xe6 && (leaf7_b & wanted) == wanted && (leaf7_c & (1u << 11));
+    const unsigned required = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
+    avx512vnni = avx2 && (low & 0xe6) == 0xe6 && (leaf7_b & required) == required && (leaf7_c & (1u << 11));
     if (subleaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) avxvnni = avx2 && (a & (1u << 4));
   }
 #elif defined(__aarch64__) && defined(__linux__)
@@ -51,17 +51,17 @@ struct Available {
 
 /// Best first; the last is scalar.
 const std::vector<Available>& available() {
-  static const std::vector<Available> found = [] {
+  static const std::vector<Available> sets = [] {
     const Processor processor;
-    std::vector<Available> made;
+    std::vector<Available> best_first;
 #define DIFFBIT_ADD(name, more) \
-  if (processor.name) made.push_back({#name, Isa::name});
+  if (processor.name) best_first.push_back({#name, Isa::name});
     DIFFBIT_ISAS(DIFFBIT_ADD, )
 #undef DIFFBIT_ADD
-    made.push_back({"scalar", Isa::scalar});
-    return made;
+    best_first.push_back({"scalar", Isa::scalar});
+    return best_first;
   }();
-  return found;
+  return sets;
 }
 
 }  // namespace
@@ -73,11 +73,11 @@ std::string available_isas(const char* between) {
 }
 
 Isa choose_isa() {
-  const char* wanted = std::getenv("DIFFBIT_ISA");
-  if (!wanted || !*wanted) return available().front().isa;
+  const char* name = std::getenv("DIFFBIT_ISA");
+  if (!name || !*name) return available().front().isa;
   for (const Available& one : available())
-    if (std::string(wanted) == one.name) return one.isa;
-  throw Error("DIFFBIT_ISA is %s, which this CPU or this build lacks; choose one of %s", wanted,
+    if (std::string(name) == one.name) return one.isa;
+  throw Error("DIFFBIT_ISA is %s, which this CPU or this build lacks; choose one of %s", name,
               available_isas(", ").c_str());
 }
 

@@ -26,10 +26,10 @@ __device__ __forceinline__ void load8(float (&x)[8], const T* row, int begin, in
       x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
     } else {
       const uint4 words = __ldg(reinterpret_cast<const uint4*>(row + begin));
-      const uint32_t each[4] = {words.x, words.y, words.z, words.w};
+      const uint32_t word[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float2 pair = unpack2<T>(each[i]);
+        const float2 pair = unpack2<T>(word[i]);
         x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
       }
     }

@@ -18,12 +18,12 @@ struct Turn {
 
 template <class Word>
 __global__ void turn(const Turn t) {
-  const int64_t head = blockIdx.y, each = t.bytes / static_cast<int64_t>(sizeof(Word));
-  const int64_t words = (t.end - t.begin) * each, stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  const int64_t head = blockIdx.y, entry_words = t.bytes / static_cast<int64_t>(sizeof(Word));
+  const int64_t words = (t.end - t.begin) * entry_words, stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < words; i += stride) {
-    const int64_t entry = t.begin + i / each;
-    Word* in_ring = reinterpret_cast<Word*>(t.ring + (head * t.slots + entry % t.slots) * t.bytes) + i % each;
-    Word* in_run = reinterpret_cast<Word*>(t.run + (head * t.room + entry - t.base) * t.bytes) + i % each;
+    const int64_t entry = t.begin + i / entry_words;
+    Word* in_ring = reinterpret_cast<Word*>(t.ring + (head * t.slots + entry % t.slots) * t.bytes) + i % entry_words;
+    Word* in_run = reinterpret_cast<Word*>(t.run + (head * t.room + entry - t.base) * t.bytes) + i % entry_words;
     if (t.back)
       *in_ring = *in_run;
     else
@@ -73,9 +73,9 @@ struct Window {
   }
 
   int64_t take(int64_t count) {
-    const int64_t found = divide_up(at, 256) * 256;
-    at = found + count;
-    return found;
+    const int64_t begin = divide_up(at, 256) * 256;
+    at = begin + count;
+    return begin;
   }
 
   /// The first token that step s sees.
@@ -90,13 +90,13 @@ struct Window {
   Attention from(char* workspace, int64_t first) const {
     Attention local = a;
     local.past_length = past - first;
-    const auto shifted = [&](const Place& place, int64_t offset, int64_t each, int64_t together) {
-      return static_cast<void*>(workspace + offset + (first - base) / together * each);
+    const auto shifted = [&](int64_t offset, int64_t bytes, int64_t together) {
+      return static_cast<void*>(workspace + offset + (first - base) / together * bytes);
     };
-    local.present_key = shifted(keys, keys.rows, keys.row, 1);
-    local.present_value = shifted(values, values.rows, values.row, 1);
-    if (keys.scale) local.present_key_scale = shifted(keys, keys.scales, keys.scale, keys.together);
-    if (values.scale) local.present_value_scale = shifted(values, values.scales, values.scale, values.together);
+    local.present_key = shifted(keys.rows, keys.row, 1);
+    local.present_value = shifted(values.rows, values.row, 1);
+    if (keys.scale) local.present_key_scale = shifted(keys.scales, keys.scale, keys.together);
+    if (values.scale) local.present_value_scale = shifted(values.scales, values.scale, values.together);
     local.key_capacity = local.value_capacity = room;
     local.attention_mask = static_cast<const int64_t*>(a.attention_mask) + first;
     return local;
@@ -107,16 +107,16 @@ struct Window {
     for (const bool of_keys : {true, false}) {
       const Place& place = of_keys ? keys : values;
       const Side side = side_of(a, of_keys);
-      const int64_t held = side.bits < 8 ? quantized_tokens(past, a.window) : past;
+      const int64_t cached = side.bits < 8 ? quantized_tokens(past, a.window) : past;
       const int64_t count = side.bits < 8 ? quantized_tokens(all, a.window) : all;
-      const int64_t kept = count - side.capacity > held ? count - side.capacity : held;
-      const int64_t begin = back ? kept : base, end = back ? count : held;
+      const int64_t kept = count - side.capacity > cached ? count - side.capacity : cached;
+      const int64_t begin = back ? kept : base, end = back ? count : cached;
       const Turn rows{side.rows, workspace + place.rows, side.capacity, room, base, begin, end, place.row, back};
       if (const char* wrong = start(rows, heads, stream)) return wrong;
       if (!place.scale) continue;
-      const int64_t each = place.together;
-      const Turn scales{side.scales,  workspace + place.scales, side.capacity / each, room / each, base / each,
-                        begin / each, end / each,               place.scale,          back};
+      const int64_t together = place.together;
+      const Turn scales{side.scales, workspace + place.scales, side.capacity / together, room / together, base / together,
+                        begin / together, end / together, place.scale, back};
       if (const char* wrong = start(scales, heads, stream)) return wrong;
     }
     return nullptr;

@@ -45,8 +45,8 @@ struct Plan {
 
 /// A kernel with one ring per warp, and as many warps as the GPU has room for.
 Plan ring_plan(void (*kernel)(Attention, Cut), size_t queries, size_t ring, int64_t tokens) {
-  constexpr size_t BESIDE = 1024;  // the kernel's own shared memory, and a reserve
-  const size_t fit = (most_shared() - queries - BESIDE) / ring;
+  constexpr size_t RESERVE = 1024;  // the kernel's own shared memory, and a reserve
+  const size_t fit = (most_shared() - queries - RESERVE) / ring;
   const int warps = fit < FAST_WARPS ? static_cast<int>(fit) : FAST_WARPS;
   return {kernel, warps, queries + warps * ring, tokens * warps};
 }
@@ -111,9 +111,9 @@ Run run_of(const Attention& a, const Cut& cut, const Plan& plan, int64_t begin, 
   int64_t best = 0;
   for (int64_t splits = 1; splits <= most; ++splits) {
     const int64_t span = max(ONE, divide_up(divide_up(tokens, splits), plan.tokens)) * plan.tokens;
-    const int64_t found = max(ONE, divide_up(tokens, span)), time = divide_up(units * found, at_once) * (span + SETUP);
+    const int64_t used = max(ONE, divide_up(tokens, span)), time = divide_up(units * used, at_once) * (span + SETUP);
     if (best && time >= best) continue;
-    best = time, run.span = span, run.splits = found;
+    best = time, run.span = span, run.splits = used;
   }
   return run;
 }

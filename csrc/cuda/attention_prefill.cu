@@ -73,7 +73,7 @@ struct Shape {
   static constexpr int SIDE = WIDTH * KEYS * D * 2;                     // bytes of a step's keys, or its values
   static constexpr int FRAGMENTS = TILES * KEYS / 16;                   // of P, a warp
   static constexpr int SHARES = BRANCHES == 2 ? WARPS * FRAGMENTS * 32 * 16 : 0;  // bytes of all P of a step
-  static constexpr bool HELD = BRANCHES == 1 || TILES == 1;  // a warp's own P also stays in registers
+  static constexpr bool IN_REGISTERS = BRANCHES == 1 || TILES == 1;  // a warp's own P also stays in registers
   static constexpr int NOTES = BRANCHES == 2 ? WARPS * TILES * 16 * 4 : 0;        // bytes of a number per row
   static constexpr size_t bytes(int stages) { return size_t(stages) * 2 * SIDE + 2 * (SHARES + NOTES); }
 };
@@ -211,9 +211,9 @@ struct Warp {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const bool there = row(m, half) < a.steps;
-        const int64_t token = b * a.steps + (there ? row(m, half) : 0), wanted = a.positions[token];
-        const bool known = wanted >= 0 && wanted < a.rotations;
-        const int64_t position = known ? wanted : 0;
+        const int64_t token = b * a.steps + (there ? row(m, half) : 0), requested = a.positions[token];
+        const bool known = requested >= 0 && requested < a.rotations;
+        const int64_t position = known ? requested : 0;
         const int64_t query_heads = a.heads + (BRANCHES - 1) * (a.heads / a.noise_ratio);
         const int64_t sub_head = query_head(BRANCHES, a.noise_ratio, head, branch);
         const auto* x = static_cast<const T*>(a.query) + (token * query_heads + sub_head) * D;
@@ -271,12 +271,12 @@ struct Warp {
         const int gone = a.past + row(m, half) + 1 - a.window - first;  // keys before its window
         if (gone > 0) sees = gone < KEYS ? sees >> gone << gone : 0;
         if (quantized != first < quantized_for(a, row(m, half))) sees = 0;
-        const uint32_t own = sees >> lane % 4 * 2;
+        const uint32_t lane_sees = sees >> lane % 4 * 2;
 #pragma unroll
         for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
           for (int e = 0; e < 2; ++e)
-            if (!(own & 1u << (n * 8 + e))) s[m][n][2 * half + e] = -INFINITY;
+            if (!(lane_sees & 1u << (n * 8 + e))) s[m][n][2 * half + e] = -INFINITY;
       }
   }
 
@@ -450,7 +450,7 @@ __global__ void __launch_bounds__(S::THREADS, 1) attend(const Prefill a) {
     if (column == 0)
 #pragma unroll
       for (int m = 0; m < TILES; ++m) {
-        if (S::HELD) copy(w.p[m][k], weights[0][m]);
+        if (S::IN_REGISTERS) copy(w.p[m][k], weights[0][m]);
         else copy(share(i, w.warp, m, k), weights[0][m]);
         if (BRANCHES == 2) copy(share(i, other, m, k), weights[BRANCHES - 1][m]);
       }

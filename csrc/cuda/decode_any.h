@@ -103,12 +103,12 @@ __global__ void __launch_bounds__(ANY_THREADS) decode_any(const Attention a, con
     if (rounded && keys.bits < 8) {  // multiplies the query by the block's scales
       const int64_t sub_head = a.wide_value ? row_of(a, cut.part, min(first_row + warp, cut.rows - 1)).branch : 0;
       const Token token = token_of(a, keys, head + sub_head, t0, after);
-      const float* own = q + warp * d;
-      const auto scaled = [&](int64_t i) { return __fmul_rn(own[i], to_float(token.scales[i])); };
+      const float* query = q + warp * d;
+      const auto scaled = [&](int64_t i) { return __fmul_rn(query[i], to_float(token.scales[i])); };
       const float scale = round_row(d, top, lane, scaled, codes + warp * d);
       float offset = 0, lost = 0;
       for (int64_t i = lane; i < d; i += 32) {
-        offset += own[i] * to_float(token.scales[d + i]);
+        offset += query[i] * to_float(token.scales[d + i]);
         lost += scaled(i) - codes[warp * d + i] * scale;
       }
       offset = warp_sum(offset) + static_cast<float>((1 << keys.bits) - 1) / 2 * warp_sum(lost);
@@ -119,10 +119,10 @@ __global__ void __launch_bounds__(ANY_THREADS) decode_any(const Attention a, con
     for (int k = warp; k < ANY_TOKENS; k += ANY_WARPS) {
       float dots[ROWS] = {};
       const int64_t t = t0 + min(k, count - 1);
-      const Token own = token_of(a, keys, head, t, after), other = token_of(a, keys, head + a.wide_value, t, after);
+      const Token first = token_of(a, keys, head, t, after), second = token_of(a, keys, head + a.wide_value, t, after);
       for (int64_t i = lane; i < d; i += 32) {
-        const float x = rounded ? own.code(i) : own.at(i);
-        const float y = a.wide_value ? rounded ? other.code(i) : other.at(i) : x;
+        const float x = rounded ? first.code(i) : first.at(i);
+        const float y = a.wide_value ? rounded ? second.code(i) : second.at(i) : x;
 #pragma unroll
         for (int row = 0; row < ROWS; ++row)
           dots[row] += from[row * d + i] * (first_row + row >= pairs(a) * cut.part.steps ? y : x);
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(ANY_THREADS) decode_any(const Attention a, con
       for (int row = 0; row < ROWS; ++row) {
         float s = warp_sum(dots[row]);
         if (rounded) s = s * query_scales[row] + offsets[row];
-        s *= first_row + row >= pairs(a) * cut.part.steps && a.wide_value ? other.scale : own.scale;
+        s *= first_row + row >= pairs(a) * cut.part.steps && a.wide_value ? second.scale : first.scale;
         const bool seen = k < count && !hidden(a, b, t) && t <= cut.past + (first_row + row) % cut.part.steps;
         if (lane == row) shares[k][row] = seen ? s * LOG2_E : -infinity();
       }

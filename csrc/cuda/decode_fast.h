@@ -7,7 +7,7 @@ namespace diffbit::cuda {
 namespace {
 
 constexpr int FAST_TOKENS = 16;                     // of a tile, a warp's
-constexpr int FAST_BESIDE = 2 * 4 * FAST_TOKENS;    // bytes: of each token two scales, or its mask
+constexpr int FAST_EXTRA = 2 * 4 * FAST_TOKENS;    // bytes: of each token two scales, or its mask
 
 /// Parameters: the type of rows' elements, the width of a sub-head, and whether a kv head has two of them.
 template <class Element, int D, bool WIDE>
@@ -19,7 +19,7 @@ struct Fast {
   static constexpr int BYTES = CHANNELS * static_cast<int>(sizeof(Element));  // of a token
   static constexpr int CHUNKS = BYTES / 16;
   static constexpr int TILE = FAST_TOKENS * BYTES;
-  static constexpr int SLOT = TILE + 2 * FAST_BESIDE;  // keys: scales, mask; values: scales
+  static constexpr int SLOT = TILE + 2 * FAST_EXTRA;  // keys: scales, mask; values: scales
   static constexpr int SLOTS = BYTES == 512 ? 3 : 4;   // of a warp
   static constexpr int QUERIES = 2 * ROWS * CHANNELS * 2;
   static constexpr int BLOCKS = CHANNELS == 256 ? 2 : CHANNELS == 128 ? 3 : 4;  // of a multiprocessor
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
       load(key_rows, key_steps, tile, slot);
       const int64_t t = first_of(tile) + lane;
       const bool valid = t < (tile == old_tiles ? cut.all : end);  // zeros beyond the end: hidden
-      if (lane < FAST_TOKENS) copy_async<8>(slot + F::TILE + FAST_BESIDE + 8 * lane, mask + (valid ? t : 0), valid);
+      if (lane < FAST_TOKENS) copy_async<8>(slot + F::TILE + FAST_EXTRA + 8 * lane, mask + (valid ? t : 0), valid);
     }
     copy_async_commit();
   };
@@ -132,9 +132,9 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
 
   start_first(true);
   if (last && !recent && a.key) {  // the new tokens
-    const int each = (1 + WIDE) * static_cast<int>(cut.part.steps);
-    for (int i = warp; i < 2 * each; i += warps)
-      append_row(a, side_of(a, i < each), b, cut.part.first + i % each / (1 + WIDE),
+    const int rows = (1 + WIDE) * static_cast<int>(cut.part.steps);
+    for (int i = warp; i < 2 * rows; i += warps)
+      append_row(a, side_of(a, i < rows), b, cut.part.first + i % rows / (1 + WIDE),
                  group * (1 + WIDE) + i % (1 + WIDE), lane);
     __threadfence();
   }
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
     float2 x[EACH];
     const float size = query_of(a, cut, b, group, first_row + row, lane, x);
     if (lane == 0) scales[row] = size * LOG2_E;
-    const int own = WIDE && first_row + row >= pairs(a) * cut.part.steps ? D : 0;  // offset of its sub-head's keys
+    const int keys_at = WIDE && first_row + row >= pairs(a) * cut.part.steps ? D : 0;  // offset of its sub-head's keys
     const auto put = [&](int channel, float y) {
       const int column = F::column(channel), at = (column / 8 ^ (row & 7)) * 8 + column % 8;
       const Number high = from_float<Number>(y);
@@ -153,9 +153,9 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
 #pragma unroll
     for (int k = 0; k < EACH; ++k) {
       const int i = lane + 32 * k;
-      put(own + i, x[k].x);
-      put(own + i + D / 2, x[k].y);
-      if (WIDE) put(D - own + i, 0.0f), put(D - own + i + D / 2, 0.0f);
+      put(keys_at + i, x[k].x);
+      put(keys_at + i + D / 2, x[k].y);
+      if (WIDE) put(D - keys_at + i, 0.0f), put(D - keys_at + i + D / 2, 0.0f);
     }
   }
   __syncthreads();
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
   float sums[BLOCKS_OF_16][4] = {}, most = -infinity(), total = 0;
   const int64_t row = min(first_row + g, cut.rows - 1);
   const int seen = static_cast<int>(cut.past + row % cut.part.steps - cut.end);  // of the new tokens' tile
-  const int own = WIDE && row >= pairs(a) * cut.part.steps;
+  const int sub_head = WIDE && row >= pairs(a) * cut.part.steps;
   const float scale = scales[g];
   const int token_of_lane = lane / 16 * 8 + lane % 8, half = lane / 8 % 2;  // of load_matrix_x4's rows
   float s[4];
@@ -200,8 +200,8 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int token = 8 * i + 2 * t;
-      const uint4 mask = *reinterpret_cast<const uint4*>(slot + F::TILE + FAST_BESIDE + 8 * token);
-      const float* key_scales = reinterpret_cast<const float*>(slot + F::TILE) + own * FAST_TOKENS + token;
+      const uint4 mask = *reinterpret_cast<const uint4*>(slot + F::TILE + FAST_EXTRA + 8 * token);
+      const float* key_scales = reinterpret_cast<const float*>(slot + F::TILE) + sub_head * FAST_TOKENS + token;
       const bool shown[2] = {(mask.x | mask.y) && token <= most_seen, (mask.z | mask.w) && token < most_seen};
 #pragma unroll
       for (int j = 0; j < 2; ++j)
@@ -214,9 +214,9 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
     float value_scales[2][4], next = most;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float* beside = reinterpret_cast<const float*>(slot + F::TILE) + i / 2 * 8 + 2 * t + i % 2;
-      value_scales[0][i] = F::CODES ? beside[0] : 1.0f;
-      value_scales[1][i] = F::CODES && WIDE ? beside[FAST_TOKENS] : value_scales[0][i];
+      const float* extra = reinterpret_cast<const float*>(slot + F::TILE) + i / 2 * 8 + 2 * t + i % 2;
+      value_scales[0][i] = F::CODES ? extra[0] : 1.0f;
+      value_scales[1][i] = F::CODES && WIDE ? extra[FAST_TOKENS] : value_scales[0][i];
       const int size = static_cast<int>(__float_as_uint(fmaxf(value_scales[0][i], value_scales[1][i])) >> 23) - 127;
       next = fmaxf(next, F::CODES ? s[i] + static_cast<float>(max(size, -60)) : s[i]);
     }

@@ -35,9 +35,9 @@ __device__ __forceinline__ void nibbles(uint32_t codes, bool of_high, unsigned f
                                         uint32_t& b) {
   constexpr bool HALF = std::is_same_v<T, __half>;  // a byte after 0x64 is 1024 + byte, after 0x43 it is 128 + byte
   constexpr uint32_t BEFORE = HALF ? 0x64646464u : 0x43434343u, SURPLUS = HALF ? 0x64006400u : 0x43004300u;
-  const uint32_t own = (of_high ? codes >> 4 : codes) & 0x0f0f0f0fu;
-  a = subtract2<T>(__byte_perm(own, BEFORE, first), SURPLUS);
-  b = subtract2<T>(__byte_perm(own, BEFORE, second), SURPLUS);
+  const uint32_t four = (of_high ? codes >> 4 : codes) & 0x0f0f0f0fu;
+  a = subtract2<T>(__byte_perm(four, BEFORE, first), SURPLUS);
+  b = subtract2<T>(__byte_perm(four, BEFORE, second), SURPLUS);
 }
 
 /// Splits x, y into two pairs whose sums they are.
@@ -112,12 +112,12 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Int4<D, WIDE>::BLOCKS)
     float2 x[EACH];
     const float size = query_of(a, cut, b, group, first_row + row, lane, x);
     if (lane == 0) scales[row] = size * LOG2_E;
-    const int own = WIDE && first_row + row >= pairs(a) * cut.part.steps ? D : 0;
+    const int keys_at = WIDE && first_row + row >= pairs(a) * cut.part.steps ? D : 0;
 #pragma unroll
     for (int k = 0; k < EACH; ++k) {
       float* to = queries + row * G::QUERY + lane + 32 * k;
-      to[own] = x[k].x, to[own + D / 2] = x[k].y;
-      if (WIDE) to[D - own] = 0, to[D - own + D / 2] = 0;
+      to[keys_at] = x[k].x, to[keys_at + D / 2] = x[k].y;
+      if (WIDE) to[D - keys_at] = 0, to[D - keys_at + D / 2] = 0;
     }
   }
   __syncthreads();

@@ -53,9 +53,9 @@ void allow_most_shared(const void* kernel) {
   if (cudaGetDevice(&device) != cudaSuccess) return;  // the launch reports the error
   const std::lock_guard<std::mutex> lock(mutex);
   if (done.count({kernel, device})) return;
-  cudaFuncAttributes own{};
-  if (cudaFuncGetAttributes(&own, kernel) != cudaSuccess) return;
-  const int most = static_cast<int>(most_shared() - own.sharedSizeBytes);
+  cudaFuncAttributes attributes{};
+  if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) return;
+  const int most = static_cast<int>(most_shared() - attributes.sharedSizeBytes);
   if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most) == cudaSuccess)
     done.emplace(kernel, device);
 }

@@ -67,17 +67,17 @@ template <class To>
 __global__ void __launch_bounds__(THREADS) far_stages(const float* from, To* to, int64_t size, int64_t block, int64_t apart,
                                                       float scale) {
   // The numbers of a thread, from one run of `span` numbers, or from a shorter one at the end
-  const int64_t span = apart * EACH < block ? apart * EACH : block, each = span / apart;
+  const int64_t span = apart * EACH < block ? apart * EACH : block, count = span / apart;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
   const int64_t first = thread / apart * span + thread % apart;
   if (first >= size) return;
   float x[EACH];
 #pragma unroll
-  for (int i = 0; i < EACH; ++i) x[i] = i < each ? from[first + i * apart] : 0.0f;
+  for (int i = 0; i < EACH; ++i) x[i] = i < count ? from[first + i * apart] : 0.0f;
   stages(x, apart, block);
 #pragma unroll
   for (int i = 0; i < EACH; ++i)
-    if (i < each) to[first + i * apart] = from_float<To>(x[i] * scale);
+    if (i < count) to[first + i * apart] = from_float<To>(x[i] * scale);
 }
 
 template <class T>
@@ -90,9 +90,9 @@ const char* transform(const DiffbitHadamard& op, float* floats, cudaStream_t str
   if (op.block <= TILE) return launch(near_stages<T, T>, tiles, THREADS, shared, stream, a, y, op.size, op.block, scale);
   const char* wrong = launch(near_stages<T, float>, tiles, THREADS, shared, stream, a, floats, op.size, op.block, 1.0f);
   for (int64_t apart = TILE; apart < op.block && !wrong; apart *= EACH) {
-    const int64_t each = op.block / apart < EACH ? op.block / apart : EACH;
-    const unsigned blocks = static_cast<unsigned>((op.size / each + THREADS - 1) / THREADS);
-    wrong = apart * each < op.block
+    const int64_t count = op.block / apart < EACH ? op.block / apart : EACH;
+    const unsigned blocks = static_cast<unsigned>((op.size / count + THREADS - 1) / THREADS);
+    wrong = apart * count < op.block
                 ? launch(far_stages<float>, blocks, THREADS, 0, stream, floats, floats, op.size, op.block, apart, 1.0f)
                 : launch(far_stages<T>, blocks, THREADS, 0, stream, floats, y, op.size, op.block, apart, scale);
   }

@@ -62,12 +62,12 @@ struct Product {
 /// steps.
 template <class T>
 __device__ void quantize(const Product& p, int64_t first, int count, uint8_t* q, Step* steps, int64_t columns) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, each = blockDim.x / 32 / count;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_warps = blockDim.x / 32 / count;
   const int row = warp % count, part = warp / count;
-  if (part >= each) return;
+  if (part >= row_warps) return;
   const T* from = static_cast<const T*>(p.a) + (first + row) * p.k;
   const int lanes = p.slabs * (SLAB / 8), eights = p.chunks * (CHUNK / 8);  // lanes of a group
-  for (int begin = 32 * part; begin < eights; begin += 32 * each) {
+  for (int begin = 32 * part; begin < eights; begin += 32 * row_warps) {
     const int i = begin + lane;
     float x[8];
     load8(x, from, 8 * i, p.k, p.aligned);
@@ -119,15 +119,15 @@ struct Shared {
     sums = stages * WORKERS * slot;
     parameters = sums + 2 * WORKERS * groups * m * PAIR * static_cast<int>(sizeof(int32_t));
     q = parameters + 2 * WORKERS * of_weight;
-    const size_t each = static_cast<size_t>(p.chunks) * rows;
-    steps = static_cast<int>(std::min<size_t>(q + each * CHUNK, INT32_MAX));
-    size = q + each * (CHUNK + groups * sizeof(Step));
+    const size_t row_chunks = static_cast<size_t>(p.chunks) * rows;
+    steps = static_cast<int>(std::min<size_t>(q + row_chunks * CHUNK, INT32_MAX));
+    size = q + row_chunks * (CHUNK + groups * sizeof(Step));
   }
 };
 
-/// The pairs of tiles of a block: `each`, and one more in the first `rest` blocks.
+/// The pairs of tiles of a block: `pairs`, and one more in the first `rest` blocks.
 struct Share {
-  int64_t each, rest;
+  int64_t pairs, rest;
 };
 
 /// m <= 8 GROUPS rows. FUSED: the kernel quantizes them itself (one group), else they are in the workspace. It has WORKERS
@@ -139,8 +139,8 @@ __global__ void __launch_bounds__(32 * (WORKERS + GROUP), 1)
   constexpr int PARTS = CHUNK_SLABS / SLABS;  // groups of a chunk
   constexpr int SCALES = 2 * PAIR * PARTS, PARAMETERS = 3 * PAIR * PARTS;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int64_t block = blockIdx.x, first_pair = block * share.each + min(block, share.rest);
-  const int units = static_cast<int>(share.each + (block < share.rest)) * p.chunks;
+  const int64_t block = blockIdx.x, first_pair = block * share.pairs + min(block, share.rest);
+  const int units = static_cast<int>(share.pairs + (block < share.rest)) * p.chunks;
   const bool worker = warp < WORKERS;
   const int m = p.m;
 

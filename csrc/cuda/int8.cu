@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(THREADS) multiply(Product p) {
   const int row = lane % TILE, odd = lane / TILE;
   const int64_t tile = blockIdx.x, first = static_cast<int64_t>(blockIdx.y) * ROWS;
   const int count = static_cast<int>(p.m - first < COUNT ? p.m - first : COUNT);
-  const int own = threadIdx.x / TILE, column = threadIdx.x % TILE;  // of the number that this thread adds up
+  const int output_row = threadIdx.x / TILE, column = threadIdx.x % TILE;  // of the number that this thread adds up
   float result = 0;
   for (int begin = 0; begin < p.groups; begin += CHUNK) {
     const int end = begin + CHUNK < p.groups ? begin + CHUNK : p.groups;
@@ -91,19 +91,19 @@ __global__ void __launch_bounds__(THREADS) multiply(Product p) {
       }
     }
     __syncthreads();
-    if (own < count)
+    if (output_row < count)
       for (int g = begin; g < end; ++g) {
         const int64_t at = (tile * p.scale_groups + (p.scale_groups == 1 ? 0 : g)) * TILE + column;
-        const int64_t group = (first + own) * p.groups + g;
+        const int64_t group = (first + output_row) * p.groups + g;
         const int zero = p.zeros ? p.zeros[at] : 128;
-        const int32_t sum = totals[((g - begin) * COUNT + own) * TILE + column] + (128 - zero) * p.sums[group];
+        const int32_t sum = totals[((g - begin) * COUNT + output_row) * TILE + column] + (128 - zero) * p.sums[group];
         result = __fmaf_rn(static_cast<float>(sum), __fmul_rn(__half2float(p.scales[at]), p.row_scales[group]), result);
       }
     __syncthreads();
   }
   const int64_t n = tile * TILE + column;
-  if (own < count && n < p.n)
-    static_cast<T*>(p.y)[(first + own) * p.n + n] = from_float<T>(__fmul_rn(result, __ldg(p.factor)));
+  if (output_row < count && n < p.n)
+    static_cast<T*>(p.y)[(first + output_row) * p.n + n] = from_float<T>(__fmul_rn(result, __ldg(p.factor)));
 }
 
 size_t numbers(const DiffbitInt8MatMul& op) {

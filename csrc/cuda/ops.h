@@ -1,61 +1,39 @@
 // The ops on an NVIDIA GPU. Nodes and tensors are checked as on the CPU, except for values in device memory; the kernels
 // (api.h) are launched on ONNX Runtime's stream.
+//
+// Values that are an error on the CPU: a position beyond the tables of DiffAttention and an id outside the table of
+// GatherQuantized make NaN; a single zero point is taken to be 2^(bits - 1).
 #pragma once
 
 #include "../ort/attention_node.h"
 #include "../ort/nodes.h"
+#include "api.h"
 
 namespace diffbit::cuda {
 
 constexpr const char* PROVIDER = "CUDAExecutionProvider";
 
-struct CausalConv : CausalConvNode {
-  using CausalConvNode::CausalConvNode;
-  void compute(Context& context) const;
+template <class Base, class Call, size_t (*WORKSPACE)(const Call*), const char* (*RUN)(const Call*, void*, void*)>
+struct Launch : Base {
+  using Base::Base;
+  void compute(Context& context) const {
+    const Call call = Call::from(*this, this->tensors(context));
+    const DeviceScratch scratch(context, WORKSPACE(&call));
+    if (const char* error = RUN(&call, scratch.data(), context.stream())) throw Error("%s: %s", Base::NAME, error);
+  }
 };
 
-/// A position beyond the tables is not an error here: its token becomes NaN.
-struct DiffAttention : AttentionNode {
-  using AttentionNode::AttentionNode;
-  void compute(Context& context) const;
-};
+#define DIFFBIT_LAUNCH(Node, Call, function) \
+  Launch<Node, Diffbit##Call, diffbit_cuda_##function##_workspace, diffbit_cuda_##function>
 
-struct FloatMatMul : FloatMatMulNode {
-  using FloatMatMulNode::FloatMatMulNode;
-  void compute(Context& context) const;
-};
-
-struct Hadamard : HadamardNode {
-  using HadamardNode::HadamardNode;
-  void compute(Context& context) const;
-};
-
-/// A single zero point for all groups is assumed to be 8 and not read.
-struct Int4MatMul : Int4Node {
-  using TiledNode::TiledNode;
-  void compute(Context& context) const;
-};
-
-/// A single zero point is assumed to be 128.
-struct Int8MatMul : Int8Node {
-  using TiledNode::TiledNode;
-  void compute(Context& context) const;
-};
-
-/// Likewise; an id outside the table is not an error here: its row becomes NaN.
-struct GatherQuantized : GatherNode {
-  using GatherNode::GatherNode;
-  void compute(Context& context) const;
-};
-
-struct SelectiveScan : SelectiveScanNode {
-  using SelectiveScanNode::SelectiveScanNode;
-  void compute(Context& context) const;
-};
-
-struct TernaryMatMul : TernaryNode {
-  using TernaryNode::TernaryNode;
-  void compute(Context& context) const;
-};
+using CausalConv = DIFFBIT_LAUNCH(CausalConvNode, CausalConv, causal_conv);
+using DiffAttention = DIFFBIT_LAUNCH(AttentionNode, Attention, attention);
+using FloatMatMul = DIFFBIT_LAUNCH(FloatMatMulNode, FloatMatMul, float_matmul);
+using GatherQuantized = DIFFBIT_LAUNCH(GatherNode, GatherQuantized, gather_quantized);
+using Hadamard = DIFFBIT_LAUNCH(HadamardNode, Hadamard, hadamard);
+using Int4MatMul = DIFFBIT_LAUNCH(Int4Node, Int4MatMul, int4_matmul);
+using Int8MatMul = DIFFBIT_LAUNCH(Int8Node, Int8MatMul, int8_matmul);
+using SelectiveScan = DIFFBIT_LAUNCH(SelectiveScanNode, SelectiveScan, selective_scan);
+using TernaryMatMul = DIFFBIT_LAUNCH(TernaryNode, TernaryMatMul, ternary_matmul);
 
 }  // namespace diffbit::cuda

@@ -68,9 +68,9 @@ template <class T>
 __device__ void quantize(const Product& p, int64_t first, int count, uint8_t* q, int64_t step_bytes, int field_bytes,
                          Rows& rows) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const int each = warps / count;  // warps per row
-  const int row = warp % count, part = warp / count, apart = 32 * each, eights = p.steps * (STEP / 8);
-  const int begin = part < each ? 32 * part + lane : eights;
+  const int row_warps = warps / count;  // warps per row
+  const int row = warp % count, part = warp / count, apart = 32 * row_warps, eights = p.steps * (STEP / 8);
+  const int begin = part < row_warps ? 32 * part + lane : eights;
   const T* from = static_cast<const T*>(p.a) + (first + row) * p.k;
   if (threadIdx.x < GROUP) rows.largest[threadIdx.x] = rows.sum[threadIdx.x] = 0;
   __syncthreads();
@@ -99,10 +99,10 @@ __device__ void quantize(const Product& p, int64_t first, int count, uint8_t* q,
     }
 #pragma unroll
     for (int with = 16; with; with /= 2) sum += __shfl_xor_sync(WARP, sum, with);
-    if (lane == 0 && part < each) rows.part[row][part] = sum;
+    if (lane == 0 && part < row_warps) rows.part[row][part] = sum;
     __syncthreads();
     double total = 0;
-    for (int i = 0; i < each; ++i) total += rows.part[row][i];
+    for (int i = 0; i < row_warps; ++i) total += rows.part[row][i];
     const float mean = __double2float_rn(__ddiv_rn(total, p.k));
     if (!wild) step = __fdiv_rn(fmaxf(mean, 1e-5f), 2.6457513f);
   }
@@ -126,7 +126,7 @@ __device__ void quantize(const Product& p, int64_t first, int count, uint8_t* q,
     *reinterpret_cast<uint2*>(to) = make_uint2(low, high);
   }
   sum = __reduce_add_sync(WARP, sum);
-  if (lane == 0 && part < each) atomicAdd(&rows.sum[row], sum);
+  if (lane == 0 && part < row_warps) atomicAdd(&rows.sum[row], sum);
   if (lane == 0 && part == 0) rows.step[row] = step;
 }
 
@@ -171,9 +171,9 @@ __device__ __forceinline__ void advance(int32_t (&sums)[GROUPS][4], const uint4&
   }
 }
 
-/// The tiles of a block: `each`, and one more in the first `rest` blocks.
+/// The tiles of a block: `tiles`, and one more in the first `rest` blocks.
 struct Share {
-  int64_t each, rest;
+  int64_t tiles, rest;
 };
 
 /// M <= 8 GROUPS rows. FUSED: the kernel quantizes them itself (one group), else they are in the workspace.
@@ -182,8 +182,8 @@ __global__ void __launch_bounds__(THREADS, 1) few_rows(const Product p, const Sh
   static_assert(!FUSED || GROUPS == 1);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int m = static_cast<int>(p.m);
-  const int64_t block = blockIdx.x, first_tile = block * share.each + min(block, share.rest);
-  const int tiles = static_cast<int>(share.each + (block < share.rest));
+  const int64_t block = blockIdx.x, first_tile = block * share.tiles + min(block, share.rest);
+  const int tiles = static_cast<int>(share.tiles + (block < share.rest));
 
   unsigned char* shared = shared_memory();
   uint4* ring = reinterpret_cast<uint4*>(shared) + warp * 64 + lane;  // [stage][warp][half][lane]

@@ -65,10 +65,10 @@ void bind(Context& context, const Names& names, CacheTensors& cache, int64_t tok
     int64_t shape[Tensor::MOST_DIMENSIONS];
     std::memcpy(shape, of.shape, sizeof shape);
     shape[2] = capacity;
-    const Tensor found = context.output(which, shape, of.rank);
-    if (!found.data && found.size())
+    const Tensor buffer = context.output(which, shape, of.rank);
+    if (!buffer.data && buffer.size())
       throw Error("%s is missing, wanted where the cache is %s", which.name, cache.blockwise() ? "int4 or int2" : "int8");
-    return found;
+    return buffer;
   };
   const auto refuse = [&](const schema::Output& which, const char* where) {  // it would never be written
     if (context.wants(which)) throw Error("%s is given, wanted exactly where the cache is %s", which.name, where);
@@ -93,7 +93,7 @@ void bind(Context& context, const Names& names, CacheTensors& cache, int64_t tok
 }
 
 /// The past's buffers, if nothing is appended.
-void lend(Context& context, const Names& names, CacheTensors& cache) {
+void reuse_past(Context& context, const Names& names, CacheTensors& cache) {
   for (const schema::Output& which : {names.present, names.present_scale, names.present_recent})
     if (context.wants(which)) throw Error("%s is given, wanted exactly where key and value are", which.name);
   cache.present = cache.past, cache.present_scale = cache.past_scale, cache.present_recent = cache.past_recent;
@@ -139,8 +139,8 @@ AttentionNode::AttentionNode(const Node& node)
                 number(noise_ratio), number(pairs));
 }
 
-AttentionTensors AttentionNode::tensors(Context& context) const {
-  AttentionTensors of{};
+AttentionNode::Tensors AttentionNode::tensors(Context& context) const {
+  Tensors of{};
   const Tensor query = context.input(QUERY), key = context.input(KEY), value = context.input(VALUE),
                lambda = context.input(LAMBDA), past_length = context.input(PAST_LENGTH),
                positions = context.input(POSITION_IDS), cos = context.input(COS), sin = context.input(SIN),
@@ -190,15 +190,15 @@ AttentionTensors AttentionNode::tensors(Context& context) const {
   else if (lambda)
     lambda.expect({heads});
 
-  of.batch = batch, of.length = length, of.past = past, of.d = d;
-  of.query = query, of.lambda = lambda, of.positions = positions, of.cos = cos, of.sin = sin, of.mask = mask;
+  of.batch = batch, of.steps = length, of.past_length = past, of.d = d;
+  of.query = query, of.lambda = lambda, of.position_ids = positions, of.cos = cos, of.sin = sin, of.attention_mask = mask;
   of.out = context.output(OUT, {batch, length, heads * width * d});
   if (of.appends) {
     bind(context, KEYS, of.keys, of.keys.blockwise() ? quantized_tokens(total, window) : total);
     bind(context, VALUES, of.values, of.values.blockwise() ? quantized_tokens(total, window) : total);
   } else {
-    lend(context, KEYS, of.keys);
-    lend(context, VALUES, of.values);
+    reuse_past(context, KEYS, of.keys);
+    reuse_past(context, VALUES, of.values);
   }
   return of;
 }

@@ -28,17 +28,17 @@ struct CacheTensors {
   int64_t scale_tokens() const { return blockwise() ? CACHE_BLOCK : 1; }  // tokens that share a scale
 };
 
-struct AttentionTensors {
-  bool appends;  // else past is another node's present and holds all tokens; present is the same
-  int64_t batch, length, past, d;  // length: the new tokens
-  Tensor query, lambda, positions, cos, sin, mask, out;
-  CacheTensors keys, values;
-};
-
 struct AttentionNode : schema::DiffAttention {
+  struct Tensors {
+    bool appends;  // else past is another node's present and holds all tokens; present is the same
+    int64_t batch, steps, past_length, d;  // steps: the new tokens
+    Tensor query, lambda, position_ids, cos, sin, attention_mask, out;
+    CacheTensors keys, values;
+  };
+
   explicit AttentionNode(const Node& node);
   /// Only past_length is read here; the others may be in the GPU's memory.
-  AttentionTensors tensors(Context& context) const;
+  Tensors tensors(Context& context) const;
 
   int64_t query_heads() const { return heads + (branches - 1) * (heads / noise_ratio); }
 

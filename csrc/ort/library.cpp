@@ -57,79 +57,76 @@ OrtStatus* guarded(const OrtApi* api, const char* op, const Body& body) {
 const Entry& entry(const OrtCustomOp* op) { return *static_cast<const Entry*>(op); }
 
 template <class Op>
-Entry make(const char* name, const int* types, const char* provider) {
-  Entry made{};
-  made.name = name;
-  made.signature = &Op::SIGNATURE;
-  made.types = types;
-  made.provider = provider;
-  made.version = ort::API_VERSION;
-  made.GetName = [](const OrtCustomOp* op) { return entry(op).name; };
-  made.GetExecutionProviderType = [](const OrtCustomOp* op) { return entry(op).provider; };
-  made.GetInputType = [](const OrtCustomOp* op, size_t i) { return entry(op).types[i]; };
-  made.GetInputTypeCount = [](const OrtCustomOp* op) { return entry(op).signature->inputs; };
-  made.GetOutputType = [](const OrtCustomOp* op, size_t i) { return entry(op).types[entry(op).signature->inputs + i]; };
-  made.GetOutputTypeCount = [](const OrtCustomOp* op) { return entry(op).signature->outputs; };
-  made.GetInputCharacteristic = [](const OrtCustomOp* op, size_t i) -> int {
+Entry entry_of(const char* name, const int* types, const char* provider) {
+  Entry registered{};
+  registered.name = name;
+  registered.signature = &Op::SIGNATURE;
+  registered.types = types;
+  registered.provider = provider;
+  registered.version = ort::API_VERSION;
+  registered.GetName = [](const OrtCustomOp* op) { return entry(op).name; };
+  registered.GetExecutionProviderType = [](const OrtCustomOp* op) { return entry(op).provider; };
+  registered.GetInputType = [](const OrtCustomOp* op, size_t i) { return entry(op).types[i]; };
+  registered.GetInputTypeCount = [](const OrtCustomOp* op) { return entry(op).signature->inputs; };
+  registered.GetOutputType = [](const OrtCustomOp* op, size_t i) { return entry(op).types[entry(op).signature->inputs + i]; };
+  registered.GetOutputTypeCount = [](const OrtCustomOp* op) { return entry(op).signature->outputs; };
+  registered.GetInputCharacteristic = [](const OrtCustomOp* op, size_t i) -> int {
     return entry(op).signature->optional_inputs >> i & 1 ? ort::OPTIONAL : ort::REQUIRED;
   };
-  made.GetOutputCharacteristic = [](const OrtCustomOp* op, size_t i) -> int {
+  registered.GetOutputCharacteristic = [](const OrtCustomOp* op, size_t i) -> int {
     return entry(op).signature->optional_outputs >> i & 1 ? ort::OPTIONAL : ort::REQUIRED;
   };
-  made.GetInputMemoryType = [](const OrtCustomOp* op, size_t i) -> int {
+  registered.GetInputMemoryType = [](const OrtCustomOp* op, size_t i) -> int {
     return entry(op).provider && entry(op).signature->host_inputs >> i & 1 ? ort::CPU_INPUT : ort::DEVICE;
   };
-  made.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 1; };
-  made.GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 1; };
-  made.GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 1; };
-  made.GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 1; };
-  made.GetStartVersion = [](const OrtCustomOp*) { return 1; };
-  made.GetEndVersion = [](const OrtCustomOp*) { return 0x7fffffff; };
-  made.CreateKernelV2 = [](const OrtCustomOp*, const OrtApi* api, const OrtKernelInfo* info, void** kernel) {
+  registered.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 1; };
+  registered.GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 1; };
+  registered.GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 1; };
+  registered.GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 1; };
+  registered.GetStartVersion = [](const OrtCustomOp*) { return 1; };
+  registered.GetEndVersion = [](const OrtCustomOp*) { return 0x7fffffff; };
+  registered.CreateKernelV2 = [](const OrtCustomOp*, const OrtApi* api, const OrtKernelInfo* info, void** kernel) {
     return guarded(api, Op::NAME, [&] {
       Kernel* created = new KernelOf<Op>(Node(api, info, Op::NAME, Op::VERSION));
       created->api = api;
       *kernel = created;
     });
   };
-  made.KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
+  registered.KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
     const Kernel& run = *static_cast<const Kernel*>(kernel);
     return guarded(run.api, Op::NAME, [&] {
       Context wrapped(run.api, context);
       run.compute(wrapped);
     });
   };
-  made.KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
-  return made;
+  registered.KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+  return registered;
 }
 
 template <class Op, size_t ROWS, size_t TENSORS>
 void add(std::vector<Entry>& all, const int (&types)[ROWS][TENSORS], const char* provider) {
   for (const char* name : Op::NAMES)
-    for (const int(&row)[TENSORS] : types) all.push_back(make<Op>(name, row, provider));
+    for (const int(&row)[TENSORS] : types) all.push_back(entry_of<Op>(name, row, provider));
 }
+
+template <class... Ops>
+void add_on_cpu(std::vector<Entry>& all) {
+  (add<Ops>(all, Ops::TYPES, nullptr), ...);
+}
+#if DIFFBIT_HAS_CUDA
+template <class... Ops>
+void add_on_gpu(std::vector<Entry>& all) {
+  (add<Ops>(all, Ops::GPU_TYPES, cuda::PROVIDER), ...);
+}
+#endif
 
 std::vector<Entry> every_entry() {
   std::vector<Entry> all;
-  add<CausalConv>(all, CausalConv::TYPES, nullptr);
-  add<DiffAttention>(all, DiffAttention::TYPES, nullptr);
-  add<FloatMatMul>(all, FloatMatMul::TYPES, nullptr);
-  add<GatherQuantized>(all, GatherQuantized::TYPES, nullptr);
-  add<Hadamard>(all, Hadamard::TYPES, nullptr);
-  add<Int4MatMul>(all, Int4MatMul::TYPES, nullptr);
-  add<Int8MatMul>(all, Int8MatMul::TYPES, nullptr);
-  add<SelectiveScan>(all, SelectiveScan::TYPES, nullptr);
-  add<TernaryMatMul>(all, TernaryMatMul::TYPES, nullptr);
+  add_on_cpu<CausalConv, DiffAttention, FloatMatMul, GatherQuantized, Hadamard, Int4MatMul, Int8MatMul, SelectiveScan,
+             TernaryMatMul>(all);
 #if DIFFBIT_HAS_CUDA
-  add<cuda::CausalConv>(all, cuda::CausalConv::GPU_TYPES, cuda::PROVIDER);
-  add<cuda::DiffAttention>(all, cuda::DiffAttention::GPU_TYPES, cuda::PROVIDER);
-  add<cuda::FloatMatMul>(all, cuda::FloatMatMul::GPU_TYPES, cuda::PROVIDER);
-  add<cuda::GatherQuantized>(all, cuda::GatherQuantized::GPU_TYPES, cuda::PROVIDER);
-  add<cuda::Hadamard>(all, cuda::Hadamard::GPU_TYPES, cuda::PROVIDER);
-  add<cuda::Int4MatMul>(all, cuda::Int4MatMul::GPU_TYPES, cuda::PROVIDER);
-  add<cuda::Int8MatMul>(all, cuda::Int8MatMul::GPU_TYPES, cuda::PROVIDER);
-  add<cuda::SelectiveScan>(all, cuda::SelectiveScan::GPU_TYPES, cuda::PROVIDER);
-  add<cuda::TernaryMatMul>(all, cuda::TernaryMatMul::GPU_TYPES, cuda::PROVIDER);
+  add_on_gpu<cuda::CausalConv, cuda::DiffAttention, cuda::FloatMatMul, cuda::GatherQuantized, cuda::Hadamard,
+             cuda::Int4MatMul, cuda::Int8MatMul, cuda::SelectiveScan, cuda::TernaryMatMul>(all);
 #endif
   return all;
 }
@@ -145,11 +142,11 @@ DIFFBIT_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const Or
   static OrtStatus* failed = nullptr;
   static std::vector<Entry> entries = every_entry();
   static OrtCustomOpDomain* domain = [&]() -> OrtCustomOpDomain* {
-    OrtCustomOpDomain* made = nullptr;
-    failed = ort::call<OrtStatus*>(api, ort::CreateCustomOpDomain, "diffbit", &made);
+    OrtCustomOpDomain* created = nullptr;
+    failed = ort::call<OrtStatus*>(api, ort::CreateCustomOpDomain, "diffbit", &created);
     for (Entry& op : entries)
-      if (!failed) failed = ort::call<OrtStatus*>(api, ort::CustomOpDomain_Add, made, static_cast<const OrtCustomOp*>(&op));
-    return made;
+      if (!failed) failed = ort::call<OrtStatus*>(api, ort::CustomOpDomain_Add, created, static_cast<const OrtCustomOp*>(&op));
+    return created;
   }();
   if (failed) return ort::call<OrtStatus*>(api, ort::CreateStatus, int{ort::FAIL}, "diffbit's ops cannot be registered");
   return ort::call<OrtStatus*>(api, ort::AddCustomOpDomain, options, domain);

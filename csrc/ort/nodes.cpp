@@ -61,9 +61,11 @@ HadamardNode::Tensors HadamardNode::tensors(Context& context) const {
 
 namespace {
 
-/// Checks that the tensors of a weight in tiles fit together. Returns {scales per row, whether zeros is one number}.
-std::pair<int64_t, bool> expect_tiles(int64_t bits, int64_t k, int64_t n, int64_t group_size, const Tensor& codes,
-                                      const Tensor& scales, const Tensor& zeros, const Tensor& factor) {
+/// Checks that the tensors of a weight in tiles fit together. Returns {scales of a row, the one zero point}; if there is one,
+/// takes it out of `zeros`.
+std::pair<int64_t, const uint8_t*> expect_tiles(int64_t bits, int64_t k, int64_t n, int64_t group_size,
+                                                const Tensor& codes, const Tensor& scales, Tensor& zeros,
+                                                const Tensor& factor) {
   const int64_t groups = divide_up(k, group_size), tiles = divide_up(n, INT4_TILE), steps = group_size / INT4_STEP;
   if (bits == 4)
     codes.expect({tiles, groups, steps, INT4_TILE, 4});
@@ -72,12 +74,12 @@ std::pair<int64_t, bool> expect_tiles(int64_t bits, int64_t k, int64_t n, int64_
   const int64_t scale_groups = bits == 8 && scales.rank == 3 && scales.shape[1] == 1 ? 1 : groups;
   scales.expect({tiles, scale_groups, INT4_TILE});
   factor.expect({1});
-  const bool symmetric = zeros.size() == 1;
-  if (symmetric)
-    zeros.expect({1, 1, 1});
-  else
+  if (zeros.size() != 1) {
     zeros.expect({tiles, scale_groups, INT4_TILE});
-  return {scale_groups, symmetric};
+    return {scale_groups, nullptr};
+  }
+  zeros.expect({1, 1, 1});
+  return {scale_groups, static_cast<const uint8_t*>(std::exchange(zeros.data, nullptr))};
 }
 
 }  // namespace
@@ -89,10 +91,11 @@ TiledNode<Schema, BITS_>::TiledNode(const Node& node)
 template <class Schema, int64_t BITS_>
 typename TiledNode<Schema, BITS_>::Tensors TiledNode<Schema, BITS_>::tensors(Context& context) const {
   const Tensor a = context.input(Schema::A), codes = context.input(Schema::CODES), scales = context.input(Schema::SCALES),
-               zeros = context.input(Schema::ZEROS), factor = context.input(Schema::FACTOR);
+               factor = context.input(Schema::FACTOR);
+  Tensor zeros = context.input(Schema::ZEROS);
   a.expect_last(k);
-  const auto [scale_groups, symmetric] = expect_tiles(BITS_, k, n, group_size, codes, scales, zeros, factor);
-  return {a, codes, scales, zeros, factor, context.product(Schema::Y, a, n), a.size() / k, scale_groups, symmetric};
+  const auto [scale_groups, zero] = expect_tiles(BITS_, k, n, group_size, codes, scales, zeros, factor);
+  return {a, codes, scales, zeros, factor, context.product(Schema::Y, a, n), a.size() / k, scale_groups, zero};
 }
 
 template struct TiledNode<schema::Int4MatMul, 4>;
@@ -103,14 +106,15 @@ GatherNode::GatherNode(const Node& node)
 
 GatherNode::Tensors GatherNode::tensors(Context& context) const {
   const Tensor ids = context.input(IDS), codes = context.input(CODES), scales = context.input(SCALES),
-               zeros = context.input(ZEROS), factor = context.input(FACTOR);
-  const auto [scale_groups, symmetric] = expect_tiles(bits, k, n, group_size, codes, scales, zeros, factor);
+               factor = context.input(FACTOR);
+  Tensor zeros = context.input(ZEROS);
+  const int64_t scale_groups = expect_tiles(bits, k, n, group_size, codes, scales, zeros, factor).first;
   int64_t shape[Tensor::MOST_DIMENSIONS];
   if (ids.rank + 1 > Tensor::MOST_DIMENSIONS)
     throw Error("%s has %zu dimensions, wanted fewer", ids.name, ids.rank);
   std::copy_n(ids.shape, ids.rank, shape);
   shape[ids.rank] = k;
-  return {ids, codes, scales, zeros, factor, context.output(Y, shape, ids.rank + 1), scale_groups, symmetric};
+  return {ids, codes, scales, zeros, factor, context.output(Y, shape, ids.rank + 1), ids.size(), scale_groups};
 }
 
 SelectiveScanNode::SelectiveScanNode(const Node&) {}

@@ -8,8 +8,8 @@ namespace diffbit {
 
 struct CausalConvNode : schema::CausalConv {
   struct Tensors {
-    Tensor x, weight, bias, mask, past, y, present;
-    int64_t batch, steps, total, channels, width;  // total: columns of mask
+    Tensor x, weight, bias, attention_mask, past_state, y, present_state;
+    int64_t batch, steps, total, channels, width;  // total: columns of attention_mask
   };
 
   explicit CausalConvNode(const Node& node);
@@ -42,10 +42,10 @@ template <class Schema, int64_t BITS_>
 struct TiledNode : Schema {
   static constexpr int64_t WEIGHT_BITS = BITS_;
   struct Tensors {
-    Tensor a, codes, scales, zeros, factor, y;
-    int64_t rows;          // of a
-    int64_t scale_groups;  // scales in a row of the weight
-    bool symmetric;        // zeros is one number
+    Tensor a, codes, scales, zeros, factor, y;  // zeros.data is null if there is one zero point
+    int64_t rows;                               // of a
+    int64_t scale_groups;                       // scales in a row of the weight
+    const uint8_t* zero;                        // the one zero point, else null
   };
 
   explicit TiledNode(const Node& node);
@@ -58,9 +58,9 @@ using Int8Node = TiledNode<schema::Int8MatMul, 8>;
 
 struct GatherNode : schema::GatherQuantized {
   struct Tensors {
-    Tensor ids, codes, scales, zeros, factor, y;
+    Tensor ids, codes, scales, zeros, factor, y;  // as in TiledNode
+    int64_t rows;                                 // of y
     int64_t scale_groups;
-    bool symmetric;
   };
 
   explicit GatherNode(const Node& node);
@@ -71,7 +71,8 @@ struct GatherNode : schema::GatherQuantized {
 
 struct SelectiveScanNode : schema::SelectiveScan {
   struct Tensors {
-    Tensor x, dt, z, b, c, a, d, dt_bias, mask, past, y, memory, present;  // memory.data is null if it is not requested
+    Tensor x, dt, z, b, c, a, d, dt_bias, attention_mask, past_state;
+    Tensor y, memory, present_state;  // memory.data is null if it is not requested
     int64_t batch, steps, total, channels, states;
   };
 

@@ -19,31 +19,31 @@ std::string Tensor::shape_text() const {
   return text + "]";
 }
 
-void Tensor::expect(std::initializer_list<int64_t> wanted) const {
-  bool fits = wanted.size() == rank;
+void Tensor::expect(std::initializer_list<int64_t> dimensions) const {
+  bool fits = dimensions.size() == rank;
   size_t i = 0;
-  for (int64_t dimension : wanted) {
+  for (int64_t dimension : dimensions) {
     if (fits && dimension >= 0 && shape[i] != dimension) fits = false;
     ++i;
   }
   if (fits) return;
   std::string text;
-  for (int64_t dimension : wanted)
+  for (int64_t dimension : dimensions)
     text += (text.empty() ? "" : ", ") + (dimension < 0 ? std::string("any") : std::to_string(dimension));
   throw Error("%s is %s, wanted [%s]", name, shape_text().c_str(), text.c_str());
 }
 
-void Tensor::expect_last(int64_t wanted) const {
-  if (rank < 1 || shape[rank - 1] != wanted)
-    throw Error("%s is %s, wanted [..., %lld]", name, shape_text().c_str(), static_cast<long long>(wanted));
+void Tensor::expect_last(int64_t size) const {
+  if (rank < 1 || shape[rank - 1] != size)
+    throw Error("%s is %s, wanted [..., %lld]", name, shape_text().c_str(), static_cast<long long>(size));
 }
 
 Node::Node(const OrtApi* api, const OrtKernelInfo* info, const char* op, int64_t version)
     : api_(api), info_(info), op_(op) {
-  const int64_t found = integer("spec_version");
-  if (found != version)
+  const int64_t model_version = integer("spec_version");
+  if (model_version != version)
     throw Error("%s: the model's spec_version is %lld, this library computes %lld; run without it, or export again", op_,
-                diffbit::number(found), diffbit::number(version));
+                diffbit::number(model_version), diffbit::number(version));
 }
 
 int64_t Node::integer(const char* attribute) const {
@@ -153,10 +153,10 @@ void Context::parallel(int64_t count, void (*task)(void*, size_t), void* data) c
 }
 
 void* Context::stream() const {
-  void* found = nullptr;
+  void* stream = nullptr;
   const OrtKernelContext* context = context_;
-  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetGPUComputeStream, context, &found));
-  return found;
+  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetGPUComputeStream, context, &stream));
+  return stream;
 }
 
 DeviceScratch::DeviceScratch(const Context& context_, size_t bytes) : api_(context_.api_) {
@@ -199,12 +199,12 @@ void* scratch(int slot, size_t bytes) {
   };
   thread_local Buffers buffers;
   if (!KEEP || buffers.size[slot] < bytes) {
-    const size_t wanted = (bytes + STEP - 1) / STEP * STEP;
+    const size_t rounded_up = (bytes + STEP - 1) / STEP * STEP;
     std::free(buffers.data[slot]);
     buffers.size[slot] = 0;
     buffers.data[slot] = nullptr;
-    if (posix_memalign(&buffers.data[slot], ALIGNMENT, wanted)) throw std::bad_alloc();
-    buffers.size[slot] = wanted;
+    if (posix_memalign(&buffers.data[slot], ALIGNMENT, rounded_up)) throw std::bad_alloc();
+    buffers.size[slot] = rounded_up;
   }
   return buffers.data[slot];
 }

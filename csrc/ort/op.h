@@ -64,9 +64,9 @@ struct Tensor {
     return static_cast<T*>(data);
   }
   /// Throws unless the shape is the given one; -1 fits anything.
-  void expect(std::initializer_list<int64_t> wanted) const;
+  void expect(std::initializer_list<int64_t> dimensions) const;
   /// Throws unless the last dimension is the given one.
-  void expect_last(int64_t wanted) const;
+  void expect_last(int64_t size) const;
 };
 
 /// A node under construction.

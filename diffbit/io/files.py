@@ -228,12 +228,12 @@ def read_json(path: str | Path) -> dict[str, Any]:
         raise DiffbitError(f"{path}: cannot be read ({error})") from None
 
 
-def parse_json(data: bytes, path: Path) -> dict[str, Any]:
+def parse_json(data: bytes, path: Path | str) -> dict[str, Any]:
     """Return the object in a file's JSON. Raises DiffbitError if it is not an object."""
     try:
         value = json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise DiffbitError(f"{path}: cannot be read ({error})") from None
+        raise DiffbitError(f"{path}: is not UTF-8 (byte {error.start}); convert or restore the file") from None
     except (ValueError, RecursionError) as error:  # ValueError also for an integer with thousands of digits
         raise DiffbitError(f"{path}: is not valid JSON ({error}); restore the file") from None
     if not isinstance(value, dict):

@@ -20,7 +20,7 @@ from functools import partial
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .errors import DiffbitError
+from .fields import Rule, bounds, get, located, one_of, read
 
 DTYPES = {
     "F64": torch.float64,
@@ -45,6 +46,23 @@ LIMIT = 1 << 63  # of sizes and their products
 HEADER_LIMIT = 100_000_000  # bytes; the limit of the safetensors library itself
 
 
+Size = Annotated[int, bounds(0, LIMIT - 1)]
+Shape = Annotated[
+    tuple[Size, ...],
+    Rule("a list of sizes with a product below 2^63", lambda shape: all(n < LIMIT for n in accumulate(shape, mul))),
+]
+Name = Annotated[str, Rule("Unicode", lambda name: name == name.encode(errors="replace").decode())]
+
+
+@dataclass(frozen=True)
+class EntryOfHeader:
+    """A tensor's entry, as it stands in the header."""
+
+    dtype: Annotated[str, one_of(*DTYPES)]
+    shape: Shape
+    data_offsets: tuple[Size, Size]
+
+
 @dataclass(frozen=True)
 class Entry:
     """A tensor's dtype, shape and place in the file, from the header."""
@@ -57,9 +75,9 @@ class Entry:
 
     def part(self, first: int, count: int) -> Entry:
         """Return an entry for `count` rows from row `first` on."""
-        each = (self.end - self.begin) // max(1, self.shape[0])
-        begin = self.begin + first * each
-        return replace(self, shape=(count, *self.shape[1:]), begin=begin, end=begin + count * each)
+        row_bytes = (self.end - self.begin) // max(1, self.shape[0])
+        begin = self.begin + first * row_bytes
+        return replace(self, shape=(count, *self.shape[1:]), begin=begin, end=begin + count * row_bytes)
 
     def read(self) -> Tensor:
         """Read the tensor, in its dtype and in the file's row order."""
@@ -89,11 +107,9 @@ def read_header(file: Path) -> dict[str, Entry]:
         raise DiffbitError(f"{file}: its safetensors header is not valid JSON; copy the file again") from None
     if not isinstance(header, dict):
         raise DiffbitError(f"{file}: its safetensors header is not a JSON object; copy the file again")
-    metadata = header.pop("__metadata__", None)
-    if metadata is None:
-        metadata = {}
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise DiffbitError(f"{file}: the __metadata__ of its header is not text by name; copy the file again")
+    with located(file, "; copy the file again"):
+        get(header, "__metadata__", Mapping[str, str], {})
+    header.pop("__metadata__", None)
     start = 8 + length
     entries = {name: _entry(file, name, value, start, size) for name, value in header.items()}
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
@@ -123,16 +139,10 @@ def _no_number(text: str) -> NoReturn:
 
 
 def _entry(file: Path, name: str, value: object, start: int, size: int) -> Entry:
-    try:
-        assert isinstance(value, dict) and isinstance(value["dtype"], str)
-        kind, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-        assert all(type(number) is int and 0 <= number < LIMIT for number in (*shape, begin, end))
-        assert all(count < LIMIT for count in accumulate(shape, mul))
-        name.encode()  # raises ValueError if it is not Unicode
-    except (AssertionError, KeyError, TypeError, ValueError):
-        raise DiffbitError(f"{file}: the header's entry of tensor {name} is malformed; copy the file again") from None
-    if kind not in DTYPES:
-        raise DiffbitError(f"{file}: tensor {name} has dtype {kind!r}, wanted one of {', '.join(DTYPES)}")
+    with located(f"{file}: tensor {name}", "; copy the file again"):
+        read(Name, name, "its name")
+        described: EntryOfHeader = read(EntryOfHeader, value, "", extra=True)
+    kind, shape, (begin, end) = described.dtype, described.shape, described.data_offsets
     dtype = DTYPES[kind]
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise DiffbitError(

@@ -8,15 +8,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...io.errors import DiffbitError
+from ...io.fields import NotNegative, bounds
 from ...ops.cache import TOKENS, Buffer
-from ..checks import check_count, check_flag, check_positive
 from ..graph import Cache, Graph, Heads, Value
 from ..layers.arithmetic import Arithmetic, LogitsHook, attend, explicit_softmax
 from ..layers.masks import within
@@ -39,14 +39,14 @@ class AttentionOptions(MixerOptions):
     v_proj and a cache; None: the layer has its own.
     """
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_heads: Annotated[int, bounds(1, 1 << 14)]
+    num_kv_heads: Annotated[int, bounds(1, 1 << 14)]
+    head_dim: Annotated[int, bounds(1, 1 << 14)]
     qkv_bias: bool = field(default=False, kw_only=True)
     o_bias: bool = field(default=False, kw_only=True)
-    qk_norm_eps: float = field(default=0.0, kw_only=True)
+    qk_norm_eps: NotNegative = field(default=0.0, kw_only=True)
     qk_norm_whole: bool = field(default=False, kw_only=True)
-    sliding_window: int = field(default=0, kw_only=True)
+    sliding_window: Annotated[int, bounds(0, 1 << 31)] = field(default=0, kw_only=True)
     rope: bool = field(default=True, kw_only=True)
     local_rope: bool = field(default=False, kw_only=True)
     keys_of: int | None = field(default=None, kw_only=True)
@@ -54,22 +54,15 @@ class AttentionOptions(MixerOptions):
     wide_value: ClassVar[int] = 0  # 1: a kv head has two keys, of a pair of sub-heads, and a value of 2 head_dim
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_kv_heads", "head_dim"):
-            check_count(name, getattr(self, name))
+        super().__post_init__()
         if self.num_heads % self.num_kv_heads:
             raise DiffbitError(
                 f"num_heads is {self.num_heads}, wanted a multiple of num_kv_heads, which is {self.num_kv_heads}"
             )
         if self.head_dim % 2:
             raise DiffbitError(f"head_dim is {self.head_dim}, wanted an even number: rotary embedding rotates pairs")
-        for name in ("qkv_bias", "o_bias", "rope", "qk_norm_whole", "local_rope"):
-            check_flag(name, getattr(self, name))
-        if self.qk_norm_eps != 0:
-            check_positive("qk_norm_eps", self.qk_norm_eps)
-        if self.sliding_window != 0:
-            check_count("sliding_window", self.sliding_window)
-            if self.keys_of is not None:
-                raise DiffbitError("sliding_window and keys_of are both set; another layer's keys are always all read")
+        if self.sliding_window and self.keys_of is not None:
+            raise DiffbitError("sliding_window and keys_of are both set; another layer's keys are always all read")
 
     @staticmethod
     @abstractmethod
@@ -115,8 +108,9 @@ class AttentionOptions(MixerOptions):
         return () if self.sliding_window else ((self.cache_heads, TOKENS, self.head_dim),) * 2
 
     def buffers(self, kv: KVBuffers) -> tuple[Buffer, ...]:
-        own = self.keys_of is None
-        return kv(self.cache_heads, self.head_dim, self.in_place, self.sliding_window) if own else ()
+        if self.keys_of is not None:
+            return ()
+        return kv(self.cache_heads, self.head_dim, self.in_place, self.sliding_window)
 
     def seen(self, context: int) -> int:
         """Return how many of `context` tokens the last one sees."""
@@ -185,8 +179,8 @@ class Attention(Mixer):
             return heads
         if self.norms_whole:
             return g.norm(heads, norm, name)
-        each = g.norm(g.op("Reshape", [heads, g.const([0, 0, -1, self.head_dim])]), norm, name)
-        return g.op("Reshape", [each, g.const([0, 0, -1])])
+        normed = g.norm(g.op("Reshape", [heads, g.const([0, 0, -1, self.head_dim])]), norm, name)
+        return g.op("Reshape", [normed, g.const([0, 0, -1])])
 
     def projected(self, x: Tensor, rope: Rope, state: State | None, carried: Carried) -> tuple[Tensor, Tensor, Tensor]:
         """Return query [B, branches * num_heads, S, d], and all tokens' cached key and value [B, Hk, T, d]."""
@@ -246,27 +240,27 @@ class Attention(Mixer):
         count = len(keys)
         if self.explicit:
             arithmetic = self.arithmetic or Arithmetic()
-            each = [arithmetic.logits(query[:, i::count], keys[i], self.scale, i) for i in range(count)]
-            logits = torch.stack(each, dim=2).flatten(1, 2)  # the hook sees those of all sub-heads at once
+            parts = [arithmetic.logits(query[:, i::count], keys[i], self.scale, i) for i in range(count)]
+            logits = torch.stack(parts, dim=2).flatten(1, 2)  # the hook sees those of all sub-heads at once
             probabilities = explicit_softmax(logits, mask, self.logits_hook)  # [B, softmaxes, S, T]
             return [arithmetic.mix(probabilities[:, i::count], value, self.head_dim) for i in range(count)]
         if keys[0] is keys[-1]:  # one call for all branches
-            found = attend(query, keys[0], value, mask, self.scale)
-            return [found[:, i::count] for i in range(count)]
+            out = attend(query, keys[0], value, mask, self.scale)
+            return [out[:, i::count] for i in range(count)]
         return [attend(query[:, i::count], keys[i], value, mask, self.scale) for i in range(count)]
 
     def _branches_of_rows(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, real: Tensor) -> list[Tensor]:
         """`branches` row by row, of the tokens that are `real`, bool [B, T]; zeros for the others."""
         keys, wide = self.by_branch(key, value)
         shape = len(query), query.shape[1] // len(keys), query.shape[2], wide.shape[-1]
-        found = [torch.zeros(shape, device=query.device) for _ in keys]
+        outs = [torch.zeros(shape, device=query.device) for _ in keys]
         for row, seen in enumerate(real):
             one, asked = slice(row, row + 1), seen[-query.shape[2] :]
             if asked.any():
-                own = query[one][:, :, asked], key[one][:, :, seen], value[one][:, :, seen]
-                for into, each in zip(found, self.branches(*own, mask[one][:, :, asked][..., seen]), strict=True):
-                    into[row, :, asked] = each[0]
-        return found
+                states = query[one][:, :, asked], key[one][:, :, seen], value[one][:, :, seen]
+                for out, branch in zip(outs, self.branches(*states, mask[one][:, :, asked][..., seen]), strict=True):
+                    out[row, :, asked] = branch[0]
+        return outs
 
 
 Fused = Callable[..., Tensor | None]

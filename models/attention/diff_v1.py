@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
 from ...io.errors import DiffbitError
+from ...io.fields import Count, NotNegative, Rule
 from ...ops.diff_attention_reference import in_pairs
-from ..checks import check_count, check_positive
 from ..graph import Cache, Graph, Heads, Value
 from ..mixers import Operations, Place, Symmetries
 from ._attention import AttentionOptions, Differential
@@ -40,20 +41,14 @@ class Options(AttentionOptions):
     """norm_eps: of the head norm; 0: no head norm. lambda_init: a fixed value; None: computed from the layer's index,
     as above. noise_ratio: signal heads per noise head."""
 
-    norm_eps: float = 1e-5
-    lambda_init: float | None = None
-    noise_ratio: int = 1
+    norm_eps: NotNegative = 1e-5
+    lambda_init: Annotated[float, Rule("{} between -1 and 1", lambda value: -1 < value < 1)] | None = None
+    noise_ratio: Count = 1
 
     wide_value = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.norm_eps != 0:
-            check_positive("norm_eps", self.norm_eps)
-        init = self.lambda_init
-        if init is not None and (not isinstance(init, int | float) or not -1 < init < 1):
-            raise DiffbitError(f"lambda_init is {init!r}, wanted a number between -1 and 1, or null")
-        check_count("noise_ratio", self.noise_ratio)
         shared = self.num_heads // self.num_kv_heads
         if shared % self.noise_ratio:
             raise DiffbitError(
@@ -89,10 +84,10 @@ class Options(AttentionOptions):
 
     def operations(self, context: int, low_bit: bool) -> Operations:
         """The difference of the attention weights, one product with the values, and the norm of 2d numbers per head."""
-        found = super().operations(context, low_bit)
+        plain = super().operations(context, low_bit)
         context, norm = self.seen(context), 4 * self.head_dim if self.head_norm else 0
-        other = found.other + self.num_heads * (context + norm)
-        return replace(found, matrix=self.width * context, other=other)
+        other = plain.other + self.num_heads * (context + norm)
+        return replace(plain, matrix=self.width * context, other=other)
 
     @staticmethod
     def equal_heads(pairs: int) -> tuple[int, int]:
@@ -117,8 +112,8 @@ class DiffV1(Differential):
         self.out_scale = 1.0 - self.lambda_init
 
     def queries(self, x: Tensor) -> Tensor:
-        found = super().queries(x)
-        return found if self.noise_ratio == 1 else in_pairs(found, self.noise_ratio)
+        queries = super().queries(x)
+        return queries if self.noise_ratio == 1 else in_pairs(queries, self.noise_ratio)
 
     def by_branch(self, key: Tensor, value: Tensor) -> tuple[list[Tensor], Tensor]:
         return [key[:, 0::2], key[:, 1::2]], torch.cat((value[:, 0::2], value[:, 1::2]), dim=-1)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
-from ..checks import check_flag
 from ..graph import GROUP_QUERY_MULTIPLE, Cache, Graph, Heads, Value
 from ..mixers import Operations, Place
 from ._attention import Differential
@@ -25,10 +24,6 @@ class Options(GroupQueryOptions):
     """lambda_bias: whether lambda has the bias b [H]."""
 
     lambda_bias: bool = field(default=False, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_flag("lambda_bias", self.lambda_bias)
 
     def module(self, place: Place) -> DiffV2:
         return DiffV2(self, place)
@@ -43,10 +38,10 @@ class Options(GroupQueryOptions):
 
     def operations(self, context: int, low_bit: bool) -> Operations:
         """The difference is of the outputs; in low bits, of the weights, with one product with the values after it."""
-        found = super().operations(context, low_bit)
+        plain = super().operations(context, low_bit)
         if not low_bit:
-            return replace(found, other=found.other + self.num_heads * self.head_dim)
-        return replace(found, matrix=found.matrix // 2, other=found.other + self.num_heads * self.seen(context))
+            return replace(plain, other=plain.other + self.num_heads * self.head_dim)
+        return replace(plain, matrix=plain.matrix // 2, other=plain.other + self.num_heads * self.seen(context))
 
     @property
     def float_linears(self) -> tuple[str, ...]:

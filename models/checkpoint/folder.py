@@ -6,10 +6,12 @@ read; a pickle can run code when it is opened.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from ...io import files
 from ...io.errors import DiffbitError
+from ...io.fields import get, located
 from ...io.safetensors import Entry, read_header
 
 SINGLE = "model.safetensors"
@@ -64,17 +66,17 @@ def find_tensors(folder: Path) -> dict[str, Entry]:
 
 
 def _indexed(folder: Path, index: Path) -> dict[str, Entry]:
-    weight_map = files.read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise DiffbitError(f"{index}: has no weight_map of tensor names to file names")
+    values = files.read_json(index)
+    with located(index):
+        weight_map = get(values, "weight_map", Mapping[str, str])
     headers = {name: read_header(inside(folder, name, index)) for name in sorted(set(weight_map.values()))}
     for tensor, name in weight_map.items():
         if tensor not in headers[name]:
             raise DiffbitError(f"{index}: says that {name} holds tensor {tensor}, but it does not; copy {name} again")
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for name, header in headers.items():
         for tensor, entry in header.items():
             if weight_map.get(tensor) != name:
                 raise DiffbitError(f"{folder / name}: holds tensor {tensor}, which {INDEX} does not place there")
-            found[tensor] = entry
-    return found
+            entries[tensor] = entry
+    return entries

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...io.errors import DiffbitError, MissingDependency
+from ...io.fields import located
 from ...io.gguf import GGUF, read_gguf
 from ...io.safetensors import Entry, read_bytes
 from ..families._gguf import ROPE_FREQS, fields
@@ -51,12 +52,10 @@ def open_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
     Raises DiffbitError for an unsupported model, a type that cannot be dequantized, and data beyond the file's end.
     """
     header = read_gguf(file)
-    found: dict[str, Entry] = {name: _entry(header, name) for name in header.tensors}
-    factors = found.pop(ROPE_FREQS, None)
-    try:
-        return fields(header, None if factors is None else factors.read().numpy()), found
-    except DiffbitError as error:
-        raise DiffbitError(f"{file}: {error}") from None
+    entries: dict[str, Entry] = {name: _entry(header, name) for name in header.tensors}
+    factors = entries.pop(ROPE_FREQS, None)
+    with located(file):
+        return fields(header, None if factors is None else factors.read().numpy()), entries
 
 
 def _entry(header: GGUF, name: str) -> GGUFEntry:

@@ -9,8 +9,7 @@ quantize/layouts/ interprets them and checks which of them belong there.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from ...io import files
 from ...io.errors import DiffbitError
+from ...io.fields import get, located
 from ...io.gguf import find_gguf
 from ...io.safetensors import Entry
 from ...io.sentencepiece import SENTENCEPIECE
@@ -56,10 +56,8 @@ class Checkpoint:
             source = gguf
             values, stored = open_gguf(gguf)
         self._source = source
-        self.quantization: dict[str, Any] | None = values.get("quantization_config")
-        if not isinstance(self.quantization, dict | None):
-            raise DiffbitError(f"{source}: quantization_config is {self.quantization!r}, wanted an object")
-        with _about(source):
+        with located(source):
+            self.quantization: dict[str, Any] | None = get(values, "quantization_config", Mapping[str, Any], None)
             family = family_of(values).opened(values)
             self._family = family if gguf is None else GGUFFamily(family.model_type, family)
             self.config: ModelConfig = self._family.read(values)
@@ -67,21 +65,21 @@ class Checkpoint:
             raise DiffbitError(f"{source}: is quantized, and quantized folders of this layout are not read")
         if (self.path / GENERATION).exists():
             generation = inside(self.path, GENERATION, self.path)
-            with _about(generation):
+            with located(generation):
                 # its tokens take precedence, as in transformers
                 self.config = replace(self.config, **special_tokens(files.read_json(generation)))
         stored = {name: entry for name, entry in stored.items() if not name.endswith(HARMLESS)}
         self._tied_head = stored.pop(HEAD, None) if self.config.tie_embeddings else None
         self._places = {name: self._family.stored(self.config, name) for name in shapes(self.config)}
         on_disk = {  # if none of the alternative names exists, the first
-            name: next((found for found in place.names if found in stored), place.names[0])
+            name: next((candidate for candidate in place.names if candidate in stored), place.names[0])
             for name, place in self._places.items()
         }
-        wanted = {}  # without parts of quantized weights
+        expected = {}  # without parts of quantized weights
         for name, shape in shapes(self.config).items():
-            wanted[on_disk[name]] = (self._places[name].of_rows or shape[0], *shape[1:])
-        wanted |= {place.folded: (place.folded_width,) for place in self._places.values() if place.folded is not None}
-        self._check(stored, wanted)
+            expected[on_disk[name]] = (self._places[name].of_rows or shape[0], *shape[1:])
+        expected |= {place.folded: (place.folded_width,) for place in self._places.values() if place.folded is not None}
+        self._check(stored, expected)
         self._stored = stored
         self._entries = self._canonical(stored, on_disk)
         self.names = list(self._entries)
@@ -95,25 +93,25 @@ class Checkpoint:
         """Return tokenizer.json and the other tokenizer files that exist, by name."""
         return tokenizer_files(self.path)
 
-    def _check(self, stored: dict[str, Entry], wanted: dict[str, tuple[int, ...]]) -> None:
+    def _check(self, stored: dict[str, Entry], expected: dict[str, tuple[int, ...]]) -> None:
         """Raise DiffbitError for missing, unknown and misshapen tensors."""
-        beside = {linear_of(name) for name in stored if name not in wanted and not name.endswith(".bias")}
+        beside = {linear_of(name) for name in stored if name not in expected and not name.endswith(".bias")}
         for name, entry in stored.items():
-            if name not in wanted and not self._is_part(name, wanted):
+            if name not in expected and not self._is_part(name, expected):
                 raise DiffbitError(
                     f"{entry.file}: holds tensor {name}, which a {self.config.attention} model of {self.path}/"
                     "config.json does not have; config and weights do not belong together" + self._family.hint(name)
                 )
-        for name, shape in wanted.items():
+        for name, shape in expected.items():
             if name not in stored:
-                if self._is_part(name, wanted) and linear_of(name) in beside:
+                if self._is_part(name, expected) and linear_of(name) in beside:
                     continue
                 hint = ""
                 if name == HEAD:
                     hint = "; if the head shares the embedding, config.json must say tie_word_embeddings: true"
                 raise DiffbitError(f"{self.path}: tensor {name} of shape {shape} is missing from the weights{hint}")
             entry = stored[name]
-            if self._is_part(name, wanted) and entry.dtype not in FLOATS:
+            if self._is_part(name, expected) and entry.dtype not in FLOATS:
                 continue
             if entry.shape != shape:
                 raise DiffbitError(
@@ -125,9 +123,9 @@ class Checkpoint:
                     f"{', '.join(map(_label, FLOATS))}"
                 )
 
-    def _is_part(self, name: str, wanted: Mapping[str, tuple[int, ...]]) -> bool:
+    def _is_part(self, name: str, expected: Mapping[str, tuple[int, ...]]) -> bool:
         """Whether a tensor belongs to a linear layer of a quantized folder."""
-        return self.quantization is not None and len(wanted.get(f"{linear_of(name)}.weight", ())) == 2
+        return self.quantization is not None and len(expected.get(f"{linear_of(name)}.weight", ())) == 2
 
     def _canonical(self, stored: Mapping[str, Entry], on_disk: Mapping[str, str]) -> dict[str, Entry]:
         """Return entries by canonical name, in the model's order, each weight followed by its parts."""
@@ -136,11 +134,11 @@ class Checkpoint:
         beside: dict[str, list[str]] = {}
         for name in sorted(stored):
             beside.setdefault(linear_of(name), []).append(name)
-        found: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
         for name, there in on_disk.items():
             parts = {linear_of(name) + part.removeprefix(linear_of(there)): part for part in beside[linear_of(there)]}
-            found |= {name: stored[part] for name, part in parts.items()}
-        return found
+            entries |= {name: stored[part] for name, part in parts.items()}
+        return entries
 
     def _own_rows(self, name: str, entry: Entry) -> Entry:
         place = self._places[name]
@@ -232,25 +230,16 @@ def load_block(checkpoint: Checkpoint, index: int, dtype: torch.dtype = torch.fl
 def _fill(module: torch.nn.Module, checkpoint: Checkpoint, names: list[str], prefix: str, dtype: torch.dtype) -> None:
     state = {}
     for name in names:
-        wanted = torch.float32 if stays_float32(name) else dtype
-        state[name.removeprefix(prefix)] = checkpoint.read(name).to(wanted)
+        kept_dtype = torch.float32 if stays_float32(name) else dtype
+        state[name.removeprefix(prefix)] = checkpoint.read(name).to(kept_dtype)
     module.load_state_dict(state, strict=True, assign=True)
-    with _about(checkpoint.path):
+    with located(checkpoint.path):
         check_derived(module)
 
 
 def _refuse_quantized(checkpoint: Checkpoint) -> None:
     if checkpoint.quantization is not None:
         raise DiffbitError(f"{checkpoint.path}: is quantized; models.load reads float weights, diffbit.load reads both")
-
-
-@contextmanager
-def _about(file: Path) -> Iterator[None]:
-    """Context manager: adds the file's name to errors about its content."""
-    try:
-        yield
-    except DiffbitError as error:
-        raise DiffbitError(f"{file}: {error}") from None
 
 
 def _check_finite(entry: Entry, name: str, tensor: Tensor) -> None:

@@ -12,15 +12,14 @@ from typing import Any
 
 from ...io import plugins
 from ...io.errors import DiffbitError
-from ..checks import check_count, check_flag, check_positive
 from ..config import ModelConfig
 from ..layers.rope import interleaved
 from ._family import Family, Stored
-from ._huggingface import HuggingFace, attention_of, common_fields, count, number, special_tokens
+from ._huggingface import HuggingFace, attention_of, common_fields, special_tokens
 
 __all__ = [
-    "Family", "HuggingFace", "Stored", "attention_of", "check_count", "check_flag", "check_positive", "count",
-    "diff_llama_v2", "diffllama", "families", "family_for", "family_of", "interleaved", "number", "special_tokens",
+    "Family", "HuggingFace", "Stored", "attention_of", "diff_llama_v2", "diffllama", "families", "family_for",
+    "family_of", "interleaved", "special_tokens",
 ]  # fmt: skip
 
 GENERIC = "diffbit"  # can represent every model

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from ...io.errors import DiffbitError
+from ...io.fields import one_of, read
 from ...io.gguf import GGUF
 from ..config import ModelConfig
 from ..layers.rope import interleaved
@@ -23,6 +24,7 @@ from ._family import Family, Stored
 from ._huggingface import attention_of
 
 ROPE_FREQS = "rope_freqs.weight"
+ARCHITECTURE = "general.architecture"
 ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}  # whether its rotary embedding is interleaved
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # of every llama3
 NAMES = {
@@ -70,11 +72,11 @@ class GGUFFamily(Family):
         if module.startswith("model.layers."):
             index, layer = module.removeprefix("model.layers.").split(".", 1)
             before = f"blk.{index}."
-        found = f"{before}{NAMES.get(layer, layer)}.{parameter}"
+        tensor = f"{before}{NAMES.get(layer, layer)}.{parameter}"
         if not ARCHITECTURES[self.model_type] or layer not in ("self_attn.q_proj", "self_attn.k_proj"):
-            return Stored((found,))
+            return Stored((tensor,))
         mixer = attention_of(config)
-        return Stored((found,), interleaved(mixer.num_heads if "q_" in layer else mixer.num_kv_heads, mixer.head_dim))
+        return Stored((tensor,), interleaved(mixer.num_heads if "q_" in layer else mixer.num_kv_heads, mixer.head_dim))
 
 
 def fields(header: GGUF, rope_factors: np.ndarray | None) -> dict[str, Any]:
@@ -83,17 +85,13 @@ def fields(header: GGUF, rope_factors: np.ndarray | None) -> dict[str, Any]:
     Raises DiffbitError (without a file name) for an unknown architecture or an unsupported property.
     """
     metadata = header.metadata
-    architecture = metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
-        raise DiffbitError(f"its architecture is {architecture!r}, wanted one of {', '.join(ARCHITECTURES)}")
+    architecture = read(Annotated[str, one_of(*ARCHITECTURES)], metadata.get(ARCHITECTURE), ARCHITECTURE)
 
     def get(key: str, default: Any = None) -> Any:
         value = metadata.get(f"{architecture}.{key}", default)
         if isinstance(value, list | np.ndarray):
             raise DiffbitError(f"{architecture}.{key} differs from layer to layer, which diffbit does not read")
-        if value is not None and not isinstance(value, int | float):
-            raise DiffbitError(f"{architecture}.{key} is {value!r}, wanted a number")
-        return value
+        return read(int | float | None, value, f"{architecture}.{key}")
 
     if get("expert_count"):
         raise DiffbitError(f"has {get('expert_count')} experts per layer, wanted a model without experts")
@@ -142,8 +140,8 @@ def _scaling(
         "beta_fast": "yarn_beta_fast",
         "beta_slow": "yarn_beta_slow",
     }
-    found = {field: get(f"rope.scaling.{key}") for field, key in names.items()}
-    return {"rope_type": kind} | {field: value for field, value in found.items() if value is not None}
+    parameters = {field: get(f"rope.scaling.{key}") for field, key in names.items()}
+    return {"rope_type": kind} | {field: value for field, value in parameters.items() if value is not None}
 
 
 def _llama3(factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
@@ -152,7 +150,7 @@ def _llama3(factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
     low, high, original = LLAMA3.values()
     turns = original * abs(theta) ** -np.linspace(0, 1, factors.size, endpoint=False) / (2 * math.pi)
     blend = ((turns - low) / (high - low)).clip(0, 1)
-    wanted = 1 / ((1 - blend) / factor + blend)
-    if factors.shape != (head_dim // 2,) or not np.allclose(factors, wanted, rtol=1e-3):
+    expected = 1 / ((1 - blend) / factor + blend)
+    if factors.shape != (head_dim // 2,) or not np.allclose(factors, expected, rtol=1e-3):
         raise DiffbitError(f"{ROPE_FREQS} holds factors that are not those of llama3's rotary scaling")
     return {"rope_type": "llama3", "factor": factor, **LLAMA3}

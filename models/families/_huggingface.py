@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor
 
 from ...io.errors import DiffbitError
+from ...io.fields import Count, Positive, get, located, one_of, read
 from ..attention import AttentionOptions
-from ..checks import check_count, check_flag, check_positive
-from ..config import ModelConfig
+from ..config import ModelConfig, NumLayers
 from ..layers.rope import Dynamic, Linear, Llama3, RopeScaling, Yarn
 from ._family import Family, Stored
 
@@ -74,43 +74,39 @@ class HuggingFace(Family):
         return values.get("model_type") == self.model_type and not values.get("rope_interleaved")
 
     def read(self, values: Mapping[str, Any]) -> ModelConfig:
-        act = values.get("hidden_act") or self.act
-        if not isinstance(act, str) or act not in ACTS:
-            raise DiffbitError(f"hidden_act is {act!r}, wanted one of {', '.join(ACTS)}")
-        query_heads = count(values, "num_attention_heads")
-        kv_heads = count(values, "num_key_value_heads", default=query_heads)
-        hidden_size = count(values, "hidden_size")
+        act = get(values, "hidden_act", Annotated[str, one_of(*ACTS)], self.act)
+        query_heads = get(values, "num_attention_heads", Count)
+        kv_heads = get(values, "num_key_value_heads", Count, query_heads)
+        hidden_size = get(values, "hidden_size", Count)
         if values.get("head_dim", self.head_dim) is None and hidden_size % query_heads:
             raise DiffbitError(
                 f"hidden_size is {hidden_size} and not divisible by num_attention_heads, which is {query_heads}; if "
                 "that is intended, set head_dim"
             )
         self._check_heads(query_heads, kv_heads)
-        head_dim = count(values, "head_dim", default=self.head_dim or hidden_size // query_heads)
-        max_position = count(values, "max_position_embeddings", default=self.max_position)
-        num_layers = count(values, "num_hidden_layers")
+        head_dim = get(values, "head_dim", Count, self.head_dim or hidden_size // query_heads)
+        max_position = get(values, "max_position_embeddings", Count, self.max_position)
+        num_layers = get(values, "num_hidden_layers", NumLayers)
         theta, scaling = _rope(values, max_position, self.rope_theta)
-        tied = values.get("tie_word_embeddings", False)
-        check_flag("tie_word_embeddings", tied)
         config = ModelConfig.uniform(
             num_layers=num_layers,
             num_heads=query_heads // self.queries,
             num_kv_heads=kv_heads // self.keys,
             head_dim=head_dim,
-            intermediate_size=count(values, "intermediate_size"),
+            intermediate_size=get(values, "intermediate_size", Count),
             attention=self.attention,
             mlp=ACTS[act],
             sub_norms=self.sub_norms,
             qk_norm=self.qk_norm,
             qk_norm_whole=self.qk_norm_whole,
             norms=self.norms,
-            norm_eps=number(values, "rms_norm_eps", default=self.norm_eps),
-            vocab_size=count(values, "vocab_size"),
+            norm_eps=get(values, "rms_norm_eps", Positive, self.norm_eps),
+            vocab_size=get(values, "vocab_size", Count),
             hidden_size=hidden_size,
             max_position=max_position,
             rope_theta=theta,
             rope_scaling=scaling,
-            tie_embeddings=tied,
+            tie_embeddings=get(values, "tie_word_embeddings", bool, False),
             **self._biases(values),
             **special_tokens(values),
         )
@@ -146,29 +142,26 @@ class HuggingFace(Family):
         return ""
 
     def _biases(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        for name in ("attention_bias", "mlp_bias"):
-            if values.get(name) is not None:
-                check_flag(name, values[name])
-            if values.get(name) and name not in self.biases:
+        biases = {name: get(values, name, bool, False) for name in ("attention_bias", "mlp_bias")}
+        for name, bias in biases.items():
+            if bias and name not in self.biases:
                 raise DiffbitError(f"{name} is true, wanted false: no {self.model_type} has these biases")
-        o_bias = bool(values.get("attention_bias"))
-        return {"qkv_bias": o_bias or self.qkv_bias, "o_bias": o_bias, "mlp_bias": bool(values.get("mlp_bias"))}
+        o_bias = biases["attention_bias"]
+        return {"qkv_bias": o_bias or self.qkv_bias, "o_bias": o_bias, "mlp_bias": biases["mlp_bias"]}
 
     def _with_windows(self, config: ModelConfig, values: Mapping[str, Any]) -> ModelConfig:
         """Add the sliding windows that are shorter than the context."""
         layers = []
         for layer, window in zip(config.layers, self.windows(values), strict=True):
-            if window is not None:
-                check_count("sliding_window", window)
-                if window < config.max_position:
-                    layer = replace(layer, mixer=replace(attention_of(config), sliding_window=window))
+            if window is not None and read(Count, window, "sliding_window") < config.max_position:
+                layer = replace(layer, mixer=replace(attention_of(config), sliding_window=window))
             layers.append(layer)
         return replace(config, layers=tuple(layers))
 
     def _check_heads(self, query_heads: int, kv_heads: int) -> None:
         counts = (("num_attention_heads", query_heads, self.queries), ("num_key_value_heads", kv_heads, self.keys))
-        for name, count, each in counts:
-            if count % each:
+        for name, count, multiple in counts:
+            if count % multiple:
                 raise DiffbitError(
                     f"{name} is {count}, wanted an even number: differential attention has pairs of heads"
                 )
@@ -218,89 +211,58 @@ def common_fields(config: ModelConfig) -> dict[str, Any]:
 
 def _rope(values: Mapping[str, Any], max_position: int, default: float) -> tuple[float, RopeScaling | None]:
     """Return (theta, scaling) from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
-    rope: Mapping[str, Any] = {}
-    for name in ("rope_parameters", "rope_scaling"):  # rope_scaling takes precedence, as in transformers
-        entry = values.get(name)
-        if entry is not None and not isinstance(entry, dict):
-            raise DiffbitError(f"{name} is {entry!r}, wanted an object or null")
-        rope = entry or rope
-    if each := [name for name, value in rope.items() if isinstance(value, dict)]:
-        raise DiffbitError(f"rotary embedding differs by layer ({', '.join(map(str, each))}), wanted the same in all")
-    theta = number(rope if rope.get("rope_theta") is not None else values, "rope_theta", default=default)
+    names = ("rope_scaling", "rope_parameters")  # rope_scaling takes precedence, as in transformers
+    ropes = {name: rope for name in names if (rope := get(values, name, Mapping[str, Any], {}))}
+    place, rope = next(iter(ropes.items()), ("rope_scaling", dict[str, Any]()))
+    if kinds := [name for name, value in rope.items() if isinstance(value, dict)]:
+        raise DiffbitError(f"rotary embedding differs by layer ({', '.join(kinds)}), wanted the same in all")
+    theta = get(rope if rope.get("rope_theta") is not None else values, "rope_theta", Positive, default)
     for source in (values, rope):
-        if source.get("partial_rotary_factor") not in (None, 1, 1.0):
-            raise DiffbitError(
-                f"partial_rotary_factor is {source['partial_rotary_factor']!r}, wanted 1: diffbit rotates whole heads"
-            )
-    kind = rope.get("rope_type", rope.get("type", "default"))
+        share = get(source, "partial_rotary_factor", Positive, 1.0)
+        if share != 1:
+            raise DiffbitError(f"partial_rotary_factor is {share}, wanted 1: diffbit rotates whole heads")
+    original = get(values, ORIGINAL["original_max_position"], Count, None)
+    with located(place):
+        return theta, _scaling(rope, original, max_position)
+
+
+def _scaling(rope: Mapping[str, Any], original: int | None, max_position: int) -> RopeScaling | None:
+    kinds = Annotated[str, one_of("default", "linear", "dynamic", "llama3", "yarn")]
+    kind = get(rope, "rope_type" if "rope_type" in rope else "type", kinds, "default")
     if kind == "default":
-        return theta, None
-    if kind not in ("linear", "dynamic", "llama3", "yarn"):
-        raise DiffbitError(
-            f"the rotary embedding is of type {kind!r}, wanted 'default', 'linear', 'dynamic', 'llama3' or 'yarn'"
-        )
+        return None
     if kind in ("linear", "dynamic"):
-        return theta, (Linear if kind == "linear" else Dynamic)(number(rope, "factor"))
-    above = values if values.get("original_max_position_embeddings") is not None else rope
-    original = count(above, "original_max_position_embeddings", default=max_position)
+        return (Linear if kind == "linear" else Dynamic)(get(rope, "factor", Positive))
+    original = original or get(rope, ORIGINAL["original_max_position"], Count, max_position)
     if kind == "yarn":
-        return theta, _yarn(rope, original, max_position)
-    factor, low, high = (number(rope, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
-    return theta, Llama3(factor, low, high, original)
+        return _yarn(rope, original, max_position)
+    factor, low, high = (get(rope, name, Positive) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    return Llama3(factor, low, high, original)
 
 
 def _yarn(rope: Mapping[str, Any], original: int, max_position: int) -> Yarn:
     """Read yarn's parameters. The default attention_factor is 1 + 0.1 ln factor (arXiv 2309.00071, eq. 22), or the
     quotient of two such numbers, with 0.1 mscale and 0.1 mscale_all_dim."""
-    factor = number(rope, "factor", default=max_position / original)
+    factor = get(rope, "factor", Positive, max_position / original)
 
     def grown(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
 
-    scales = [number(rope, name) for name in ("mscale", "mscale_all_dim") if rope.get(name)]
+    scales = [get(rope, name, Positive) for name in ("mscale", "mscale_all_dim") if rope.get(name)]
     default = grown(scales[0]) / grown(scales[1]) if len(scales) == 2 else grown(1)
-    truncate = rope.get("truncate", True)
     return Yarn(
         factor,
         original,
-        number(rope, "attention_factor", default=default),
-        beta_fast=number(rope, "beta_fast", default=32),
-        beta_slow=number(rope, "beta_slow", default=1),
-        truncate=truncate,
+        get(rope, "attention_factor", Positive, default),
+        beta_fast=get(rope, "beta_fast", Positive, 32.0),
+        beta_slow=get(rope, "beta_slow", Positive, 1.0),
+        truncate=get(rope, "truncate", bool, True),
     )
-
-
-def _present(values: Mapping[str, Any], name: str, default: Any) -> Any:
-    value = values.get(name)
-    if value is not None:
-        return value
-    if default is None:
-        raise DiffbitError(f"the field {name} is missing")
-    return default
-
-
-def count(values: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = _present(values, name, default)
-    check_count(name, value)
-    return int(value)
-
-
-def number(values: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    value = _present(values, name, default)
-    check_positive(name, value)
-    return float(value)
 
 
 def special_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ModelConfig's special tokens from a config.json or generation_config.json."""
-    eos = values.get("eos_token_id")
-    items = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if any(type(item) is not int for item in items):
-        raise DiffbitError(f"eos_token_id is {eos!r}, wanted a token id, a list of token ids or null")
-    found: dict[str, Any] = {"eos_token_ids": tuple(items)} if items else {}
-    for name in ("bos_token_id", "pad_token_id"):
-        value = values.get(name)
-        if value is not None and type(value) is not int:
-            raise DiffbitError(f"{name} is {value!r}, wanted a token id or null")
-        found |= {} if value is None else {name: value}
-    return found
+    eos = get(values, "eos_token_id", int | tuple[int, ...], ())
+    tokens = {"eos_token_ids": eos if isinstance(eos, tuple) else (eos,)}
+    tokens |= {name: get(values, name, int, None) for name in ("bos_token_id", "pad_token_id")}
+    return {name: ids for name, ids in tokens.items() if ids not in (None, ())}

@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...io.fields import Positive, get
 from ..config import ModelConfig
 from ._family import Stored
-from ._huggingface import HuggingFace, attention_of, number
+from ._huggingface import HuggingFace, attention_of
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,10 @@ class Granite(HuggingFace):
     def opened(self, values: Mapping[str, Any]) -> Granite:
         return replace(
             self,
-            embedding=number(values, "embedding_multiplier", default=1.0),
-            attention_factor=number(values, "attention_multiplier", default=1.0),
-            residual=number(values, "residual_multiplier", default=1.0),
-            logits=number(values, "logits_scaling", default=1.0),
+            embedding=get(values, "embedding_multiplier", Positive, 1.0),
+            attention_factor=get(values, "attention_multiplier", Positive, 1.0),
+            residual=get(values, "residual_multiplier", Positive, 1.0),
+            logits=get(values, "logits_scaling", Positive, 1.0),
         )
 
     def stored(self, config: ModelConfig, name: str) -> Stored:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...io.fields import get
 from ._huggingface import WINDOW, HuggingFace
 
 
 def windows(values: Mapping[str, Any]) -> Sequence[Any]:
     """If use_sliding_window is set, the layers from max_window_layers on have a window."""
-    count, first = values["num_hidden_layers"], values.get("max_window_layers", 28)
-    window = values.get("sliding_window", WINDOW) if values.get("use_sliding_window") else None
-    types = values.get("layer_types")
-    if not isinstance(types, list) or len(types) != count:
-        slides = [isinstance(first, int) and index >= first for index in range(count)]
-        types = ["sliding_attention" if each else "full_attention" for each in slides]
+    layers, first = range(values["num_hidden_layers"]), get(values, "max_window_layers", int, 28)
+    window = values.get("sliding_window", WINDOW) if get(values, "use_sliding_window", bool, False) else None
+    types = get(values, "layer_types", tuple[str, ...], ())
+    if len(types) != len(layers):
+        types = ["sliding_attention" if index >= first else "full_attention" for index in layers]
     return [window if kind == "sliding_attention" else None for kind in types]
 
 

@@ -18,13 +18,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ...io.errors import DiffbitError
-from ..checks import check_count, check_flag, check_positive
+from ...io.fields import Count, Positive, check, get, one_of, read
 
 Rope = tuple[Tensor, ...]  # cos and sin, and those of local_rope if layers have it: fp32 [B, S, d/2], or [S, d/2]
 
@@ -34,6 +34,9 @@ class RopeScaling:
     """rope_type: its name in config.json."""
 
     rope_type: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check(self)
 
     @property
     def amplitude(self) -> float:
@@ -60,10 +63,7 @@ class NoPositions(RopeScaling):
 @dataclass(frozen=True)
 class Dynamic(RopeScaling):
     rope_type = "dynamic"
-    factor: float
-
-    def __post_init__(self) -> None:
-        check_positive("factor", self.factor)
+    factor: Positive
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,13 @@ class Linear(Dynamic):
 @dataclass(frozen=True)
 class Llama3(RopeScaling):
     rope_type = "llama3"
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position: int
+    factor: Positive
+    low_freq_factor: Positive
+    high_freq_factor: Positive
+    original_max_position: Count
 
     def __post_init__(self) -> None:
-        for name in ("factor", "low_freq_factor", "high_freq_factor"):
-            check_positive(name, getattr(self, name))
-        check_count("original_max_position", self.original_max_position)
+        super().__post_init__()
         if self.high_freq_factor <= self.low_freq_factor:
             raise DiffbitError(
                 f"rope scaling: high_freq_factor is {self.high_freq_factor}, wanted more than low_freq_factor, "
@@ -105,18 +103,12 @@ class Yarn(RopeScaling):
     pairs that make less than beta_slow by `factor`. truncate: whether the bounds between are whole pair indices."""
 
     rope_type = "yarn"
-    factor: float
-    original_max_position: int
-    attention_factor: float
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    factor: Positive
+    original_max_position: Count
+    attention_factor: Positive
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
     truncate: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("factor", "attention_factor", "beta_fast", "beta_slow"):
-            check_positive(name, getattr(self, name))
-        check_count("original_max_position", self.original_max_position)
-        check_flag("truncate", self.truncate)
 
     @property
     def amplitude(self) -> float:
@@ -145,22 +137,17 @@ def _blend(frequencies: Tensor, factor: float, kept: Tensor) -> Tensor:
 
 
 SCALINGS: dict[str, type[RopeScaling]] = {
-    found.rope_type: found for found in (NoPositions, Linear, Dynamic, Llama3, Yarn)
+    scaling.rope_type: scaling for scaling in (NoPositions, Linear, Dynamic, Llama3, Yarn)
 }
 
 
-def scaling_from(values: Mapping[str, Any]) -> RopeScaling:
+def scaling_from(value: object, place: str) -> RopeScaling:
     """Invert `to_dict`; without a rope_type, as in earlier versions, it is llama3."""
-    if not isinstance(values, Mapping):
-        raise DiffbitError(f"rope_scaling is {values!r}, wanted an object")
-    given = dict(values)
-    kind = given.pop("rope_type", Llama3.rope_type)
-    if kind not in SCALINGS:
-        raise DiffbitError(f"rope_scaling: rope_type is {kind!r}, wanted one of {', '.join(SCALINGS)}")
-    try:
-        return SCALINGS[kind](**given)
-    except TypeError as error:
-        raise DiffbitError(f"rope_scaling: {error}") from None
+    values = dict(read(Mapping[str, Any], value, place))
+    kind = get(values, "rope_type", Annotated[str, one_of(*SCALINGS)], Llama3.rope_type, place)
+    values.pop("rope_type", None)
+    scaling: RopeScaling = read(SCALINGS[kind], values, place)
+    return scaling
 
 
 def inverse_frequencies(

@@ -32,6 +32,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from ...io.fields import check
 from ...ops.cache import Buffer
 from ..graph import Cache, Graph, Value
 from ..layers.norm import RMSNorm
@@ -100,6 +101,9 @@ whether float ones can be bound as past and present at once (ops/cache.py). slid
 
 @dataclass(frozen=True)
 class MixerOptions(ABC):
+    def __post_init__(self) -> None:
+        check(self)
+
     @property
     def name(self) -> str:
         """The name of the mixer's file."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import numpy as np
 from torch import Tensor, nn
 
-from ..checks import check_count, check_flag
+from ...io.fields import bounds, check
 from ..graph import Graph, Value
 from ..mixers import Place
 
@@ -22,12 +23,11 @@ from ..mixers import Place
 class MLPOptions(ABC):
     """intermediate_size: rows of gate_proj and up_proj. bias: whether the three linears have one."""
 
-    intermediate_size: int
+    intermediate_size: Annotated[int, bounds(1, 1 << 22)]
     bias: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_count("intermediate_size", self.intermediate_size)
-        check_flag("bias", self.bias)
+        check(self)
 
     @property
     def name(self) -> str:

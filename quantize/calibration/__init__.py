@@ -6,3 +6,11 @@ states   hidden states of token windows between layers          spill   the same
 stats    Gram matrices and magnitudes of the inputs of linear layers
 scales   the scales of least error for given statistics
 """
+
+from .passes import Passes
+from .scales import search
+from .states import Batch
+from .stats import CalibStats, proxy_loss
+from .tokens import Tokens
+
+__all__ = ["Batch", "CalibStats", "Passes", "Tokens", "proxy_loss", "search"]

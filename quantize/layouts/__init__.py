@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor
 
 from ...formats import Format, QTensor
 from ...io import plugins
 from ...io.errors import DiffbitError
+from ...io.fields import get, one_of
 from ...models import Checkpoint, ModelConfig
 from ...models.checkpoint.names import EMBEDDING, is_linear, linear_of, shapes
 from ..scheme import Scheme
@@ -58,13 +59,10 @@ def _layout_of(checkpoint: Checkpoint) -> Layout | None:
     entry = checkpoint.quantization
     if entry is None:
         return None
-    method, known = entry.get("quant_method", entry.get("quantizer")), layouts()
-    if not isinstance(method, str) or method not in known:
-        raise DiffbitError(
-            f"{checkpoint.path / 'config.json'}: quantization_config has quant_method {method!r}, wanted one of "
-            f"{', '.join(known)}"
-        )
-    return known[method]
+    known = layouts()
+    name = "quantizer" if "quantizer" in entry and "quant_method" not in entry else "quant_method"
+    where = f"{checkpoint.path / 'config.json'}: quantization_config"
+    return known[get(entry, name, Annotated[str, one_of(*known)], place=where)]
 
 
 class Weights:

@@ -24,8 +24,7 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
 
 
 def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
-    wanted = PARTS[:2] if format.symmetric else PARTS
-    names = [f"{module}.{part}" for part in wanted]
+    names = [f"{module}.{part}" for part in (PARTS[:2] if format.symmetric else PARTS)]
     if f"{module}.weight" in checkpoint.names or not all(name in checkpoint.names for name in names):
         raise DiffbitError(
             f"{checkpoint.path}: the scheme in config.json says that {module}.weight is {format}, but the weights "

@@ -18,11 +18,11 @@ from ...formats import Format, QTensor
 from ...io import plugins
 from ...io.errors import DiffbitError
 from ...models import ModelConfig
-from ..calibration.passes import Passes
+from ..calibration import Passes
 from ..layer import Layer
-from ..model import Round
+from ..model import Round, quantize_weight
 
-__all__ = ["Method", "Recipe", "find", "methods", "parse_recipe", "table"]
+__all__ = ["Layer", "Method", "Passes", "Recipe", "find", "methods", "parse_recipe", "quantize_weight", "table"]
 
 MOST_STEPS = 100_000
 

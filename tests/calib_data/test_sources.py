@@ -112,9 +112,9 @@ def test_bad_files_are_told_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     cases = {
         "bytes.txt": r"not UTF-8 \(byte 3\)",
-        "bad.jsonl": "line 2 is not valid JSON",
-        "list.jsonl": "line 1 holds a list",
-        "number.jsonl": "line 1: field 'text' holds a int",
+        "bad.jsonl": "line 2: is not valid JSON",
+        "list.jsonl": "line 1: contains a JSON list, wanted an object",
+        "number.jsonl": "line 1: text is .*, wanted text or none",
         "surrogate.jsonl": "lone surrogate",
         "empty.txt": "holds no text",
         "bad.parquet": "not a readable parquet",

@@ -68,7 +68,7 @@ def test_a_ternary_checkpoint(
     source = checkpoint_of("softmax", **changes)
     quantize_checkpoint(source, tmp_path / "q", scheme)
     monkeypatch.setattr(
-        "diffbit.quantize.demand.SHARD_FROM", 1 << 30 if scheme is PART else 0
+        "diffbit.quantize.forecast.SHARD_FROM", 1 << 30 if scheme is PART else 0
     )  # theirs() reads a single file
     out = export_checkpoint(tmp_path / "q", tmp_path / "sharded", "bitnet")
     assert len(list(out.glob("*.safetensors"))) == (1 if scheme is PART else 4)

@@ -15,7 +15,8 @@ import torch
 from diffbit.export import export_artifact
 from diffbit.export.graph import Graph
 from diffbit.formats import QuantLinear, names, parse_format
-from diffbit.quantize import Scheme, linear_shapes, quantize_checkpoint, rtn
+from diffbit.quantize import Scheme, linear_shapes, quantize_checkpoint
+from diffbit.quantize.methods.rtn import quantize as rtn
 from diffbit.runtime import native, verify
 from diffbit.runtime.providers import open_session as session_of
 

@@ -22,9 +22,9 @@ from .helpers import VARIANTS, config_of, graph_of, write_artifact, write_model,
 
 def parts_of(artifact: Path) -> dict[str, Part]:
     manifest = Artifact.open(artifact)
-    found = {part["name"]: part for part in manifest.parts}
-    assert sum(part["bytes"] for part in found.values()) == manifest.nbytes
-    assert all(part["bytes"] >= 0 for part in found.values()) and len(found) == len(manifest.parts)
+    found = {part.name: part for part in manifest.parts}
+    assert sum(part.bytes for part in found.values()) == manifest.nbytes
+    assert all(part.bytes >= 0 for part in found.values()) and len(found) == len(manifest.parts)
     return found
 
 
@@ -35,13 +35,13 @@ def test_parts_add_up(checkpoint_of: Maker, attention: str, format: str | None) 
     found = parts_of(artifact)
     numbers = sum(prod(shape) for name, shape in shapes(config).items() if not name.endswith(("q1", "q2", "k1", "k2")))
     del found["rotary tables"]
-    counted = sum(part["weights"] or 0 for name, part in found.items() if name != "scales")
+    counted = sum(part.weights or 0 for name, part in found.items() if name != "scales")
     assert counted == numbers  # every parameter is in one part, once
     codes = [name for name in found if name.endswith("codes")]
     assert codes == ([] if format is None else [f"{format} codes"])
-    assert found["embedding"]["bytes"] == found["head"]["bytes"] == 4 * 61 * 64
-    assert found["graph"]["bytes"] == (artifact / "model.onnx").stat().st_size
-    assert found["tokenizer"]["bytes"] > (artifact / "tokenizer.json").stat().st_size
+    assert found["embedding"].bytes == found["head"].bytes == 4 * 61 * 64
+    assert found["graph"].bytes == (artifact / "model.onnx").stat().st_size
+    assert found["tokenizer"].bytes > (artifact / "tokenizer.json").stat().st_size
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_bits_a_weight_of_codes(checkpoint_of: Maker, format: str, bits: int) ->
     layers = linear_shapes(config_of("diff_v2"))
     weights = sum(prod(layers[module]) for module in Scheme(weights=parse_format(format)).formats(config_of("diff_v2")))
     (codes,) = (part for name, part in found.items() if name.endswith("codes"))
-    assert codes["weights"] == weights and codes["bytes"] == weights * bits / 8
-    assert found["lambda"]["weights"] == 2 * 2 * 64
+    assert codes.weights == weights and codes.bytes == weights * bits / 8
+    assert found["lambda"].weights == 2 * 2 * 64
 
 
 def test_padding_is_what_no_weight_needs(checkpoint_of: Maker) -> None:
@@ -69,7 +69,7 @@ def test_padding_is_what_no_weight_needs(checkpoint_of: Maker) -> None:
             places.append((fields["offset"], fields["offset"] + fields["length"]))
     places.sort()
     gaps = sum(begin - end for (begin, _), (_, end) in zip(places[1:], places[:-1], strict=True))
-    assert parts_of(artifact)["padding"]["bytes"] == short + gaps
+    assert parts_of(artifact)["padding"].bytes == short + gaps
     assert short == 2 * 64 * (64 + 32 + 32 + 64 + 128 + 128) // 4
 
 
@@ -99,8 +99,8 @@ def test_a_ternary_nano_is_two_bits_a_weight_and_what_is_not_ternary(attention: 
     artifact = write_artifact(write_quantized(write_model(tmp_path / "nano", config), "ternary"))
     found = parts_of(artifact)
     ternary = found["ternary codes"]
-    wanted = 2 * ternary["weights"] / 8 + sum(
-        part["bytes"] for part in found.values() if part["name"] not in ("ternary codes", "padding")
+    wanted = 2 * ternary.weights / 8 + sum(
+        part.bytes for part in found.values() if part.name not in ("ternary codes", "padding")
     )
     assert Artifact.open(artifact).nbytes == pytest.approx(wanted, rel=0.05)
-    assert ternary["weights"] > 2_000_000
+    assert ternary.weights > 2_000_000

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from diffbit.formats import QTensor, base, names, parse_format
 from diffbit.formats.codebook import NF4
 from diffbit.io.errors import DiffbitError
-from diffbit.quantize import rtn
+from diffbit.quantize.methods.rtn import quantize as rtn
 
 INTS = [
     "int8", "int8_g64_asym", "int6_g32", "int5_g16_asym", "int4_g32", "int4_g128_asym", "int4", "int3_g64", "int2_g16",

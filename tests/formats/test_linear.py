@@ -17,7 +17,7 @@ from diffbit.formats import (
 )
 from diffbit.formats.packing import pack_bits
 from diffbit.ops import hadamard, ternary_matmul
-from diffbit.quantize import rtn
+from diffbit.quantize.methods.rtn import quantize as rtn
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

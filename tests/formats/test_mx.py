@@ -10,7 +10,7 @@ import torch
 from diffbit.formats import QTensor, parse_format
 from diffbit.formats.mx import VALUES
 from diffbit.io.errors import DiffbitError
-from diffbit.quantize import rtn
+from diffbit.quantize.methods.rtn import quantize as rtn
 
 MX = parse_format("mxfp4")
 

@@ -39,6 +39,7 @@ STRIP = {"type": "Strip", "content": "a", "start": 10**6, "stop": 10**6}
 DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 FOUND: dict[str, tuple[str, Damage]] = {
     "a list in the place of an activation's name": ("checkpoint", edited("config.json", hidden_act=["silu"])),
+    "a whole number that no float holds": ("checkpoint", edited("config.json", rms_norm_eps=10**400)),
     "an error that quotes thousands of values": ("checkpoint", edited("config.json", attention_bias=[False] * 1000)),
     "TOML that is deep": ("scheme", written("scheme.toml", "weights = " + "[" * 100_000)),
     "a number of many digits in TOML": ("scheme", written("scheme.toml", f"weights = {'9' * 5000}")),

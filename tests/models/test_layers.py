@@ -88,14 +88,20 @@ def test_layers_share_one_table_of_angles() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"mixer": None}, "layer: mixer is None, wanted an object with a name"),
-        ({"mixer": {"name": "linear"}}, "mixer is 'linear', wanted one of diff_v1, diff_v2, softmax"),
-        ({"mixer": {"name": "softmax", "num_heads": 2}}, "mixer: .* missing .* 'num_kv_heads' and 'head_dim'"),
+        ({"mixer": None}, r"layers\[1\]\.mixer is None, wanted an object"),
+        (
+            {"mixer": {"name": "linear"}},
+            r"layers\[1\]\.mixer\.name is 'linear', wanted one of diff_v1, diff_v2,",
+        ),
+        (
+            {"mixer": {"name": "softmax", "num_heads": 2}},
+            r"layers\[1\]\.mixer\.num_kv_heads is missing, wanted a whole number",
+        ),
         ({"mixer": {"name": "softmax", "window": 4}}, "mixer: unknown field 'window'"),
-        ({"mlp": {"name": "gelu"}}, "mlp is 'gelu', wanted one of geglu, polynorm, relu2, swiglu"),
+        ({"mlp": {"name": "gelu"}}, r"mlp\.name is 'gelu', wanted one of geglu, polynorm, relu2, swiglu"),
         ({"mlp": {"name": "swiglu", "intermediate_size": 0}}, "intermediate_size is 0"),
         ({"sub_norms": 1}, "sub_norms is 1, wanted true or false"),
-        ({"bias": True}, "layer: unknown field 'bias'"),
+        ({"bias": True}, r"layers\[1\]: unknown field 'bias', wanted one of mixer, mlp, sub_norms, norms"),
     ],
 )
 def test_layers_that_are_refused(change: dict[str, Any], sentence: str) -> None:
@@ -104,7 +110,7 @@ def test_layers_that_are_refused(change: dict[str, Any], sentence: str) -> None:
     with pytest.raises(DiffbitError, match=sentence):
         ModelConfig.from_dict(values)
     for layers in (None, 3, [], ["softmax"]):
-        with pytest.raises(DiffbitError, match=r"layers|layer is 'softmax'"):
+        with pytest.raises(DiffbitError, match=r"^layers( is None,| is 3,| is \[\],|\[0\] is 'softmax',) wanted"):
             ModelConfig.from_dict(values | {"layers": layers})
 
 

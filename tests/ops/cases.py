@@ -634,7 +634,7 @@ class Int4Case:
     def op(self) -> ModuleType:
         return int4_matmul if self.bits == 4 else int8_matmul
 
-    def packed(self) -> int4_matmul.Packed:
+    def packed(self) -> int4_matmul.TiledWeight:
         _, codes, scale, zero, _ = self.inputs()
         return int4_matmul.pack(codes, scale, zero, self.group, self.bits)
 

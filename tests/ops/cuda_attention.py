@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from diffbit.runtime import cuda
-
+from ..native import cuda
 from .cases import AttentionCase
 from .cuda_run import TYPES, Device
 from .test_diff_attention import ROUNDING, exact, reference

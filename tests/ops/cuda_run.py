@@ -19,8 +19,9 @@ from unittest import mock
 import pytest
 import torch
 
-from diffbit.runtime import cuda, native
+from diffbit.runtime import native
 
+from ..native import cuda
 from ..native.host import emulated
 
 POISON = 0xFF  # of such bytes, floats and halves are NaN

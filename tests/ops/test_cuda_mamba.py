@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from diffbit.ops import causal_conv
-from diffbit.runtime import cuda
 
+from ..native import cuda
 from .cases import MAMBA_CASES, MambaCase
 from .cuda_run import TYPES, Device, on_each_device
 from .test_mamba import check, ops
@@ -27,7 +27,8 @@ def test_cuda_kernel(op: ModuleType, in_place: bool, device: Device) -> None:
         made["present_state"] = past if in_place else device.poisoned(past.shape, past.dtype)
         sizes = {"batch": case.batch, "steps": case.steps, "total": case.before + case.steps, "channels": case.channels}
         sizes |= {"width": case.width, "states": case.states, "type": TYPES[case.dtype]}
-        fields = {name: value for name, value in sizes.items() if name in op.OP.call.integers}
+        names = {name for _, name, _ in op.OP.fields()}
+        fields = {name: value for name, value in sizes.items() if name in names}
         fields |= {name.lower(): tensor.data_ptr() for name, tensor in (given | made).items()}
         device.run((cuda.CausalConv if op is causal_conv else cuda.SelectiveScan)(**fields))
         check({name: tensor.cpu().float().numpy() for name, tensor in made.items()}, case, op)

@@ -42,7 +42,7 @@ def caches(case: AttentionCase, x: Tensors) -> tuple[Cached, Cached]:
         scale, recent = (x.get(f"past_{name}_{part}") for part in ("scale", "recent"))
         ring = case.sliding_window > 0
         found = append(rows, past, scale, recent, case.total - steps, bits, case.window, ring)
-        return found.as_it_lies(case.steps) if case.query_only else found
+        return found.as_stored(case.steps) if case.query_only else found
 
     return cache("key", case.key_bits), cache("value", case.value_bits)
 

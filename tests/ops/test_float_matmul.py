@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from diffbit.ops import float_matmul
-from diffbit.runtime import cuda
 
+from ..native import cuda
 from .cases import generator
 from .cuda_run import TYPES, Device, on_each_device
 from .onnx_run import body_of, on_each_isa, run_node
 
+LANES = 16  # sums that the definition adds to in turn
 cases = pytest.mark.parametrize(  # a is [2, rows, k]; 241: more rows than are floats at a time
     ("rows", "k", "n"), [(1, 64, 40), (3, 201, 33), (9, 16, 7), (5, 7, 1), (4, 576, 130), (241, 77, 30)]
 )
@@ -26,11 +27,11 @@ def inputs(rows: int, k: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor,
 
 def by_the_book(a: torch.Tensor, weight: torch.Tensor) -> np.ndarray:
     """Sixteen sums by fma (exact in float64 but for one rounding of these products), then pairs."""
-    pad = -a.shape[-1] % float_matmul.LANES
+    pad = -a.shape[-1] % LANES
     x, w = (torch.nn.functional.pad(t.double(), (0, pad)) for t in (a, weight))
-    sums = torch.zeros(*a.shape[:-1], len(w), float_matmul.LANES)
-    for c in range(0, x.shape[-1], float_matmul.LANES):
-        part = slice(c, c + float_matmul.LANES)
+    sums = torch.zeros(*a.shape[:-1], len(w), LANES)
+    for c in range(0, x.shape[-1], LANES):
+        part = slice(c, c + LANES)
         sums = (x[..., None, part] * w[:, part] + sums.double()).float()
     while sums.shape[-1] > 1:
         sums = sums[..., ::2] + sums[..., 1::2]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from diffbit.ops import gather_quantized
-from diffbit.runtime import cuda
 
+from ..native import cuda
 from .cases import TABLE_CASES as CASES
 from .cases import Int4Case
 from .cuda_run import TYPES, Device, on_devices_in_turn

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from diffbit.ops import hadamard
-from diffbit.runtime import cuda
 
+from ..native import cuda
 from .cases import HADAMARD_CASES, HadamardCase
 from .cuda_run import TYPES, Device, on_devices_in_turn
 from .onnx_run import body_of, on_each_isa, on_isas_in_turn, run_node

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffbit.ops import int4_matmul
-from diffbit.runtime import cuda
 
+from ..native import cuda
 from .cases import INT4_CASES, INT8_CASES, Int4Case
 from .cuda_run import TYPES, Device, on_devices_in_turn, on_each_device
 from .onnx_run import body_of, on_each_isa, on_isas_in_turn, run_node

@@ -12,8 +12,8 @@ from torch import Tensor
 from diffbit.models import Decoder, KVCache, ModelConfig, causal_mask, rope_for
 from diffbit.models.layers.state import LayerCache
 from diffbit.ops.kv_cache import BLOCK, quantized_tokens
-from diffbit.quantize import AttentionScheme, Scheme, apply, quantize_logits
-from diffbit.quantize.attention import LowBitAttention, set_attention
+from diffbit.quantize import AttentionScheme, Scheme, apply
+from diffbit.quantize.attention import LowBitAttention, quantize_logits, set_attention
 
 VARIANTS = ["softmax", "diff_v1", "diff_v2"]
 SCHEMES = {

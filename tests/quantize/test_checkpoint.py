@@ -25,10 +25,9 @@ from diffbit.quantize import (
     quantize_checkpoint,
     read_scheme,
     read_weight,
-    rtn,
     sizes,
 )
-from diffbit.quantize import demand as demand_module
+from diffbit.quantize.methods.rtn import quantize as rtn
 
 from ..configs import BIASES, resized
 
@@ -261,7 +260,7 @@ def test_any_method(model: Path, tmp_path: Path):
 def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     source = make(tmp_path / "float", dtype=torch.bfloat16)
     quantize_checkpoint(source, tmp_path / "one", MIXED)
-    monkeypatch.setattr(demand_module, "SHARD_FROM", 0)
+    monkeypatch.setattr("diffbit.quantize.forecast.SHARD_FROM", 0)
     quantize_checkpoint(source, tmp_path / "many", MIXED)
     assert len(list((tmp_path / "many").glob("*.safetensors"))) == CONFIG.num_layers + 2
     assert torch.equal(load(tmp_path / "one")(IDS), load(tmp_path / "many")(IDS))
@@ -301,7 +300,7 @@ def test_an_extreme_weight_is_named(tmp_path: Path):
     "change, words",
     [
         (lambda entry: entry.update(version=2), ["version 2", "version 1"]),
-        (lambda entry: entry.pop("scheme"), ["no scheme"]),
+        (lambda entry: entry.pop("scheme"), ["config.json: quantization_config.scheme is missing"]),
         (lambda entry: entry["scheme"].update(weights="int4_g33"), ["int4_g33"]),
         (lambda entry: entry["scheme"].update(bits=4), ["bits"]),
         (lambda entry: entry["scheme"].update(weights="int8"), ["q_proj", "codes"]),

@@ -15,7 +15,6 @@ from diffbit.formats import parse_format
 from diffbit.io.processes import Processes
 from diffbit.models import Decoder, ModelConfig
 from diffbit.quantize import Scheme, quantize_checkpoint
-from diffbit.quantize.demand import Demand
 from diffbit.quantize.methods import gptq
 
 from .elsewhere import DEVICE, Elsewhere
@@ -62,7 +61,7 @@ def test_tensors_that_are_left_behind_show() -> None:
 def test_the_same_bytes(
     method: str, spills: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diffbit.quantize.checkpoint.within", lambda *_: (Demand(0, 0, 0), spills))
+    monkeypatch.setattr("diffbit.quantize.checkpoint.must_spill", lambda *_: spills)
     monkeypatch.setattr(gptq, "ROUNDS", 1)  # more of them are no other code
     scheme = Scheme(weights=INT4, embedding=INT4, head=INT4)
 

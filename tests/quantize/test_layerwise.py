@@ -19,13 +19,13 @@ from diffbit.formats import Format, QTensor, parse_format
 from diffbit.io import plugins
 from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, Decoder, ModelConfig
-from diffbit.quantize import CalibStats, Scheme, apply, layerwise, load, quantize_checkpoint, read_weight, rtn
+from diffbit.quantize import Scheme, apply, layerwise, load, quantize_checkpoint, read_weight
 from diffbit.quantize import layer as layer_module
-from diffbit.quantize.calibration.passes import Passes
-from diffbit.quantize.calibration.tokens import Tokens
+from diffbit.quantize.calibration import CalibStats, Passes, Tokens
 from diffbit.quantize.layer import FINAL_NORM, Layer
 from diffbit.quantize.layerwise import quantize_layers
 from diffbit.quantize.methods import Method, parse_recipe
+from diffbit.quantize.methods.rtn import quantize as rtn
 
 from ..configs import resized
 

@@ -24,7 +24,6 @@ from diffbit.models import Decoder, ModelConfig
 from diffbit.quantize import Scheme, quantize_checkpoint
 from diffbit.quantize.calibration import rounds as stages
 from diffbit.quantize.calibration import states, stats
-from diffbit.quantize.demand import Demand
 from diffbit.quantize.resume import Unfinished
 
 from .. import forks
@@ -120,7 +119,7 @@ def test_a_run_goes_on_with_other_processes_and_states_on_the_disk(
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(Unfinished, "add", stops)
         quantize(sources / "diff_v1", tmp_path / "three", "gptq", IDS)
-    monkeypatch.setattr("diffbit.quantize.checkpoint.within", lambda *_: (Demand(0, 0, 0), True))
+    monkeypatch.setattr("diffbit.quantize.checkpoint.must_spill", lambda *_: True)
     run: Any = lambda here: quantize(sources / "diff_v1", tmp_path / "three", "gptq", IDS, here=here, resume=True)  # noqa: E731
     assert together(3, run) == [0, 0, 0]
     assert content(tmp_path / "three") == content(tmp_path / "one")

@@ -213,7 +213,7 @@ def test_signals(
 
     exact = gptq.quantize
     monkeypatch.setattr(gptq, "METHOD", replace(gptq.METHOD, round=quantize))
-    monkeypatch.setattr("diffbit.cli.quantize.read_windows", read)
+    monkeypatch.setattr("diffbit.cli.scheme_options.read_windows", read)
     command = ["quantize", str(model), "-o", str(tmp_path / "q"), "--weights", "int4_g32", "--method", "gptq"]
     with pytest.raises(SystemExit) as left:
         main([*command, "--quiet"])

@@ -9,7 +9,8 @@ import pytest
 from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.models import ModelConfig
-from diffbit.quantize import AttentionScheme, Scheme, linear_shapes, parse_override, sizes
+from diffbit.quantize import AttentionScheme, Scheme, linear_shapes, sizes
+from diffbit.quantize.scheme import parse_override
 
 INT4, INT8 = parse_format("int4_g32"), parse_format("int8")
 CONFIG = ModelConfig.uniform(
@@ -165,19 +166,3 @@ def test_other_files_are_refused(tmp_path):
         Scheme.from_file(tmp_path / "scheme.yaml")
     with pytest.raises(DiffbitError, match="no such file"):
         Scheme.from_file(tmp_path / "scheme.toml")
-
-
-def test_sizes_count_every_tensor():
-    linear = sum(rows * columns for rows, columns in linear_shapes(CONFIG).values())
-    floats = sizes(CONFIG)
-    assert floats.parameters == linear + 96 * 64 + 5 * 64
-    assert floats.nbytes == 4 * floats.parameters and floats.bits_per_weight == 32
-    assert sizes(CONFIG, dtype="fp16").bits_per_weight == 16
-    quantized = sizes(CONFIG, Scheme(weights=INT4))
-    kept = 2 * 96 * 64 + 2 * 4 * 64 + 5 * 64
-    assert quantized.nbytes == 4 * kept + (floats.parameters - kept) * 4.5 / 8
-    # a tied head that is quantized is a weight of its own, beside the embedding
-    tied = replace(CONFIG, tie_embeddings=True)
-    head = sizes(tied, Scheme(overrides=(("lm_head", INT4),)))
-    assert head.nbytes == sizes(tied).nbytes + 96 * 64 * 4.5 / 8
-    assert head.parameters == sizes(tied).parameters + 96 * 64

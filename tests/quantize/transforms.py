@@ -13,8 +13,7 @@ from torch import Tensor
 from diffbit.models import Decoder, ModelConfig
 from diffbit.models.checkpoint.names import EMBEDDING, HEAD
 from diffbit.quantize import Scheme
-from diffbit.quantize.calibration.passes import Passes
-from diffbit.quantize.calibration.tokens import Tokens
+from diffbit.quantize.calibration import Passes, Tokens
 from diffbit.quantize.layer import Layer
 
 VOCABULARY = 61

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.runtime import Session
 
 STEPS = 64

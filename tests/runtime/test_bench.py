@@ -55,8 +55,11 @@ def test_refusals(tmp_path: Path) -> None:
         bench(folder, prompt_tokens=20, new_tokens=6)
     with pytest.raises(DiffbitError, match="repeats is 0"):
         bench(folder, repeats=0)
-    with pytest.raises(DiffbitError, match="device 'tpu' is unknown"):  # said by the child
+    with pytest.raises(DiffbitError, match="device is 'tpu', wanted one of cpu, cuda"):
         bench(folder, prompt_tokens=4, new_tokens=2, device="tpu")
+    (folder / "model.onnx").unlink()
+    with pytest.raises(DiffbitError, match=r"model\.onnx: is listed in diffbit\.json but missing"):  # said by the child
+        bench(folder, prompt_tokens=4, new_tokens=2)
 
 
 def test_importing_the_runtime_loads_neither_torch_nor_onnxruntime() -> None:

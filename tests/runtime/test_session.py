@@ -208,11 +208,9 @@ def test_threads_reach_the_session(artifact: Path) -> None:
 
 def test_devices_and_threads(tmp_path: Path) -> None:
     folder = TOY.write(tmp_path / "a")
-    with pytest.raises(
-        DiffbitError, match=r"device 'tpu' is unknown; choose one of cpu, cuda, webgpu, .*provider:NAME"
-    ):
+    with pytest.raises(DiffbitError, match=r"device is 'tpu', wanted one of cpu, cuda, webgpu, .*provider:NAME"):
         Session(folder, device="tpu")
-    with pytest.raises(DiffbitError, match="threads is 0"):
+    with pytest.raises(DiffbitError, match="threads is 0, wanted a whole number from 1 to 512"):
         Session(folder, threads=0)
 
 

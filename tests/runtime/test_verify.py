@@ -85,5 +85,5 @@ def test_a_near_tie_may_fall_either_way(artifact: Path) -> None:
 def test_what_cannot_be_checked_raises(artifact: Path, tmp_path: Path) -> None:
     with pytest.raises(DiffbitError, match="no such artifact folder"):
         verify(tmp_path / "nothing")
-    with pytest.raises(DiffbitError, match="device 'tpu' is unknown"):
+    with pytest.raises(DiffbitError, match="device is 'tpu', wanted one of cpu, cuda"):
         verify(artifact, device="tpu")

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import MISSING, replace
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from ....formats import GROUP_SIZES, Format, IntFormat, pack_bits, row_bytes, unpack_bits
+from ....formats import GROUP_SIZES, Format, pack_bits, row_bytes, unpack_bits
 from ....io.errors import DiffbitError
+from ....io.fields import get, one_of
 from ....models import Checkpoint, ModelConfig
-from ....quantize import Scheme, linear_shapes
-from ....quantize.cache import is_low_bit
+from ....quantize import Scheme, is_low_bit, linear_shapes
 
+GroupSize = Annotated[
+    int, one_of(-1, *GROUP_SIZES, words=f"one of {', '.join(map(str, GROUP_SIZES))}, or -1 (one scale per row)")
+]
 SMALL_HALF = 2.0**-14  # fp16 holds smaller numbers to within 2^-25
 
 
@@ -45,17 +48,9 @@ def shape_of(checkpoint: Checkpoint, module: str) -> tuple[int, int]:
     return linear_shapes(checkpoint.config)[module]
 
 
-def integers(checkpoint: Checkpoint, bits: Any, group_size: Any, symmetric: bool, known: tuple[int, ...]) -> IntFormat:
-    """The format that a quantization_config specifies; group_size -1: one scale per row."""
-    if type(bits) is not int or bits not in known:
-        wanted = f"{', '.join(map(str, known[:-1]))} or {known[-1]}" if known[1:] else str(known[0])
-        raise DiffbitError(f"{about(checkpoint)} has {bits!r} bits, wanted {wanted}")
-    if type(group_size) is not int or group_size not in (-1, *GROUP_SIZES):
-        raise DiffbitError(
-            f"{about(checkpoint)} has groups of {group_size!r} weights, wanted one of "
-            f"{', '.join(map(str, GROUP_SIZES))}, or -1 (one scale per row)"
-        )
-    return IntFormat.of(bits, max(group_size, 0), symmetric)
+def setting(checkpoint: Checkpoint, name: str, kind: Any, default: Any = MISSING) -> Any:
+    """Read a field of the quantization_config; ignores fields that diffbit does not know."""
+    return get(checkpoint.quantization or {}, name, kind, default, about(checkpoint), extra=True)
 
 
 def part(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None, *shapes: tuple[int, ...]) -> Tensor:
@@ -65,9 +60,9 @@ def part(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None, *shapes: 
     tensor = checkpoint.read_raw(name)
     right = tensor.is_floating_point() if dtype is None else tensor.dtype == dtype
     if not right or tuple(tensor.shape) not in shapes:
-        wanted = "floats" if dtype is None else _label(dtype)
+        numbers = "floats" if dtype is None else _label(dtype)
         raise DiffbitError(
-            f"{checkpoint.path}: tensor {name} is {_label(tensor.dtype)} {tuple(tensor.shape)}, wanted {wanted} "
+            f"{checkpoint.path}: tensor {name} is {_label(tensor.dtype)} {tuple(tensor.shape)}, wanted {numbers} "
             f"{' or '.join(map(str, shapes))}; config and weights do not belong together"
         )
     return tensor
@@ -98,13 +93,13 @@ def half(scale: Tensor, where: str) -> Tensor:
     fp16 cannot represent.
     """
     wide = scale.float()
-    held = wide.half().float()
-    if ((held != wide) & ((scale.dtype == torch.float32) | (wide.abs() >= SMALL_HALF))).any():
+    rounded = wide.half().float()
+    if ((rounded != wide) & ((scale.dtype == torch.float32) | (wide.abs() >= SMALL_HALF))).any():
         raise DiffbitError(
             f"{where}: has {_label(scale.dtype)} scales that float16 cannot represent, but diffbit stores scales of "
             "integers in float16; quantize the float checkpoint with diffbit instead"
         )
-    return held
+    return rounded
 
 
 def one_format(config: ModelConfig, scheme: Scheme, method: str) -> tuple[Format, list[str]]:

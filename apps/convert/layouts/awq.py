@@ -17,15 +17,18 @@ weight = scale * (code - zero). diffbit only reads this layout; compressed-tenso
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
-from ....formats import Format, QTensor
+from ....formats import Format, IntFormat, QTensor
 from ....io.errors import DiffbitError
+from ....io.fields import one_of
 from ....models import Checkpoint
 from ....quantize import Scheme
 from ....quantize.layouts import Layout
-from ._common import about, half, integers, part, scheme_of_packed, shape_of, unpack_words
+from ._common import GroupSize, half, part, scheme_of_packed, setting, shape_of, unpack_words
 
 METHOD = "awq"
 PARTS = ("qweight", "qzeros", "scales")
@@ -35,10 +38,10 @@ VERSIONS = ("gemm", "gemv")
 
 
 def scheme(checkpoint: Checkpoint) -> Scheme:
-    entry = checkpoint.quantization or {}
     _version(checkpoint)
-    bits, group = entry.get("bits", entry.get("w_bit")), entry.get("group_size", entry.get("q_group_size"))
-    return scheme_of_packed(checkpoint, integers(checkpoint, bits, group, False, (BITS,)))
+    setting(checkpoint, _first(checkpoint, "bits", "w_bit"), Annotated[int, one_of(BITS)])
+    group_size = setting(checkpoint, _first(checkpoint, "group_size", "q_group_size"), GroupSize)
+    return scheme_of_packed(checkpoint, IntFormat.of(BITS, max(group_size, 0), symmetric=False))
 
 
 def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
@@ -73,11 +76,14 @@ def _padded(groups: int, group_size: int) -> int:
 
 
 def _version(checkpoint: Checkpoint) -> str:
-    entry = checkpoint.quantization or {}
-    version = str(entry.get("version", entry.get("checkpoint_format", entry.get("format", "gemm")))).lower()
-    if version not in VERSIONS:
-        raise DiffbitError(f"{about(checkpoint)} has version {version!r}, wanted {' or '.join(VERSIONS)}")
-    return version
+    name = _first(checkpoint, "version", "checkpoint_format", "format")
+    version = Annotated[str, one_of(*VERSIONS, *map(str.upper, VERSIONS), words=f"one of {', '.join(VERSIONS)}")]
+    return str(setting(checkpoint, name, version, VERSIONS[0])).lower()
 
 
-LAYOUT = Layout(METHOD, PARTS, scheme, read)
+def _first(checkpoint: Checkpoint, *names: str) -> str:
+    """Return the first of these names that the quantization_config has, or the first."""
+    return next((name for name in names if name in (checkpoint.quantization or {})), names[0])
+
+
+LAYOUT = Layout("awq", PARTS, scheme, read)

@@ -19,24 +19,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from ....formats import Format, QTensor, pack_bits, parse_format, unpack_bits
 from ....io.errors import DiffbitError
+from ....io.fields import Rule, one_of
 from ....models import Checkpoint, ModelConfig, attention_options
 from ....quantize import HEAD_MODULE, Scheme, linear_shapes
 from ....quantize.layouts import Layout
-from ._common import about, scheme_of, shape_of, weights_only
+from ._common import about, scheme_of, setting, shape_of, weights_only
 
 METHOD = "bitnet"
 FORMAT, SOFTMAX = parse_format("ternary"), attention_options("softmax")
 PARTS = ("weight_scale", "rms_norm.weight")  # `_settings` raises an error for use_rms_norm
 PER_BYTE = 4
-CHOICES = {"linear_class": ("bitlinear", "autobitlinear"), "quantization_mode": ("offline", "online")}
-PATTERN = re.compile(r"[\w.]+(\*[\w.]+){0,2}\*?")  # a module's name, perhaps with .* in it; limits the time to match it
+CLASSES, MODES = ("bitlinear", "autobitlinear"), ("offline", "online")
+# a module's name, perhaps with .* in it; limits the time to match it
+Pattern = Annotated[str, Rule("a module's name", re.compile(r"[\w.]+(\*[\w.]+){0,2}\*?").fullmatch)]
 
 
 def scheme(checkpoint: Checkpoint) -> Scheme:
@@ -161,37 +163,23 @@ def _scale(checkpoint: Checkpoint, name: str) -> Tensor:
     return scale.float()
 
 
-def _refused(found: str, wanted: str) -> DiffbitError:
-    return DiffbitError(f"{found}, which a bitnet folder cannot hold; {wanted}")
+def _refused(problem: str, condition: str) -> DiffbitError:
+    return DiffbitError(f"{problem}, which a bitnet folder cannot hold; {condition}")
 
 
 def _settings(checkpoint: Checkpoint) -> tuple[str, str]:
     """(linear_class, quantization_mode). Raises DiffbitError for settings that diffbit does not support."""
-    entry: dict[str, Any] = checkpoint.quantization or {}
-    where = about(checkpoint)
-    found = []
-    for name, known in CHOICES.items():
-        value = entry.get(name, known[0])
-        if value not in known:
-            raise DiffbitError(f"{where} has {name} {value!r}, wanted one of {', '.join(known)}")
-        found.append(value)
-    if entry.get("use_rms_norm"):
+    if setting(checkpoint, "use_rms_norm", bool, False):
         raise DiffbitError(
-            f"{where} has use_rms_norm, a norm before each linear layer, which diffbit's models do not have"
+            f"{about(checkpoint)} has use_rms_norm, a norm before each linear layer, which diffbit's models do not have"
         )
-    patterns = entry.get("modules_to_not_convert")
-    if patterns is not None and not (
-        isinstance(patterns, list) and all(isinstance(name, str) and PATTERN.fullmatch(name) for name in patterns)
-    ):
-        raise DiffbitError(f"{where} has modules_to_not_convert {patterns!r}, wanted a list of modules' names or null")
-    return found[0], found[1]
+    linear_class = setting(checkpoint, "linear_class", Annotated[str, one_of(*CLASSES)], CLASSES[0])
+    return linear_class, setting(checkpoint, "quantization_mode", Annotated[str, one_of(*MODES)], MODES[0])
 
 
 def _converts(checkpoint: Checkpoint, module: str) -> bool:
     """Whether transformers replaces this module with a ternary layer (should_convert_module)."""
-    patterns = (checkpoint.quantization or {}).get("modules_to_not_convert")
-    if patterns is None:
-        patterns = [HEAD_MODULE]
+    patterns = setting(checkpoint, "modules_to_not_convert", tuple[Pattern, ...], (HEAD_MODULE,))
     return not any(
         re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", module) or module.endswith(pattern) for pattern in patterns
     )

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from ....formats import TABLES, CodebookFormat, Format, QTensor, finite, parse_format
 from ....io.errors import DiffbitError, MissingDependency
+from ....io.fields import located, one_of
 from ....models import Checkpoint, ModelConfig
 from ....quantize import Scheme, linear_shapes
 from ....quantize.layouts import Layout
-from ._common import about, one_format, scheme_of, shape_of
+from ._common import one_format, scheme_of, setting, shape_of
 
 METHOD = "bitsandbytes"
 PARTS = ("weight.",)
@@ -28,15 +29,12 @@ BLOCK = 64
 
 
 def scheme(checkpoint: Checkpoint) -> Scheme:
-    entry = checkpoint.quantization or {}
-    if entry.get("load_in_8bit"):
+    if setting(checkpoint, "load_in_8bit", bool, False):
         raise DiffbitError(
             f"{checkpoint.path / 'config.json'}: the weights are bitsandbytes' int8, but diffbit reads only its nf4 "
             "and fp4; start from the float checkpoint, such as with `diffbit quantize --weights int8`"
         )
-    kind = entry.get("bnb_4bit_quant_type", "nf4")
-    if not isinstance(kind, str) or kind not in TABLES:
-        raise DiffbitError(f"{about(checkpoint)} has bnb_4bit_quant_type {kind!r}, wanted {' or '.join(TABLES)}")
+    kind = setting(checkpoint, "bnb_4bit_quant_type", Annotated[str, one_of(*TABLES)], "nf4")
     format, names = parse_format(kind), set(checkpoint.names)
 
     def is_packed(module: str) -> bool:
@@ -74,10 +72,8 @@ def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
         )
     if state.shape is None or tuple(state.shape) != shape:
         raise DiffbitError(f"{where}: has shape {state.shape}, wanted {shape} from config.json")
-    try:
+    with located(where):
         format.check(shape)  # in bitsandbytes a block may continue in the next row
-    except DiffbitError as error:
-        raise DiffbitError(f"{where}: {error}") from None
     rows, columns = shape
     packed = checkpoint.read_raw(name).reshape(-1).view(torch.uint8)
     if packed.numel() * 2 != rows * columns or absmax.numel() * BLOCK != rows * columns:

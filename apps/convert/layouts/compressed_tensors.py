@@ -18,31 +18,92 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from ....formats import Format, IntFormat, QTensor
 from ....io.errors import DiffbitError
+from ....io.fields import Rule, one_of
 from ....models import Checkpoint, ModelConfig
 from ....quantize import Scheme, linear_shapes
 from ....quantize.layouts import Layout
-from ._common import about, half, integers, pack_words, part, scheme_of, shape_of, unpack_words, weights_only, words
+from ._common import (
+    GroupSize,
+    about,
+    half,
+    pack_words,
+    part,
+    scheme_of,
+    setting,
+    shape_of,
+    unpack_words,
+    weights_only,
+    words,
+)
 from .gptq import check_order
 
 METHOD = "compressed-tensors"
 PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 LAYOUTS = ("pack-quantized", "int-quantized", "naive-quantized", "mixed-precision")
+StorageFormat = Annotated[str, one_of(*LAYOUTS)]
 BITS = (2, 3, 4, 5, 6, 7, 8)
 EXPRESSION = re.compile(r"(?!.*\)[*+{])(?!(.*[*+{]){5}).{1,200}")  # limits the time to match a pattern
-PER_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+
+
+def _is_name(name: str) -> bool:
+    try:
+        return not name.startswith("re:") or (EXPRESSION.fullmatch(name[3:]) and re.compile(name[3:])) is not None
+    except (re.error, RecursionError, OverflowError):
+        return False
+
+
+LayerName = Annotated[str, Rule("a layer's name, or re: and a simple regular expression", _is_name)]
+
+
+@dataclass(frozen=True)
+class WeightArguments:
+    """How the weights of a group are stored; strategy None: as group_size says."""
+
+    num_bits: Annotated[int, one_of(*BITS)]
+    type: Annotated[str, one_of("int")] = "int"
+    strategy: Annotated[str, one_of("group", "channel", "tensor")] | None = None
+    group_size: GroupSize | None = None
+    symmetric: bool = True
+    dynamic: Annotated[bool, one_of(False)] | None = False
+
+    @property
+    def format(self) -> IntFormat:
+        return IntFormat.of(self.num_bits, max(self.group_size or 0, 0), self.symmetric)
+
+
+@dataclass(frozen=True)
+class InputArguments:
+    """Inputs rounded at run time to int8, with one scale per token."""
+
+    num_bits: Annotated[int, one_of(8)]
+    type: Annotated[str, one_of("int")]
+    strategy: Annotated[str, one_of("token")]
+    dynamic: Annotated[bool, one_of(True)] = True
+    symmetric: Annotated[bool, one_of(True)] = True
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """An entry of config_groups. format None: that of the quantization_config."""
+
+    weights: WeightArguments
+    targets: tuple[LayerName, ...]
+    format: StorageFormat | None = None
+    input_activations: InputArguments | None = None
+    output_activations: None = None
 
 
 def scheme(checkpoint: Checkpoint) -> Scheme:
-    entry = checkpoint.quantization or {}
-    groups = _groups(checkpoint, entry)
-    ignored = _names(checkpoint, "ignore", entry.get("ignore") or [])
+    groups = _groups(checkpoint)
+    ignored = setting(checkpoint, "ignore", tuple[LayerName, ...], ())
     formats: dict[str, Format | None] = {}
     names = set(checkpoint.names)
     for module in linear_shapes(checkpoint.config):
@@ -51,19 +112,21 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
         if not (packed or whole) and f"{module}.weight_scale" not in names:
             formats[module] = None
             continue
-        found = [
-            format
+        matching = [
+            group.weights.format
             for by_name in (True, False)
-            for targets, format in groups
-            if any(_matches(module, target) if by_name else target == "Linear" for target in targets)
+            for group in groups
+            if any(_matches(module, target) if by_name else target == "Linear" for target in group.targets)
         ]
-        if any(_matches(module, name) for name in ignored) or not found:
+        if any(_matches(module, name) for name in ignored) or not matching:
             raise DiffbitError(
                 f"{checkpoint.path}: {module} is quantized, but it is not a target of config_groups in config.json; "
                 "config and weights do not belong together"
             )
-        formats[module] = found[0]
-    return scheme_of(checkpoint, formats, _activations(checkpoint, entry))
+        formats[module] = matching[0]
+    if len({group.input_activations for group in groups}) > 1:
+        raise DiffbitError(f"{about(checkpoint)} rounds the inputs of only some layers, wanted all or none")
+    return scheme_of(checkpoint, formats, "int8" if groups and groups[0].input_activations else None)
 
 
 def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
@@ -80,8 +143,8 @@ def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
         codes = _unsigned(part(checkpoint, f"{module}.weight", torch.int8, shape), offset)
         if bits < 8 and (codes >= 2**bits).any():
             raise DiffbitError(f"{checkpoint.path}: tensor {module}.weight has numbers of more than {bits} bits")
-    wanted = [(rows, groups), *([(rows,), (1,), (1, 1), ()] if groups == 1 else [])]
-    scale = half(part(checkpoint, f"{module}.weight_scale", None, *wanted), f"{checkpoint.path}: {module}.weight_scale")
+    shapes = [(rows, groups), *([(rows,), (1,), (1, 1), ()] if groups == 1 else [])]
+    scale = half(part(checkpoint, f"{module}.weight_scale", None, *shapes), f"{checkpoint.path}: {module}.weight_scale")
     if f"{module}.weight_g_idx" in checkpoint.names:
         check_order(checkpoint, f"{module}.weight_g_idx", format, columns)
     zero = None
@@ -91,7 +154,7 @@ def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
                 part(checkpoint, name, torch.int32, checkpoint.shape(name)).T, bits, rows
             ).T.contiguous()
         else:
-            zero = _unsigned(part(checkpoint, name, torch.int8, *wanted), offset)
+            zero = _unsigned(part(checkpoint, name, torch.int8, *shapes), offset)
             zero = zero.reshape(-1, groups).expand(rows, groups).contiguous()
     scale = scale.reshape(-1, groups).expand(rows, groups).contiguous()  # stored once, or per row
     return QTensor(format, shape, codes, scale, zero)
@@ -112,7 +175,7 @@ def settings(config: ModelConfig, scheme: Scheme) -> dict[str, Any]:
         by_format.setdefault(format, []).append(module)
     if scheme.activations not in (None, "int8"):
         raise DiffbitError(f"its activations are {scheme.activations}, wanted int8 or float")
-    inputs = None if scheme.activations is None else PER_TOKEN
+    inputs = None if scheme.activations is None else asdict(InputArguments(8, "int", "token"))
     whole = inputs is not None and all(format.bits == 8 for format in by_format)  # vLLM's int8 kernels read this
     return {
         "quant_method": METHOD,
@@ -152,69 +215,17 @@ def pack(weight: QTensor, entry: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def _groups(checkpoint: Checkpoint, entry: Mapping[str, Any]) -> list[tuple[list[str], Format]]:
-    """(targets, format) of each entry of config_groups."""
-    where = about(checkpoint)
+def _groups(checkpoint: Checkpoint) -> list[LayerGroup]:
+    """Read config_groups."""
     for name in ("sparsity_config", "transform_config", "kv_cache_scheme"):
-        value = entry.get(name)
+        value = (checkpoint.quantization or {}).get(name)
         if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
-            raise DiffbitError(f"{where} has a {name}, which diffbit does not support")
-    groups = entry.get("config_groups")
-    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
-        raise DiffbitError(f"{where} has no config_groups with a description of the weights; restore config.json")
-    found: list[tuple[list[str], Format]] = []
-    for name, group in groups.items():
-        args, layout = group.get("weights"), group.get("format") or entry.get("format")
-        if layout not in LAYOUTS or not isinstance(args, Mapping) or args.get("type", "int") != "int":
-            kind = f"{args.get('type')} of {args.get('num_bits')} bits" if isinstance(args, Mapping) else "none"
-            raise DiffbitError(
-                f"{where} has weights of format {layout!r} ({kind}) in {name}, wanted integers, {' or '.join(LAYOUTS)}"
-            )
-        group_size = args.get("group_size") or -1
-        strategy = args.get("strategy") or (
-            "group" if group_size > 0 else "channel" if args.get("group_size") else "tensor"
-        )
-        if strategy not in ("group", "channel", "tensor") or args.get("dynamic"):
-            raise DiffbitError(f"{where} has weights with strategy {strategy!r}, wanted group, channel or tensor")
-        symmetric = bool(args.get("symmetric", True))
-        format = integers(checkpoint, args.get("num_bits"), group_size, symmetric, BITS)
-        found.append((_names(checkpoint, "targets", group.get("targets")), format))
-    return found
-
-
-def _activations(checkpoint: Checkpoint, entry: Mapping[str, Any]) -> str | None:
-    found = []
-    for group in entry["config_groups"].values():
-        args = group.get("input_activations")
-        if group.get("output_activations") is not None:
-            raise DiffbitError(f"{about(checkpoint)} has output_activations, which diffbit does not support")
-        if args and not isinstance(args, Mapping):
-            raise DiffbitError(f"{about(checkpoint)} has input_activations {args!r}, wanted their settings")
-        if args and {name: args.get(name, True) for name in PER_TOKEN} != PER_TOKEN:
-            raise DiffbitError(
-                f"{about(checkpoint)} has input_activations other than int8 with one dynamic scale per token, "
-                "which diffbit does not support"
-            )
-        found.append("int8" if args else None)
-    if len(set(found)) > 1:
-        raise DiffbitError(f"{about(checkpoint)} rounds the inputs of only some layers, wanted all or none")
-    return found[0] if found else None
-
-
-def _names(checkpoint: Checkpoint, field: str, values: Any) -> list[str]:
-    """A list of names and expressions. Raises DiffbitError for an invalid or too complex expression."""
-    where = f"{about(checkpoint)} has {field}"
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise DiffbitError(f"{where} {values!r}, wanted a list of layers' names")
-    for value in values:
-        if value.startswith("re:"):
-            try:
-                re.compile(value[3:])
-            except (re.error, RecursionError, OverflowError) as error:
-                raise DiffbitError(f"{where} {value!r}, which is not a regular expression ({error})") from None
-            if not EXPRESSION.fullmatch(value[3:]):
-                raise DiffbitError(f"{where} {value!r}, wanted a simpler expression")
-    return values
+            raise DiffbitError(f"{about(checkpoint)} has a {name}, which diffbit does not support")
+    layout = setting(checkpoint, "format", StorageFormat, None)
+    groups = setting(checkpoint, "config_groups", Mapping[str, LayerGroup])
+    if layout is None and any(group.format is None for group in groups.values()):
+        setting(checkpoint, "format", StorageFormat)
+    return list(groups.values())
 
 
 def _matches(module: str, target: str) -> bool:

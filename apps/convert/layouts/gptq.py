@@ -17,24 +17,26 @@ diffbit writes symmetric weights as "gptq", which every reader supports, and oth
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from ....formats import Format, IntFormat, QTensor
 from ....io.errors import DiffbitError
+from ....io.fields import one_of
 from ....models import Checkpoint, ModelConfig
 from ....quantize import HEAD_MODULE, Scheme, linear_shapes
 from ....quantize.layouts import Layout
 from ._common import (
+    GroupSize,
     about,
     half,
-    integers,
     one_format,
     pack_words,
     part,
     scheme_of_packed,
+    setting,
     shape_of,
     unpack_words,
     words,
@@ -43,22 +45,20 @@ from ._common import (
 METHOD = "gptq"
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 BITS = (2, 3, 4, 8)
+Bits = Annotated[int, one_of(*BITS)]
 VERSIONS = ("gptq", "gptq_v2")
 
 
 def scheme(checkpoint: Checkpoint) -> Scheme:
-    entry = checkpoint.quantization or {}
     _version(checkpoint)
-    dynamic = entry.get("dynamic") or {}
-    if not isinstance(dynamic, Mapping):
-        raise DiffbitError(f"{about(checkpoint)} has dynamic {dynamic!r}, wanted layers and their settings")
+    dynamic = setting(checkpoint, "dynamic", Mapping[str, Any], {})
     if changed := [name for name in dynamic if not name.startswith("-:")]:
         raise DiffbitError(
             f"{about(checkpoint)} has different bits or groups for some layers (dynamic: {changed[0]}), which diffbit "
             "does not support"
         )
-    symmetric = bool(entry.get("sym", True))
-    format = integers(checkpoint, entry.get("bits"), entry.get("group_size", 128), symmetric, BITS)
+    bits, group_size = setting(checkpoint, "bits", Bits), setting(checkpoint, "group_size", GroupSize, 128)
+    format = IntFormat.of(bits, max(group_size, 0), setting(checkpoint, "sym", bool, True))
     return scheme_of_packed(checkpoint, format)
 
 
@@ -121,8 +121,8 @@ def pack(weight: QTensor, entry: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def check_order(checkpoint: Checkpoint, name: str, format: Format, columns: int) -> None:
     """Raise DiffbitError for groups whose columns do not lie side by side."""
-    found = part(checkpoint, name, torch.int32, (columns,))
-    if not torch.equal(found, torch.arange(columns, dtype=torch.int32) // (format.group_size or columns)):
+    groups = part(checkpoint, name, torch.int32, (columns,))
+    if not torch.equal(groups, torch.arange(columns, dtype=torch.int32) // (format.group_size or columns)):
         raise DiffbitError(
             f"{checkpoint.path}: tensor {name} gives a group columns that do not lie side by side (desc_act), which "
             "diffbit does not support; quantize the float checkpoint with diffbit quantize --method gptq"
@@ -130,14 +130,11 @@ def check_order(checkpoint: Checkpoint, name: str, format: Format, columns: int)
 
 
 def _version(checkpoint: Checkpoint) -> str:
-    entry = checkpoint.quantization or {}
-    version = entry.get("checkpoint_format") or entry.get("format") or VERSIONS[0]
-    if version not in VERSIONS or entry.get("is_marlin_format") or entry.get("pack_dtype", "int32") != "int32":
-        raise DiffbitError(
-            f"{about(checkpoint)} has checkpoint_format {version!r}, wanted {' or '.join(VERSIONS)}, packed in int32 "
-            "and not for Marlin"
-        )
-    return str(version)
+    setting(checkpoint, "pack_dtype", Annotated[str, one_of("int32")], None)
+    if setting(checkpoint, "is_marlin_format", bool, False):
+        raise DiffbitError(f"{about(checkpoint)} has is_marlin_format true, and Marlin's layout is not read")
+    name = "checkpoint_format" if (checkpoint.quantization or {}).get("checkpoint_format") else "format"
+    return str(setting(checkpoint, name, Annotated[str, one_of(*VERSIONS)], VERSIONS[0]))
 
 
 def _zeros(stored: Tensor, bits: int, rows: int, version: str) -> Tensor:

@@ -14,11 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from ....io.errors import DiffbitError
-from ....models import ModelConfig
-from ....models.families import HuggingFace, Stored, attention_of, count, number
+from ....io.fields import Count, Positive, get, one_of, shown
+from ....models import ModelConfig, NumLayers
+from ....models.families import HuggingFace, Stored, attention_of
 
 DEFAULTS = {"tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 2304}
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -31,23 +32,23 @@ class Gemma3(HuggingFace):
     query_scalar: float = 256.0
 
     def opened(self, values: Mapping[str, Any]) -> Gemma3:
-        return replace(self, query_scalar=number(values, "query_pre_attn_scalar", default=self.query_scalar))
+        return replace(self, query_scalar=get(values, "query_pre_attn_scalar", Positive, self.query_scalar))
 
     def read(self, values: Mapping[str, Any]) -> ModelConfig:
         for name in REFUSED:
             if values.get(name):
-                raise DiffbitError(f"{name} is {values[name]!r}, wanted none, as Gemma 3's text models have")
+                raise DiffbitError(f"{name} is {shown(values[name])}, wanted none, as Gemma 3's text models have")
         values = DEFAULTS | {name: value for name, value in values.items() if value is not None}
         values |= {"hidden_act": values.get("hidden_activation", "gelu_pytorch_tanh")}
         tables = values.get("rope_parameters")
-        local = number(values, "rope_local_base_freq", default=10000.0)
+        local = get(values, "rope_local_base_freq", Positive, 10000.0)
         if isinstance(tables, dict) and isinstance(tables.get(FULL), dict):  # transformers 5
             sliding = tables.get(SLIDING)
             if not isinstance(sliding, dict) or sliding.get("rope_type", "default") != "default":
                 raise DiffbitError(
-                    f"rope_parameters: {SLIDING} is {sliding!r}, wanted plain angles (rope_type default)"
+                    f"rope_parameters.{SLIDING} is {shown(sliding)}, wanted plain angles (rope_type default)"
                 )
-            values["rope_parameters"], local = tables[FULL], number(sliding, "rope_theta", default=local)
+            values["rope_parameters"], local = tables[FULL], get(sliding, "rope_theta", Positive, local)
         config = replace(super().read(values), local_rope_theta=local)
         layers = [
             replace(layer, mixer=replace(attention_of(config, index), local_rope=kind == SLIDING))
@@ -67,13 +68,11 @@ class Gemma3(HuggingFace):
 
 def _types(values: Mapping[str, Any]) -> Sequence[str]:
     """Each layer's kind: every sixth sees all tokens, unless config.json says otherwise."""
-    layers = count(values, "num_hidden_layers")
-    types = values.get("layer_types")
-    if types is None:
-        pattern = count(values, "sliding_window_pattern", default=6)
-        types = [FULL if (index + 1) % pattern == 0 else SLIDING for index in range(layers)]
-    if not isinstance(types, list) or len(types) != layers or any(kind not in (SLIDING, FULL) for kind in types):
-        raise DiffbitError(f"layer_types is {types!r}, wanted {layers} of {SLIDING} and {FULL}")
+    layers, pattern = get(values, "num_hidden_layers", NumLayers), get(values, "sliding_window_pattern", Count, 6)
+    types = tuple(FULL if (index + 1) % pattern == 0 else SLIDING for index in range(layers))
+    types = get(values, "layer_types", tuple[Annotated[str, one_of(SLIDING, FULL)], ...], types)
+    if len(types) != layers:
+        raise DiffbitError(f"layer_types is {shown(types)}, wanted {layers} of {SLIDING} and {FULL}")
     return types
 
 

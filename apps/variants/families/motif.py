@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ....io.errors import DiffbitError
+from ....io.fields import Count, Positive, get, shown
 from ....models import ModelConfig
 from ....models.attention import diff_v1
-from ....models.families import Family, HuggingFace, Stored, attention_of, check_count, check_positive
+from ....models.families import Family, HuggingFace, Stored, attention_of
 
 BASE = HuggingFace("Motif", "diff_v1", queries=2, keys=2, act="poly_norm", norm_eps=1e-6)
 HEAD_NORM_EPS = 1e-5  # default
@@ -34,15 +35,14 @@ class Motif(Family):
     def read(self, values: Mapping[str, Any]) -> ModelConfig:
         for name in REFUSED:
             if values.get(name):
-                raise DiffbitError(f"{name} is {values[name]!r}, wanted none, as Motif-2.6B and Motif-2-12.7B have")
-        if values.get("k_ratio") not in (None, 1):
-            raise DiffbitError(f"k_ratio is {values['k_ratio']!r}, wanted 1: a signal and a noise key for each value")
+                raise DiffbitError(f"{name} is {shown(values[name])}, wanted none, as in Motif-2.6B and Motif-2-12.7B")
+        if get(values, "k_ratio", Count, 1) != 1:
+            raise DiffbitError(f"k_ratio is {values['k_ratio']}, wanted 1: a signal and a noise key for each value")
         ratio = 1
         if values.get("num_noise_heads") is not None:
             ratio, values = _paired(values)
         config = BASE.read(values)
-        eps = values.get("attn_rms_norm_eps", HEAD_NORM_EPS)
-        check_positive("attn_rms_norm_eps", eps)
+        eps = get(values, "attn_rms_norm_eps", Positive, HEAD_NORM_EPS)
         mixer = attention_of(config)
         assert isinstance(mixer, diff_v1.Options)
         mixers = (
@@ -62,16 +62,14 @@ class Motif(Family):
 
 def _paired(values: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
     """Return the number of signal heads per noise head, and the fields as if each signal head had its own."""
-    heads, noises = values.get("num_attention_heads"), values["num_noise_heads"]
-    check_count("num_attention_heads", heads)
-    check_count("num_noise_heads", noises)
+    heads, noises = get(values, "num_attention_heads", Count), get(values, "num_noise_heads", Count)
     signals = heads - noises
     if signals < noises or signals % noises:
         raise DiffbitError(
             f"num_noise_heads is {noises} and num_attention_heads is {heads}, wanted a multiple of num_noise_heads"
         )
     if values.get("head_dim") is None:
-        raise DiffbitError("the field head_dim is missing, which num_noise_heads requires")
+        raise DiffbitError("head_dim is missing, which num_noise_heads requires")
     return signals // noises, {**values, "num_attention_heads": 2 * signals}
 
 

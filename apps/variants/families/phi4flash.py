@@ -21,9 +21,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....io.errors import DiffbitError
-from ....models import LayerSpec, ModelConfig
+from ....io.fields import Count, Positive, get, read, shown
+from ....models import LayerSpec, ModelConfig, NumLayers
 from ....models.attention import AttentionOptions, diff_v1
-from ....models.families import Family, Stored, check_flag, count, number, special_tokens
+from ....models.families import Family, Stored, special_tokens
 from ....models.mixers import MixerOptions
 from ....models.mlp import swiglu
 from ..mixers import gmu, mamba
@@ -44,23 +45,21 @@ class Phi4Flash(Family):
     quantized = False
 
     def read(self, values: Mapping[str, Any]) -> ModelConfig:
-        for name, wanted in FIXED.items():
-            if values.get(name, wanted) != wanted:
+        for name, only in FIXED.items():
+            if values.get(name, only) != only:
                 raise DiffbitError(
-                    f"{name} is {values[name]!r}, wanted {wanted!r}, as Phi-4-mini-flash-reasoning has it"
+                    f"{name} is {shown(values[name])}, wanted {only!r}, as Phi-4-mini-flash-reasoning has it"
                 )
-        tied = values.get("tie_word_embeddings", True)
-        check_flag("tie_word_embeddings", tied)
-        layers, hidden = count(values, "num_hidden_layers"), count(values, "hidden_size")
+        layers, hidden = get(values, "num_hidden_layers", NumLayers), get(values, "hidden_size", Count)
         if layers % 4:
             raise DiffbitError(f"num_hidden_layers is {layers}, wanted a multiple of 4: two halves, in pairs of layers")
-        inner = hidden * count(values, "mamba_expand", default=2)
+        inner = hidden * get(values, "mamba_expand", Count, 2)
         rank = values.get("mamba_dt_rank", "auto")
         memory = mamba.Options(
             inner_size=inner,
-            state_size=count(values, "mamba_d_state", default=16),
-            conv_width=count(values, "mamba_d_conv", default=4),
-            dt_rank=math.ceil(hidden / 16) if rank == "auto" else count(values, "mamba_dt_rank"),
+            state_size=get(values, "mamba_d_state", Count, 16),
+            conv_width=get(values, "mamba_d_conv", Count, 4),
+            dt_rank=math.ceil(hidden / 16) if rank == "auto" else get(values, "mamba_dt_rank", Count),
         )
         heads, window, half = _heads(values, hidden), _window(values, layers), layers // 2
         mixers: list[MixerOptions] = []
@@ -72,15 +71,15 @@ class Phi4Flash(Family):
                 mixers.append(diff_v1.Options(**heads, sliding_window=sliding, keys_of=keys_of))
             else:
                 mixers.append(memory if index <= half else gmu.Options(inner_size=inner, memory_of=half))
-        mlp = swiglu.Options(count(values, "intermediate_size"))
+        mlp = swiglu.Options(get(values, "intermediate_size", Count))
         return ModelConfig(
-            vocab_size=count(values, "vocab_size"),
+            vocab_size=get(values, "vocab_size", Count),
             hidden_size=hidden,
             layers=tuple(LayerSpec(mixer, mlp) for mixer in mixers),
-            max_position=count(values, "max_position_embeddings"),
+            max_position=get(values, "max_position_embeddings", Count),
             norm="layer",
-            norm_eps=number(values, "layer_norm_eps", default=1e-5),
-            tie_embeddings=tied,
+            norm_eps=get(values, "layer_norm_eps", Positive, 1e-5),
+            tie_embeddings=get(values, "tie_word_embeddings", bool, True),
             **special_tokens(values),
         )
 
@@ -102,11 +101,11 @@ class Phi4Flash(Family):
             return Stored((name,))
         there, mixer = f"{before}.attn", layer.mixer
         if not isinstance(mixer, AttentionOptions) or module == "o_proj":
-            found = f"{there}.{TENSORS.get(module, module)}.{kind}" if module else f"{there}.{kind}"
+            tensor = f"{there}.{TENSORS.get(module, module)}.{kind}" if module else f"{there}.{kind}"
             if isinstance(mixer, AttentionOptions) and kind == "weight":
                 norm = f"{there}.inner_cross_attn.subln.weight"
-                return Stored((found,), folded=norm, folded_width=2 * mixer.head_dim)
-            return Stored((found,))
+                return Stored((tensor,), folded=norm, folded_width=2 * mixer.head_dim)
+            return Stored((tensor,))
         if not module:
             return Stored((f"{there}.inner_cross_attn.{kind}",))
         queries, keys = mixer.query_rows, mixer.cache_heads * mixer.head_dim if mixer.keys_of is None else 0
@@ -116,7 +115,7 @@ class Phi4Flash(Family):
 
 def _heads(values: Mapping[str, Any], hidden: int) -> dict[str, Any]:
     """Return the options that all attention layers share; config.json counts sub-heads, two per pair."""
-    queries, keys = count(values, "num_attention_heads"), count(values, "num_key_value_heads")
+    queries, keys = get(values, "num_attention_heads", Count), get(values, "num_key_value_heads", Count)
     for name, heads in (("num_attention_heads", queries), ("num_key_value_heads", keys)):
         if heads % 2:
             raise DiffbitError(f"{name} is {heads}, wanted an even number: differential attention has pairs of heads")
@@ -133,11 +132,10 @@ def _window(values: Mapping[str, Any], layers: int) -> int:
     """Return the sliding window, given as one number or, as transformers writes it, a list with null for no window."""
     window = values.get("sliding_window")
     if isinstance(window, list) and len(window) > 1:
-        wanted = [window[1] if index % 2 and index < layers // 2 else None for index in range(layers)]
-        if window != wanted:
+        if window != [window[1] if index % 2 and index < layers // 2 else None for index in range(layers)]:
             raise DiffbitError("sliding_window is set for other layers than the odd ones of the first half")
         window = window[1]
-    return count({"sliding_window": window}, "sliding_window")
+    return int(read(Count, window, "sliding_window"))
 
 
 FAMILIES = (Phi4Flash("phi4flash"),)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ....io.fields import Count
 from ....models.mixers import (
     TOKENS,
     Buffer,
@@ -28,17 +29,13 @@ from ....models.mixers import (
     Rope,
     State,
     Value,
-    check_count,
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
 class Options(MixerOptions):
-    inner_size: int
+    inner_size: Count
     memory_of: int  # the layer, from 0
-
-    def __post_init__(self) -> None:
-        check_count("inner_size", self.inner_size)
 
     def module(self, place: Place) -> GatedMemory:
         return GatedMemory(self, place)

@@ -12,13 +12,14 @@ their inputs (`inner`). Weights have the layout of the authors' checkpoints; a s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ....io.errors import DiffbitError
+from ....io.fields import Count, bounds
 from ....models.mixers import (
     TOKENS,
     Buffer,
@@ -33,9 +34,8 @@ from ....models.mixers import (
     Rope,
     State,
     Value,
-    check_count,
     real_tokens,
-)  # fmt: skip
+)
 from ....ops import causal_conv, selective_scan
 
 
@@ -51,16 +51,10 @@ class MambaState:
 
 @dataclass(frozen=True)
 class Options(MixerOptions):
-    inner_size: int  # C
-    state_size: int  # N
-    conv_width: int  # K
-    dt_rank: int  # R
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            check_count(field.name, getattr(self, field.name))
-        if self.conv_width < 2:
-            raise DiffbitError("conv_width is 1, wanted 2 or more: a convolution over a single token has no state")
+    inner_size: Count  # C
+    state_size: Count  # N
+    conv_width: Annotated[int, bounds(2, 1 << 31, "2 or more: a convolution over a single token has no state")]  # K
+    dt_rank: Count  # R
 
     def module(self, place: Place) -> Mamba:
         return Mamba(self, place)

@@ -41,32 +41,32 @@ Cache::Cache(const CacheTensors& tensors, bool is_keys_, int64_t d, int64_t wind
       recent_in_place(tensors.recent_in_place) {}
 
 CacheRows Cache::rows(const Call& call, int64_t b, int64_t g, int64_t t) const {
-  CacheRows found{};
-  found.count = call.width;
+  CacheRows group_rows{};
+  group_rows.count = call.width;
   for (int64_t j = 0; j < call.width; ++j) {
     const int64_t head = call.head(b, g, j);
-    found.rows[j] = row(head, t);
-    found.scales[j] = reinterpret_cast<const float*>(scale(head, t));
+    group_rows.rows[j] = row(head, t);
+    group_rows.scales[j] = reinterpret_cast<const float*>(scale(head, t));
   }
-  return found;
+  return group_rows;
 }
 
 BlockRows Cache::blocks(const Call& call, int64_t b, int64_t g, int64_t t) const {
-  BlockRows found{};
-  found.count = call.width;
+  BlockRows group_blocks{};
+  group_blocks.count = call.width;
   for (int64_t j = 0; j < call.width; ++j) {
     const int64_t head = call.head(b, g, j);
-    found.codes[j] = reinterpret_cast<const uint8_t*>(row(head, t));
-    found.scales[j] = reinterpret_cast<const Half*>(scale(head, t));
+    group_blocks.codes[j] = reinterpret_cast<const uint8_t*>(row(head, t));
+    group_blocks.scales[j] = reinterpret_cast<const Half*>(scale(head, t));
   }
-  return found;
+  return group_blocks;
 }
 
 CacheRows Cache::recent_rows(const Call& call, int64_t b, int64_t g) const {
-  CacheRows found{};
-  found.count = call.width;
-  for (int64_t j = 0; j < call.width; ++j) found.rows[j] = recent + call.head(b, g, j) * slots * call.d;
-  return found;
+  CacheRows group_rows{};
+  group_rows.count = call.width;
+  for (int64_t j = 0; j < call.width; ++j) group_rows.rows[j] = recent + call.head(b, g, j) * slots * call.d;
+  return group_rows;
 }
 
 void Cache::copy(int64_t head, int64_t begin, int64_t end) const {
@@ -107,9 +107,9 @@ void Cache::store(const Call& call, int64_t head, int64_t t, const float* from) 
 void Cache::append_rows(const Call& call, int64_t b, int64_t sub_head, int64_t begin, int64_t end) const {
   float wide[ATTENTION_MOST_D], rotated[ATTENTION_MOST_D];
   const int64_t head = b * call.kv_heads + sub_head;
-  copy(head, begin, smaller(end, call.held));
+  copy(head, begin, smaller(end, call.cached));
   if (end == call.total) copy(head, call.total, past_capacity);
-  for (int64_t t = larger(begin, call.held); t < end; ++t)
+  for (int64_t t = larger(begin, call.cached); t < end; ++t)
     store(call, head, t, new_row(call, b, sub_head, t, wide, rotated));
 }
 
@@ -136,9 +136,9 @@ void Cache::halves(const Call& call, int64_t b, int64_t sub_head, int64_t begin,
   float wide[ATTENTION_MOST_D], rotated[ATTENTION_MOST_D];
   const int64_t d = call.d;
   const Half* from = past_recent + (b * call.kv_heads + sub_head) * slots * d;
-  if (const int64_t old = smaller(end, call.held) - begin; old > 0)
+  if (const int64_t old = smaller(end, call.cached) - begin; old > 0)
     std::memcpy(to, from + (begin - call.before) * d, halves_bytes(old * d));
-  for (int64_t t = larger(begin, call.held); t < end; ++t)
+  for (int64_t t = larger(begin, call.cached); t < end; ++t)
     call.kernels.narrow(new_row(call, b, sub_head, t, wide, rotated), d, to + (t - begin) * d);
 }
 

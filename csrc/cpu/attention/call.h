@@ -23,7 +23,7 @@ inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 struct Call {
-  Call(const DiffAttention& op, const AttentionTensors& tensors);
+  Call(const DiffAttention& op, const AttentionNode::Tensors& tensors);
 
   const AttentionKernels& kernels;
   const LowBitKernels& lowbit;
@@ -43,7 +43,7 @@ struct Call {
   int64_t all_length, all_total;
   // Derived from them: tokens in all, and in the cache before the part; quantized tokens before and after the part (0
   // without blocks); signal rows
-  int64_t total, held, before, after, rows;
+  int64_t total, cached, before, after, rows;
   void set_part(int64_t first_, int64_t length_, int64_t all_past);
 
   bool blockwise() const { return keys.blockwise() || values.blockwise(); }

@@ -171,9 +171,9 @@ struct Decode {
       for (int64_t chunk = 0; chunk < chunks; ++chunk)
         if (factors[chunk] > largest) largest = factors[chunk];
       for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        const float found = sums[row * chunks + chunk];
-        factors[chunk] = found == 0 ? 0 : std::exp(factors[chunk] - largest);  // 0: nothing visible in the chunk
-        sum += found * factors[chunk];
+        const float chunk_sum = sums[row * chunks + chunk];
+        factors[chunk] = chunk_sum == 0 ? 0 : std::exp(factors[chunk] - largest);  // 0: nothing visible in the chunk
+        sum += chunk_sum * factors[chunk];
       }
       const float share = sum == 0 ? 0 : 1 / sum;
       for (int64_t chunk = 0; chunk < chunks; ++chunk) factors[chunk] *= share;

@@ -68,6 +68,12 @@ struct AttentionKernels {
                         int64_t stride);
 };
 
+/// The table in a namespace that defines all of these.
+#define DIFFBIT_ATTENTION_KERNELS                                                                                   \
+  {widen, narrow, rotate, quantize, {scores<float>, scores<Half>, scores<int8_t>}, hides, hide, softmax, combine,    \
+   {mix<float>, mix<Half>, mix<int8_t>}, finish, {pack_keys<float>, pack_keys<Half>, pack_keys<int8_t>},             \
+   {unpack_values<float>, unpack_values<Half>, unpack_values<int8_t>}, packed_scores}
+
 static constexpr int64_t padded(int64_t d) { return (d + ATTENTION_PAD - 1) / ATTENTION_PAD * ATTENTION_PAD; }
 
 DIFFBIT_DECLARE(AttentionKernels, attention)

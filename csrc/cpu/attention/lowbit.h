@@ -50,6 +50,11 @@ struct LowBitKernels {
                           float* offset);
 };
 
+/// The table in a namespace that defines all of these.
+#define DIFFBIT_LOWBIT_KERNELS                                                                                      \
+  {{quantize<4>, quantize<2>}, {scores<4>, scores<2>}, {integer_scores<4>, integer_scores<2>}, integer_row_scores,   \
+   {mix<4>, mix<2>}, {pack_keys<4>, pack_keys<2>}, {unpack_values<4>, unpack_values<2>}, quantize_query}
+
 DIFFBIT_DECLARE(LowBitKernels, lowbit)
 
 }  // namespace diffbit

@@ -57,9 +57,9 @@ void quantize(const Half* x, int64_t d, uint8_t* packed, Half* scales) {
 /// Channel i of token t; without scales, its code.
 template <int BITS>
 float number(const uint8_t* packed, const Half* scales, int64_t d, int64_t t, int64_t i) {
-  const float found = static_cast<float>(code<BITS>(packed + t * d * BITS / 8, i));
+  const float value = static_cast<float>(code<BITS>(packed + t * d * BITS / 8, i));
   const Half* of_block = scales ? scales + t / BLOCK * 2 * d : nullptr;
-  return of_block ? found * to_float(of_block[i]) + to_float(of_block[d + i]) : found;
+  return of_block ? value * to_float(of_block[i]) + to_float(of_block[d + i]) : value;
 }
 
 float round_row(const float* x, int64_t d, int top, int* codes) {
@@ -166,15 +166,6 @@ float quantize_query(const float* q, const Half* scales, int key_bits, int64_t d
 
 }  // namespace
 
-extern const LowBitKernels lowbit = {
-    {quantize<4>, quantize<2>},
-    {scores<4>, scores<2>},
-    {integer_scores<4>, integer_scores<2>},
-    integer_row_scores,
-    {mix<4>, mix<2>},
-    {pack_keys<4>, pack_keys<2>},
-    {unpack_values<4>, unpack_values<2>},
-    quantize_query,
-};
+extern const LowBitKernels lowbit = DIFFBIT_LOWBIT_KERNELS;
 
 }  // namespace diffbit::scalar

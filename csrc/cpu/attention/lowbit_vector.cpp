@@ -196,9 +196,9 @@ void integer_row_scores(const CacheRows& keys, int64_t n, int64_t d, const float
       const int64_t count = n - begin < BLOCK ? n - begin : BLOCK;
       ask(from + begin * d, count * d);
       const uint8_t* block = laid_out(from + begin * d, count, layout, padded_rows);
-      float found[BLOCK];
-      dots_of_block<1>(block, layout, u, [&](int64_t t, Ints dots) { store(found + t, to_floats(dots) * scale); });
-      for (int64_t t = 0; t < count; ++t) s[row * stride + begin + t] = found[t] * keys.scales[j][begin + t];
+      float scaled[BLOCK];
+      dots_of_block<1>(block, layout, u, [&](int64_t t, Ints dots) { store(scaled + t, to_floats(dots) * scale); });
+      for (int64_t t = 0; t < count; ++t) s[row * stride + begin + t] = scaled[t] * keys.scales[j][begin + t];
     }
   }
 }
@@ -320,15 +320,6 @@ float quantize_query(const float* q, const Half* scales, int key_bits, int64_t d
 
 }  // namespace
 
-extern const LowBitKernels lowbit = {
-    {quantize<4>, quantize<2>},
-    {scores<4>, scores<2>},
-    {integer_scores<4>, integer_scores<2>},
-    integer_row_scores,
-    {mix<4>, mix<2>},
-    {pack_keys<4>, pack_keys<2>},
-    {unpack_values<4>, unpack_values<2>},
-    quantize_query,
-};
+extern const LowBitKernels lowbit = DIFFBIT_LOWBIT_KERNELS;
 
 }  // namespace diffbit::DIFFBIT_ISA

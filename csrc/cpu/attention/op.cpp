@@ -11,7 +11,7 @@ constexpr int64_t FEW_ROWS = 16;  // per branch: up to here, reading the cache d
 constexpr int64_t PROMPT = 1024;  // tokens of a prompt that are computed at once with a sliding window
 
 /// Copies the past's rings to the present, which then serves as both.
-void own_rings(Call& call, Context& context) {
+void copy_rings_to_present(Call& call, Context& context) {
   for (Cache* cache : {&call.keys, &call.values}) {
     if (!cache->in_place) {
       Cache from = *cache;
@@ -46,16 +46,16 @@ void decode_parts(Call call, Context& context) {
 
 /// A cache of the tokens that a part sees, in order, with room for its new tokens.
 Cache in_order(const Call& call, const Cache& ring, Scratch where, Context& context) {
-  Cache found = ring;
-  const int64_t heads = call.batch * call.kv_heads, held = ring.blockwise() ? call.before : call.held;
-  found.ring = 0;
-  found.capacity = ring.blockwise() ? call.after : call.total;
-  const int64_t rows = divide_up(heads * found.capacity * static_cast<int64_t>(ring.row_bytes), 64) * 64;
-  const int64_t scales = heads * found.capacity / ring.scale_tokens() * static_cast<int64_t>(ring.scale_bytes);
-  found.present = scratch<char>(where, rows + (ring.scales ? scales : 0));
-  if (ring.scales) found.scales = found.present + rows;
-  context.parallel(heads, [&](int64_t head) { ring.move(found, head, 0, held); });
-  return found;
+  Cache ordered = ring;
+  const int64_t heads = call.batch * call.kv_heads, cached = ring.blockwise() ? call.before : call.cached;
+  ordered.ring = 0;
+  ordered.capacity = ring.blockwise() ? call.after : call.total;
+  const int64_t rows = divide_up(heads * ordered.capacity * static_cast<int64_t>(ring.row_bytes), 64) * 64;
+  const int64_t scales = heads * ordered.capacity / ring.scale_tokens() * static_cast<int64_t>(ring.scale_bytes);
+  ordered.present = scratch<char>(where, rows + (ring.scales ? scales : 0));
+  if (ring.scales) ordered.scales = ordered.present + rows;
+  context.parallel(heads, [&](int64_t head) { ring.move(ordered, head, 0, cached); });
+  return ordered;
 }
 
 /// For many rows after a ring that not all of them see: works on copies of the ring, which in the end has the part's last
@@ -69,9 +69,10 @@ void prefill_parts(Call call, Context& context) {
     part.values = in_order(call, call.values, VALUE_ROWS, context);
     prefill(part, context);
     for (auto [from, to] : {std::pair{&part.keys, &call.keys}, std::pair{&part.values, &call.values}}) {
-      const int64_t held = to->blockwise() ? call.before : call.held, count = to->blockwise() ? call.after : call.total;
-      context.parallel(call.batch * call.kv_heads,
-                       [&, from = from, to = to](int64_t head) { from->move(*to, head, larger(held, count - to->ring), count); });
+      const int64_t cached = to->blockwise() ? call.before : call.cached, count = to->blockwise() ? call.after : call.total;
+      context.parallel(call.batch * call.kv_heads, [&, from = from, to = to](int64_t head) {
+        from->move(*to, head, larger(cached, count - to->ring), count);
+      });
       to->past_recent = to->recent, to->recent_in_place = true;
     }
   }
@@ -83,14 +84,14 @@ DiffAttention::DiffAttention(const Node& node)
     : AttentionNode(node), kernels(DIFFBIT_PICK(attention)), lowbit(DIFFBIT_PICK(lowbit)) {}
 
 void DiffAttention::compute(Context& context) const {
-  const AttentionTensors of = tensors(context);
-  const int64_t positions = of.batch * of.length, rows = of.cos.shape[0];
+  const Tensors of = tensors(context);
+  const int64_t positions = of.batch * of.steps, rows = of.cos.shape[0];
   for (int64_t i = 0; i < positions; ++i)
-    if (const int64_t position = of.positions.as<int64_t>()[i]; position < 0 || position >= rows)
-      throw Error("%s holds %lld, wanted 0 to %lld: cos has %lld rows", of.positions.name, number(position),
+    if (const int64_t position = of.position_ids.as<int64_t>()[i]; position < 0 || position >= rows)
+      throw Error("%s holds %lld, wanted 0 to %lld: cos has %lld rows", of.position_ids.name, number(position),
                   number(rows - 1), number(rows));
   Call call(*this, of);
-  if (sliding_window) own_rings(call, context);
+  if (sliding_window) copy_rings_to_present(call, context);
   if (call.rows <= FEW_ROWS)
     decode_parts(call, context);
   else if (sliding_window && call.all_total > sliding_window)
@@ -99,7 +100,7 @@ void DiffAttention::compute(Context& context) const {
     prefill(call, context);
 }
 
-Call::Call(const DiffAttention& op, const AttentionTensors& of)
+Call::Call(const DiffAttention& op, const AttentionNode::Tensors& of)
     : kernels(*op.kernels),
       lowbit(*op.lowbit),
       batch(of.batch),
@@ -122,16 +123,16 @@ Call::Call(const DiffAttention& op, const AttentionTensors& of)
       half(of.query.type == ort::FLOAT16),
       query(of.query),
       lambda(of.lambda),
-      positions(of.positions),
+      positions(of.position_ids),
       cos(of.cos),
       sin(of.sin),
-      mask(of.mask),
+      mask(of.attention_mask),
       out(of.out),
       keys(of.keys, true, d, window),
       values(of.values, false, d, window),
-      all_length(of.length),
-      all_total(of.past + of.length) {
-  set_part(0, of.length, of.past);
+      all_length(of.steps),
+      all_total(of.past_length + of.steps) {
+  set_part(0, of.steps, of.past_length);
 }
 
 void Call::set_part(int64_t first_, int64_t length_, int64_t all_past) {
@@ -140,8 +141,8 @@ void Call::set_part(int64_t first_, int64_t length_, int64_t all_past) {
   keys.base = values.base = base;
   first = first_, length = length_, past = all_past - base;
   total = past + length;
-  held = appends ? past : total;
-  before = blockwise() ? quantized_tokens(held, window) : 0;
+  cached = appends ? past : total;
+  before = blockwise() ? quantized_tokens(cached, window) : 0;
   after = blockwise() ? quantized_tokens(total, window) : 0;
   rows = pairs * length;
 }

@@ -36,12 +36,12 @@ struct Side {
     row = cache.is_keys ? call.d : padded(call.d);
     coded = whole(cache.blockwise() ? call.after : call.total);
     recent = cache.blockwise() ? whole(call.total - call.before) : 0;
-    coded_floats = as_it_lies() ? 0 : call.width * coded * row;
+    coded_floats = is_row_major() ? 0 : call.width * coded * row;
     recent_floats = call.width * recent * row;
   }
 
   /// Whether the product can read the cache's rows directly.
-  bool as_it_lies() const {
+  bool is_row_major() const {
     return !cache.is_keys && !cache.blockwise() && cache.type == CACHE_FLOAT32 && padded(call.d) == call.d;
   }
   int64_t floats() const { return coded_floats + recent_floats; }
@@ -64,7 +64,7 @@ struct Side {
       const float* scales = reinterpret_cast<const float*>(cache.scale(head, begin));
       if (cache.is_keys)
         call.kernels.pack_keys[cache.type](cache.row(head, begin), call.top ? nullptr : scales, end - begin, d, to);
-      else if (!as_it_lies())
+      else if (!is_row_major())
         call.kernels.unpack_values[cache.type](cache.row(head, begin), scales, end - begin, d, to);
       return;
     }
@@ -212,9 +212,9 @@ struct Prefill {
     shares(b, g, begin, end, seen, s, stride);
     std::memset(mixed, 0, static_cast<size_t>(rows * call.width_floats()) * sizeof *mixed);
     const bool blockwise = call.values.blockwise();
-    CacheRows from = values.as_it_lies() ? call.values.rows(call, b, g, seen.begin) : CacheRows{};
+    CacheRows from = values.is_row_major() ? call.values.rows(call, b, g, seen.begin) : CacheRows{};
     from.count = call.width;
-    if (!values.as_it_lies())
+    if (!values.is_row_major())
       for (int64_t j = 0; j < call.width; ++j) from.rows[j] = values.coded_of(slot, j, seen.begin);
     const int64_t coded = (blockwise ? seen.old : seen.end) - seen.begin;
     call.kernels.mix[CACHE_FLOAT32](from, coded, values.row, s, rows, stride, mixed);

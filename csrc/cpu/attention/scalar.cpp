@@ -132,21 +132,6 @@ void packed_scores(const float* packed, int64_t blocks, int64_t d, const float* 
 
 }  // namespace
 
-extern const AttentionKernels attention = {
-    widen,
-    narrow,
-    rotate,
-    quantize,
-    {scores<float>, scores<Half>, scores<int8_t>},
-    hides,
-    hide,
-    softmax,
-    combine,
-    {mix<float>, mix<Half>, mix<int8_t>},
-    finish,
-    {pack_keys<float>, pack_keys<Half>, pack_keys<int8_t>},
-    {unpack_values<float>, unpack_values<Half>, unpack_values<int8_t>},
-    packed_scores,
-};
+extern const AttentionKernels attention = DIFFBIT_ATTENTION_KERNELS;
 
 }  // namespace diffbit::scalar

@@ -100,9 +100,9 @@ DIFFBIT_INLINE void score_tile(const C* keys, int64_t n, int64_t d, const float*
       int64_t i = 0;
       for (; i + L <= d; i += L) one = fma(load(q + row * padded(d) + i), load(keys + t * d + i), one);
       if (i < d) one = fma(load(q + row * padded(d) + i), load_part(keys + t * d + i, d - i), one);
-      float found[4];  // added in the order of four keys, so a score does not depend on neighbouring keys
-      store_sums(found, one, one, one, one);
-      s[row * stride + t] = found[0];
+      float four[4];  // added in the order of four keys, so a score does not depend on neighbouring keys
+      store_sums(four, one, one, one, one);
+      s[row * stride + t] = four[0];
     }
 }
 
@@ -324,21 +324,6 @@ void packed_scores(const float* packed, int64_t blocks, int64_t d, const float* 
 
 }  // namespace
 
-extern const AttentionKernels attention = {
-    widen,
-    narrow,
-    rotate,
-    quantize,
-    {scores<float>, scores<Half>, scores<int8_t>},
-    hides,
-    hide,
-    softmax,
-    combine,
-    {mix<float>, mix<Half>, mix<int8_t>},
-    finish,
-    {pack_keys<float>, pack_keys<Half>, pack_keys<int8_t>},
-    {unpack_values<float>, unpack_values<Half>, unpack_values<int8_t>},
-    packed_scores,
-};
+extern const AttentionKernels attention = DIFFBIT_ATTENTION_KERNELS;
 
 }  // namespace diffbit::DIFFBIT_ISA

@@ -8,9 +8,7 @@ namespace diffbit::scalar {
 namespace {
 
 float number(FloatRows of, int64_t row, int64_t column) {
-  if (column >= of.k) return 0.0f;
-  const int64_t i = row * of.k + column;
-  return of.half ? to_float(static_cast<const Half*>(of.data)[i]) : static_cast<const float*>(of.data)[i];
+  return column < of.k ? get(of.data, of.half, row * of.k + column) : 0.0f;
 }
 
 void widen(FloatRows from, int64_t first, int64_t last, int64_t width, float* to) {
@@ -30,10 +28,7 @@ void multiply(const float* x, int64_t count, int64_t width, FloatRows weight, in
         }
         for (int64_t far = 1; far < FLOAT_LANES; far *= 2)
           for (int64_t j = 0; j < FLOAT_LANES; j += 2 * far) sums[j] += sums[j + far];
-        if (half_y)
-          static_cast<Half*>(y)[i * n + row] = to_half(sums[0]);
-        else
-          static_cast<float*>(y)[i * n + row] = sums[0];
+        put(y, half_y, i * n + row, sums[0]);
       }
 }
 

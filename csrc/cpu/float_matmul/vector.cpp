@@ -66,11 +66,11 @@ void tile(const float* x, int64_t width, const T* weight, int64_t k, int64_t apa
   }
   if (c < k) step(c, [](const T* from, int64_t left) { return load_some(from, left); });
   constexpr int ROOM = (R * COUNT + F32_LANES - 1) / F32_LANES * F32_LANES;
-  float found[ROOM];
-  totals(sums, found);
+  float results[ROOM];
+  totals(sums, results);
   Y rounded[ROOM];
   DIFFBIT_UNROLL
-  for (int i = 0; i < ROOM; i += F32_LANES) store(rounded + i, load(found + i));
+  for (int i = 0; i < ROOM; i += F32_LANES) store(rounded + i, load(results + i));
   for (int r = 0; r < R; ++r)
     for (int w = 0; w < COUNT; ++w) y[r * n + w * apart] = rounded[r * COUNT + w];
 }

@@ -10,8 +10,7 @@ namespace {
 void transform(const void* x, void* y, bool half, int64_t block, int64_t size, float* floats) {
   const float scale = static_cast<float>(1 / std::sqrt(static_cast<double>(block)));
   for (int64_t begin = 0; begin < size; begin += block) {
-    for (int64_t i = 0; i < block; ++i)
-      floats[i] = half ? to_float(static_cast<const Half*>(x)[begin + i]) : static_cast<const float*>(x)[begin + i];
+    for (int64_t i = 0; i < block; ++i) floats[i] = get(x, half, begin + i);
     for (int64_t apart = 1; apart < block; apart *= 2)
       for (int64_t i = 0; i < block; ++i) {
         if (i & apart) continue;
@@ -19,12 +18,7 @@ void transform(const void* x, void* y, bool half, int64_t block, int64_t size, f
         floats[i] = u + v;
         floats[i + apart] = u - v;
       }
-    for (int64_t i = 0; i < block; ++i) {
-      if (half)
-        static_cast<Half*>(y)[begin + i] = to_half(floats[i] * scale);
-      else
-        static_cast<float*>(y)[begin + i] = floats[i] * scale;
-    }
+    for (int64_t i = 0; i < block; ++i) put(y, half, begin + i, floats[i] * scale);
   }
 }
 

@@ -37,7 +37,7 @@ void row(const uint8_t* codes, const uint16_t* scales, const uint8_t* zeros, int
 
 void GatherQuantized::compute(Context& context) const {
   const Tensors of = tensors(context);
-  const int64_t count = of.ids.size(), groups = divide_up(k, group_size);
+  const int64_t count = of.rows, groups = divide_up(k, group_size);
   const int64_t* ids = of.ids.as<int64_t>();
   for (int64_t i = 0; i < count; ++i)
     if (ids[i] < 0 || ids[i] >= n)
@@ -50,7 +50,7 @@ void GatherQuantized::compute(Context& context) const {
     const int64_t scale = tile * of.scale_groups * INT4_TILE + lane;
     const uint8_t* codes = of.codes.as<uint8_t>() + tile * tile_bytes + lane * 4;
     const uint16_t* scales = of.scales.as<uint16_t>() + scale;
-    const uint8_t* zeros = of.symmetric ? nullptr : of.zeros.as<uint8_t>() + scale;
+    const uint8_t* zeros = of.zeros.data ? of.zeros.as<uint8_t>() + scale : nullptr;
     if (half) {
       Half* to = of.y.as<Half>() + i * k;
       (bits == 4 ? row<4, Half> : row<8, Half>)(codes, scales, zeros, scale_step, k, group_size, factor, to);

@@ -24,17 +24,15 @@ void TiledMatMul<Node_>::compute(Context& context) const {
   const int64_t k = this->k, n = this->n, group_size = this->group_size;
   const typename Node_::Tensors of = this->tensors(context);
   const Tensor &a = of.a, &codes = of.codes, &scales = of.scales, &zeros = of.zeros, &factor = of.factor, &y = of.y;
-  const bool symmetric = of.symmetric;
-  if (symmetric && *zeros.as<uint8_t>() != MIDDLE)
-    throw Error("%s is one %d, wanted one %lld or one of each group", zeros.name, int{*zeros.as<uint8_t>()},
-                number(MIDDLE));
+  if (of.zero && *of.zero != MIDDLE)
+    throw Error("%s is one %d, wanted one %lld or one of each group", zeros.name, int{*of.zero}, number(MIDDLE));
   const int64_t rows = of.rows, groups = divide_up(k, group_size), tiles = divide_up(n, INT4_TILE);
   const int64_t width = groups * group_size;
   if (!rows) return;
 
   const bool half = a.type == ort::FLOAT16;
   const int64_t item = half ? 2 : 4;
-  const Int4Weight weight = {codes.as<uint8_t>(),  scales.as<uint16_t>(), symmetric ? nullptr : zeros.as<uint8_t>(),
+  const Int4Weight weight = {codes.as<uint8_t>(),  scales.as<uint16_t>(), zeros.as<uint8_t>(),
                              *factor.as<float>(), n, groups, group_size, of.scale_groups};
   int8_t* q = scratch<int8_t>(QUANTIZED, rows * width);
   int32_t* offsets = scratch<int32_t>(OFFSETS, rows * groups);
@@ -47,7 +45,7 @@ void TiledMatMul<Node_>::compute(Context& context) const {
   const auto output = [&](int64_t i) { return y.as<char>() + i * most * n * item; };
   context.parallel(blocks, [&](int64_t i) {
     kernels->quantize(a.as<char>() + i * most * k * item, half, k, groups, group_size,
-                      symmetric && BITS == 4 ? -8 : -1, block(i));
+                      of.zero && BITS == 4 ? -8 : -1, block(i));
   });
 
   if (blocks == 1) {  // bound by memory: several distant tiles at once, then the remaining ones

@@ -11,10 +11,7 @@ namespace {
 void quantize(const void* x, bool half, int64_t k, int64_t groups, int64_t group_size, int32_t minus,
               const Int4Rows& rows) {
   for (int64_t row = 0; row < rows.count; ++row) {
-    const auto at = [&](int64_t i) {
-      if (i >= k) return 0.0f;
-      return half ? to_float(static_cast<const Half*>(x)[row * k + i]) : static_cast<const float*>(x)[row * k + i];
-    };
+    const auto at = [&](int64_t i) { return i < k ? get(x, half, row * k + i) : 0.0f; };
     for (int64_t g = 0; g < groups; ++g) {
       float largest = 0;
       bool finite = true;
@@ -64,11 +61,7 @@ void multiply(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int
           const float scale = to_float(weight.scales[at]) * rows.scales[g * rows.count + row];
           result = std::fma(static_cast<float>(sum), scale, result);
         }
-        result *= weight.factor;
-        if (half)
-          static_cast<Half*>(y)[row * weight.n + n] = to_half(result);
-        else
-          static_cast<float*>(y)[row * weight.n + n] = result;
+        put(y, half, row * weight.n + n, result * weight.factor);
       }
     }
 }

@@ -24,8 +24,8 @@ void CausalConv::compute(Context& context) const {
     ConvTokens tokens{};
     tokens.x = of.x.as<char>() + b * row, tokens.y = of.y.as<char>() + b * row, tokens.half = item == 2;
     tokens.steps = of.steps, tokens.channels = of.channels;
-    tokens.mask = of.mask.as<int64_t>() + (b + 1) * of.total - of.steps;
-    tokens.past = of.past.as<float>() + b * state, tokens.present = of.present.as<float>() + b * state;
+    tokens.mask = of.attention_mask.as<int64_t>() + (b + 1) * of.total - of.steps;
+    tokens.past = of.past_state.as<float>() + b * state, tokens.present = of.present_state.as<float>() + b * state;
     tokens.weight = of.weight.as<float>(), tokens.bias = of.bias.as<float>(), tokens.width = of.width;
     kernels->conv(tokens, begin, std::min(begin + CONV_CHANNELS, of.channels),
                   scratch<float>(FLOATS, of.width * divide_up(std::min(CONV_CHANNELS, of.channels), MAMBA_LANES) * MAMBA_LANES));
@@ -46,8 +46,8 @@ void SelectiveScan::compute(Context& context) const {
     tokens.x = at(of.x, row), tokens.dt = at(of.dt, row), tokens.z = at(of.z, row), tokens.y = at(of.y, row);
     tokens.b = at(of.b, low), tokens.c = at(of.c, low), tokens.memory = of.memory.data ? at(of.memory, row) : nullptr;
     tokens.half = item == 2, tokens.steps = of.steps, tokens.channels = of.channels, tokens.states = of.states;
-    tokens.mask = of.mask.as<int64_t>() + (b + 1) * of.total - of.steps;
-    tokens.past = of.past.as<float>() + b * state, tokens.present = of.present.as<float>() + b * state;
+    tokens.mask = of.attention_mask.as<int64_t>() + (b + 1) * of.total - of.steps;
+    tokens.past = of.past_state.as<float>() + b * state, tokens.present = of.present_state.as<float>() + b * state;
     tokens.a = of.a.as<float>(), tokens.d = of.d.as<float>(), tokens.dt_bias = of.dt_bias.as<float>();
     kernels->scan(tokens, begin, std::min(begin + some, of.channels),
                   scratch<float>(FLOATS, 2 * of.states * SCAN_TOKENS));

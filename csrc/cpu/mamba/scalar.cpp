@@ -7,17 +7,6 @@
 namespace diffbit::scalar {
 namespace {
 
-float number(const void* from, bool half, int64_t i) {
-  return half ? to_float(static_cast<const Half*>(from)[i]) : static_cast<const float*>(from)[i];
-}
-
-void put(void* to, bool half, int64_t i, float x) {
-  if (half)
-    static_cast<Half*>(to)[i] = to_half(x);
-  else
-    static_cast<float*>(to)[i] = x;
-}
-
 float silu(float x) { return x / (1 + std::exp(-x)); }
 float softplus(float x) { return std::fmax(x, 0.0f) + std::log1p(std::exp(-std::fabs(x))); }
 
@@ -31,7 +20,7 @@ void conv(const ConvTokens& of, int64_t begin, int64_t end, float* last) {  // l
         put(of.y, of.half, i, 0);
         continue;
       }
-      last[kept] = number(of.x, of.half, i);
+      last[kept] = get(of.x, of.half, i);
       float sum = of.bias[c];
       for (int64_t k = 0; k < of.width; ++k) sum = std::fma(last[k], of.weight[k * of.channels + c], sum);
       put(of.y, of.half, i, silu(sum));
@@ -48,15 +37,15 @@ void scan(const ScanTokens& of, int64_t begin, int64_t end, float* h) {
       const int64_t i = t * of.channels + c;
       float memory = 0, y = 0;
       if (of.mask[t]) {
-        const float x = number(of.x, of.half, i), size = softplus(number(of.dt, of.half, i) + of.dt_bias[c]);
+        const float x = get(of.x, of.half, i), size = softplus(get(of.dt, of.half, i) + of.dt_bias[c]);
         const float input = size * x;
         memory = of.d[c] * x;
         for (int64_t n = 0; n < of.states; ++n) {
           const int64_t j = t * of.states + n;
-          h[n] = std::fma(std::exp(size * of.a[n * of.channels + c]), h[n], input * number(of.b, of.half, j));
-          memory = std::fma(number(of.c, of.half, j), h[n], memory);
+          h[n] = std::fma(std::exp(size * of.a[n * of.channels + c]), h[n], input * get(of.b, of.half, j));
+          memory = std::fma(get(of.c, of.half, j), h[n], memory);
         }
-        y = memory * silu(number(of.z, of.half, i));
+        y = memory * silu(get(of.z, of.half, i));
       }
       put(of.y, of.half, i, y);
       if (of.memory) put(of.memory, of.half, i, memory);

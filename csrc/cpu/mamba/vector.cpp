@@ -51,11 +51,11 @@ DIFFBIT_INLINE void put(T* to, int64_t count, F32 a) {
 }
 
 /// Calls each(std::true_type, i, L) for each whole vector of begin ... end - 1, then each(std::false_type, i, rest).
-template <class Each>
-DIFFBIT_INLINE void vectors(int64_t begin, int64_t end, const Each& each) {
+template <class Use>
+DIFFBIT_INLINE void vectors(int64_t begin, int64_t end, const Use& use) {
   int64_t i = begin;
-  for (; i + L <= end; i += L) each(std::true_type(), i, L);
-  if (i < end) each(std::false_type(), i, end - i);
+  for (; i + L <= end; i += L) use(std::true_type(), i, L);
+  if (i < end) use(std::false_type(), i, end - i);
 }
 
 // ---- CausalConv ----

@@ -116,18 +116,6 @@ DIFFBIT_INLINE void add_sums(uint32_t* to, Ints a, Ints b, Ints c, Ints d) {
   _mm_storeu_si128(at, _mm_add_epi32(_mm_loadu_si128(at), four));
 }
 
-/// Keeps the compiler from loading a vector again for each of its uses.
-template <class Vector>
-DIFFBIT_INLINE Vector once(Vector a) {
-  __asm__("" : "+v"(a.v));
-  return a;
-}
-/// Keeps the compiler from multiplying one lane and copying the product to the others: loads broadcast at no cost.
-DIFFBIT_INLINE F32 in_lanes(F32 a) {
-  __asm__("" : "+v"(a));
-  return a;
-}
-
 DIFFBIT_INLINE F32 to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
 
 /// Each row's zero point times `offset`.
@@ -136,16 +124,6 @@ DIFFBIT_INLINE Ints times_bytes(int32_t offset, const uint8_t* zeros) {
   return {_mm512_mullo_epi32(_mm512_set1_epi32(offset), _mm512_cvtepu8_epi32(bytes))};
 }
 DIFFBIT_INLINE Ints splat_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
-
-/// Splits eight bytes: those at even positions to `even`, the others to `odd`.
-DIFFBIT_INLINE void store_parted(const int8_t* from, int8_t* even, int8_t* odd) {
-  const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m128i eight = _mm_shuffle_epi8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)), order);
-  uint32_t parts[2];
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(parts), eight);
-  std::memcpy(even, &parts[0], 4);
-  std::memcpy(odd, &parts[1], 4);
-}
 
 template <int BITS>
 DIFFBIT_INLINE void load_codes(const uint8_t* from, F32 (&to)[2]) {

@@ -91,18 +91,6 @@ DIFFBIT_INLINE void add_sums(uint32_t* to, Ints a, Ints b, Ints c, Ints d) {
   vst1q_u32(to, vaddq_u32(vld1q_u32(to), vreinterpretq_u32_s32(four)));
 }
 
-/// Keeps the compiler from loading a vector again for each of its uses.
-template <class Vector>
-DIFFBIT_INLINE Vector once(Vector a) {
-  __asm__("" : "+w"(a.v));
-  return a;
-}
-/// Keeps the compiler from multiplying one lane and copying the product to the others: loads broadcast at no cost.
-DIFFBIT_INLINE F32 in_lanes(F32 a) {
-  __asm__("" : "+w"(a));
-  return a;
-}
-
 DIFFBIT_INLINE F32 to_floats(Ints a) { return vcvtq_f32_s32(a.v); }
 
 DIFFBIT_INLINE Ints times_bytes(int32_t offset, const uint8_t* zeros) {

@@ -1,4 +1,4 @@
-// Included by every instruction set's header: the compiler's intrinsics, and types for our tables.
+// Included by every instruction set's header: the compiler's intrinsics, and what does not depend on the vectors' width.
 #pragma once
 
 #include <cstdint>
@@ -35,6 +35,18 @@ struct TernaryPass {
   int field, shift, mask;
   bool quarter;
 };
+
+#if !defined(__aarch64__)
+/// Splits eight bytes: those at even positions to `even`, the others to `odd`.
+DIFFBIT_INLINE void store_parted(const int8_t* from, int8_t* even, int8_t* odd) {
+  const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m128i eight = _mm_shuffle_epi8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)), order);
+  uint32_t parts[2];
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(parts), eight);
+  std::memcpy(even, &parts[0], 4);
+  std::memcpy(odd, &parts[1], 4);
+}
+#endif
 
 }  // namespace
 }  // namespace diffbit::DIFFBIT_ISA

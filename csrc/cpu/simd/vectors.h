@@ -40,6 +40,23 @@ namespace {
 
 static_assert(F32_LANES == WIDTH / 4, "lanes of floats and of integers meet");
 
+#if defined(__aarch64__)
+#define DIFFBIT_IN_REGISTER "+w"
+#else
+#define DIFFBIT_IN_REGISTER "+v"
+#endif
+/// Keeps the compiler from loading a vector again for each of its uses.
+template <class Vector>
+DIFFBIT_INLINE Vector once(Vector a) {
+  __asm__("" : DIFFBIT_IN_REGISTER(a.v));
+  return a;
+}
+/// Keeps the compiler from multiplying one lane and copying the product to the others: loads broadcast at no cost.
+DIFFBIT_INLINE F32 in_lanes(F32 a) {
+  __asm__("" : DIFFBIT_IN_REGISTER(a));
+  return a;
+}
+
 /// Prefetches a line that will soon be read once.
 DIFFBIT_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
 

@@ -12,9 +12,7 @@ namespace {
 int64_t quantized_size(int64_t blocks) { return blocks * TERNARY_BLOCK; }
 
 TernaryRow quantize(const void* x, bool half, int64_t bits, int64_t k, int64_t blocks, int8_t* q) {
-  const auto at = [=](int64_t i) {
-    return half ? to_float(static_cast<const Half*>(x)[i]) : static_cast<const float*>(x)[i];
-  };
+  const auto at = [=](int64_t i) { return get(x, half, i); };
   std::fill(q, q + quantized_size(blocks), int8_t{0});
   float largest = 0;
   for (int64_t i = 0; i < k; ++i) {
@@ -50,11 +48,7 @@ void multiply(const TernaryProduct& product, int64_t row_begin, int64_t row_end,
         sum += (code - 1) * product.q[row * width + i];
       }
       const float scale = product.scale[product.scale_per_row ? out : 0];
-      const float y = static_cast<float>(sum) * product.rows[row].scale * scale;
-      if (product.half)
-        static_cast<Half*>(product.y)[row * product.n + out] = to_half(y);
-      else
-        static_cast<float*>(product.y)[row * product.n + out] = y;
+      put(product.y, product.half, row * product.n + out, static_cast<float>(sum) * product.rows[row].scale * scale);
     }
 }
 

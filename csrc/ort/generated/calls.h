@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#define DIFFBIT_CUDA_API extern "C" __attribute__((visibility("default")))
+
 struct DiffbitCausalConv {
   const void* x;
   const void* weight;
@@ -18,6 +20,25 @@ struct DiffbitCausalConv {
   int64_t channels;
   int64_t width;  // rows of weight
   int64_t type;  // of x and y: FLOAT32, FLOAT16 or BFLOAT16
+
+  template <class Node, class Tensors>
+  static DiffbitCausalConv from([[maybe_unused]] const Node& node, const Tensors& of) {
+    return {
+        of.x.data,
+        of.weight.data,
+        of.bias.data,
+        of.attention_mask.data,
+        of.past_state.data,
+        of.y.data,
+        of.present_state.data,
+        of.batch,
+        of.steps,
+        of.total,
+        of.channels,
+        of.width,
+        of.x.type,
+    };
+  }
 };
 static_assert(offsetof(DiffbitCausalConv, x) == 0, "x");
 static_assert(offsetof(DiffbitCausalConv, weight) == 8, "weight");
@@ -33,6 +54,8 @@ static_assert(offsetof(DiffbitCausalConv, channels) == 80, "channels");
 static_assert(offsetof(DiffbitCausalConv, width) == 88, "width");
 static_assert(offsetof(DiffbitCausalConv, type) == 96, "type");
 static_assert(sizeof(DiffbitCausalConv) == 104, "DiffbitCausalConv");
+DIFFBIT_CUDA_API size_t diffbit_cuda_causal_conv_workspace(const DiffbitCausalConv*);
+DIFFBIT_CUDA_API const char* diffbit_cuda_causal_conv(const DiffbitCausalConv*, void* workspace, void* stream);
 
 struct DiffbitAttention {
   const void* query;
@@ -82,6 +105,59 @@ struct DiffbitAttention {
   int64_t value_type;
   float scale;
   float norm_eps;
+
+  template <class Node, class Tensors>
+  static DiffbitAttention from([[maybe_unused]] const Node& node, const Tensors& of) {
+    return {
+        of.query.data,
+        of.keys.fresh.data,
+        of.values.fresh.data,
+        of.lambda.data,
+        of.keys.past.data,
+        of.values.past.data,
+        of.position_ids.data,
+        of.cos.data,
+        of.sin.data,
+        of.attention_mask.data,
+        of.keys.past_scale.data,
+        of.values.past_scale.data,
+        of.keys.past_recent.data,
+        of.values.past_recent.data,
+        of.out.data,
+        of.keys.present.data,
+        of.values.present.data,
+        of.keys.present_scale.data,
+        of.values.present_scale.data,
+        of.keys.present_recent.data,
+        of.values.present_recent.data,
+        of.batch,
+        of.steps,
+        of.past_length,
+        node.heads,
+        node.kv_heads,
+        of.d,
+        of.keys.past_capacity,
+        of.values.past_capacity,
+        of.keys.capacity,
+        of.values.capacity,
+        of.attention_mask.shape[1],
+        of.cos.shape[0],
+        node.branches,
+        node.noise_ratio,
+        node.width - 1,
+        of.lambda.rank == 3,
+        node.key_bits,
+        node.value_bits,
+        node.query_bits,
+        node.window,
+        node.sliding_window,
+        of.query.type,
+        of.keys.past.type,
+        of.values.past.type,
+        node.scale,
+        node.norm_eps,
+    };
+  }
 };
 static_assert(offsetof(DiffbitAttention, query) == 0, "query");
 static_assert(offsetof(DiffbitAttention, key) == 8, "key");
@@ -131,6 +207,8 @@ static_assert(offsetof(DiffbitAttention, value_type) == 352, "value_type");
 static_assert(offsetof(DiffbitAttention, scale) == 360, "scale");
 static_assert(offsetof(DiffbitAttention, norm_eps) == 364, "norm_eps");
 static_assert(sizeof(DiffbitAttention) == 368, "DiffbitAttention");
+DIFFBIT_CUDA_API size_t diffbit_cuda_attention_workspace(const DiffbitAttention*);
+DIFFBIT_CUDA_API const char* diffbit_cuda_attention(const DiffbitAttention*, void* workspace, void* stream);
 
 struct DiffbitFloatMatMul {
   const void* a;  // [m, k]
@@ -140,6 +218,19 @@ struct DiffbitFloatMatMul {
   int64_t n;
   int64_t k;
   int64_t type;  // of a, w and y: FLOAT32, FLOAT16 or BFLOAT16
+
+  template <class Node, class Tensors>
+  static DiffbitFloatMatMul from([[maybe_unused]] const Node& node, const Tensors& of) {
+    return {
+        of.a.data,
+        of.w.data,
+        of.y.data,
+        of.rows,
+        of.w.shape[0],
+        of.w.shape[1],
+        of.a.type,
+    };
+  }
 };
 static_assert(offsetof(DiffbitFloatMatMul, a) == 0, "a");
 static_assert(offsetof(DiffbitFloatMatMul, w) == 8, "w");
@@ -149,6 +240,8 @@ static_assert(offsetof(DiffbitFloatMatMul, n) == 32, "n");
 static_assert(offsetof(DiffbitFloatMatMul, k) == 40, "k");
 static_assert(offsetof(DiffbitFloatMatMul, type) == 48, "type");
 static_assert(sizeof(DiffbitFloatMatMul) == 56, "DiffbitFloatMatMul");
+DIFFBIT_CUDA_API size_t diffbit_cuda_float_matmul_workspace(const DiffbitFloatMatMul*);
+DIFFBIT_CUDA_API const char* diffbit_cuda_float_matmul(const DiffbitFloatMatMul*, void* workspace, void* stream);
 
 struct DiffbitGatherQuantized {
   const void* ids;  // [m]; one outside the table makes its row NaN
@@ -164,6 +257,25 @@ struct DiffbitGatherQuantized {
   int64_t scale_groups;
   int64_t bits;
   int64_t type;  // of factor and y: FLOAT32, FLOAT16 or BFLOAT16
+
+  template <class Node, class Tensors>
+  static DiffbitGatherQuantized from([[maybe_unused]] const Node& node, const Tensors& of) {
+    return {
+        of.ids.data,
+        of.codes.data,
+        of.scales.data,
+        of.zeros.data,
+        of.factor.data,
+        of.y.data,
+        of.rows,
+        node.n,
+        node.k,
+        node.group_size,
+        of.scale_groups,
+        node.bits,
+        of.factor.type,
+    };
+  }
 };
 static_assert(offsetof(DiffbitGatherQuantized, ids) == 0, "ids");
 static_assert(offsetof(DiffbitGatherQuantized, codes) == 8, "codes");
@@ -179,6 +291,8 @@ static_assert(offsetof(DiffbitGatherQuantized, scale_groups) == 80, "scale_group
 static_assert(offsetof(DiffbitGatherQuantized, bits) == 88, "bits");
 static_assert(offsetof(DiffbitGatherQuantized, type) == 96, "type");
 static_assert(sizeof(DiffbitGatherQuantized) == 104, "DiffbitGatherQuantized");
+DIFFBIT_CUDA_API size_t diffbit_cuda_gather_quantized_workspace(const DiffbitGatherQuantized*);
+DIFFBIT_CUDA_API const char* diffbit_cuda_gather_quantized(const DiffbitGatherQuantized*, void* workspace, void* stream);
 
 struct DiffbitHadamard {
   const void* a;  // `size` numbers
@@ -186,6 +300,17 @@ struct DiffbitHadamard {
   int64_t size;
   int64_t block;
   int64_t type;  // of a and y: FLOAT32, FLOAT16 or BFLOAT16
+
+  template <class Node, class Tensors>
+  static DiffbitHadamard from([[maybe_unused]] const Node& node, const Tensors& of) {
+    return {
+        of.a.data,
+        of.y.data,
+        of.a.size(),
+        node.block,
+        of.a.type,
+    };
+  }
 };
 static_assert(offsetof(DiffbitHadamard, a) == 0, "a");
 static_assert(offsetof(DiffbitHadamard, y) == 8, "y");
@@ -193,6 +318,8 @@ static_assert(offsetof(DiffbitHadamard, size) == 16, "size");
 static_assert(offsetof(DiffbitHadamard, block) == 24, "block");
 static_assert(offsetof(DiffbitHadamard, type) == 32, "type");
 static_assert(sizeof(DiffbitHadamard) == 40, "DiffbitHadamard");
+DIFFBIT_CUDA_API size_t diffbit_cuda_hadamard_workspace(const DiffbitHadamard*);
+DIFFBIT_CUDA_API const char* diffbit_cuda_hadamard(const DiffbitHadamard*, void* workspace, void* stream);
 
 struct DiffbitInt4MatMul {
   const void* a;  // [m, k]
@@ -206,6 +333,23 @@ struct DiffbitInt4MatMul {
   int64_t k;
   int64_t group_size;
   int64_t type;  // of a and y: FLOAT32, FLOAT16 or BFLOAT16
+
+  template <class Node, class Tensors>
+  static DiffbitInt4MatMul from([[maybe_unused]] const Node& node, const Tensors& of) {
+    return {
+        of.a.data,
+        of.codes.data,
+        of.scales.data,
+        of.zeros.data,
+        of.factor.data,
+        of.y.data,
+        of.rows,
+        node.n,
+        node.k,
+        node.group_size,
+        of.a.type,
+    };
+  }
 };
 static_assert(offsetof(DiffbitInt4MatMul, a) == 0, "a");
 static_assert(offsetof(DiffbitInt4MatMul, codes) == 8, "codes");
@@ -219,6 +363,8 @@ static_assert(offsetof(DiffbitInt4MatMul, k) == 64, "k");
 static_assert(offsetof(DiffbitInt4MatMul, group_size) == 72, "group_size");
 static_assert(offsetof(DiffbitInt4MatMul, type) == 80, "type");
 static_assert(sizeof(DiffbitInt4MatMul) == 88, "DiffbitInt4MatMul");
+DIFFBIT_CUDA_API size_t diffbit_cuda_int4_matmul_workspace(const DiffbitInt4MatMul*);
+DIFFBIT_CUDA_API const char* diffbit_cuda_int4_matmul(const DiffbitInt4MatMul*, void* workspace, void* stream);
 
 struct DiffbitInt8MatMul {
   const void* a;  // [m, k]
@@ -233,6 +379,24 @@ struct DiffbitInt8MatMul {
   int64_t group_size;
   int64_t scale_groups;  // of a row: as many as groups, or 1
   int64_t type;  // of a and y: FLOAT32, FLOAT16 or BFLOAT16
+
+  template <class Node, class Tensors>
+  static DiffbitInt8MatMul from([[maybe_unused]] const Node& node, const Tensors& of) {
+    return {
+        of.a.data,
+        of.codes.data,
+        of.scales.data,
+        of.zeros.data,
+        of.factor.data,
+        of.y.data,
+        of.rows,
+        node.n,
+        node.k,
+        node.group_size,
+        of.scale_groups,
+        of.a.type,
+    };
+  }
 };
 static_assert(offsetof(DiffbitInt8MatMul, a) == 0, "a");
 static_assert(offsetof(DiffbitInt8MatMul, codes) == 8, "codes");
@@ -247,6 +411,8 @@ static_assert(offsetof(DiffbitInt8MatMul, group_size) == 72, "group_size");
 static_assert(offsetof(DiffbitInt8MatMul, scale_groups) == 80, "scale_groups");
 static_assert(offsetof(DiffbitInt8MatMul, type) == 88, "type");
 static_assert(sizeof(DiffbitInt8MatMul) == 96, "DiffbitInt8MatMul");
+DIFFBIT_CUDA_API size_t diffbit_cuda_int8_matmul_workspace(const DiffbitInt8MatMul*);
+DIFFBIT_CUDA_API const char* diffbit_cuda_int8_matmul(const DiffbitInt8MatMul*, void* workspace, void* stream);
 
 struct DiffbitSelectiveScan {
   const void* x;
@@ -260,7 +426,7 @@ struct DiffbitSelectiveScan {
   const void* attention_mask;
   const void* past_state;
   void* y;
-  void* memory;  // null: not wanted
+  void* memory;  // null: not requested
   void* present_state;
   int64_t batch;
   int64_t steps;
@@ -268,6 +434,31 @@ struct DiffbitSelectiveScan {
   int64_t channels;
   int64_t states;  // rows of a
   int64_t type;  // of x, dt, z, b, c, y and memory: FLOAT32, FLOAT16 or BFLOAT16
+
+  template <class Node, class Tensors>
+  static DiffbitSelectiveScan from([[maybe_unused]] const Node& node, const Tensors& of) {
+    return {
+        of.x.data,
+        of.dt.data,
+        of.z.data,
+        of.b.data,
+        of.c.data,
+        of.a.data,
+        of.d.data,
+        of.dt_bias.data,
+        of.attention_mask.data,
+        of.past_state.data,
+        of.y.data,
+        of.memory.data,
+        of.present_state.data,
+        of.batch,
+        of.steps,
+        of.total,
+        of.channels,
+        of.states,
+        of.x.type,
+    };
+  }
 };
 static_assert(offsetof(DiffbitSelectiveScan, x) == 0, "x");
 static_assert(offsetof(DiffbitSelectiveScan, dt) == 8, "dt");
@@ -289,6 +480,8 @@ static_assert(offsetof(DiffbitSelectiveScan, channels) == 128, "channels");
 static_assert(offsetof(DiffbitSelectiveScan, states) == 136, "states");
 static_assert(offsetof(DiffbitSelectiveScan, type) == 144, "type");
 static_assert(sizeof(DiffbitSelectiveScan) == 152, "DiffbitSelectiveScan");
+DIFFBIT_CUDA_API size_t diffbit_cuda_selective_scan_workspace(const DiffbitSelectiveScan*);
+DIFFBIT_CUDA_API const char* diffbit_cuda_selective_scan(const DiffbitSelectiveScan*, void* workspace, void* stream);
 
 struct DiffbitTernaryMatMul {
   const void* a;  // [m, k]
@@ -301,6 +494,22 @@ struct DiffbitTernaryMatMul {
   int64_t activation_bits;
   int64_t scale_per_row;
   int64_t type;  // of a and y: FLOAT32, FLOAT16 or BFLOAT16
+
+  template <class Node, class Tensors>
+  static DiffbitTernaryMatMul from([[maybe_unused]] const Node& node, const Tensors& of) {
+    return {
+        of.a.data,
+        of.packed.data,
+        of.scale.data,
+        of.y.data,
+        of.rows,
+        node.n,
+        node.k,
+        node.activation_bits,
+        of.scale_per_row,
+        of.a.type,
+    };
+  }
 };
 static_assert(offsetof(DiffbitTernaryMatMul, a) == 0, "a");
 static_assert(offsetof(DiffbitTernaryMatMul, packed) == 8, "packed");
@@ -313,3 +522,5 @@ static_assert(offsetof(DiffbitTernaryMatMul, activation_bits) == 56, "activation
 static_assert(offsetof(DiffbitTernaryMatMul, scale_per_row) == 64, "scale_per_row");
 static_assert(offsetof(DiffbitTernaryMatMul, type) == 72, "type");
 static_assert(sizeof(DiffbitTernaryMatMul) == 80, "DiffbitTernaryMatMul");
+DIFFBIT_CUDA_API size_t diffbit_cuda_ternary_matmul_workspace(const DiffbitTernaryMatMul*);
+DIFFBIT_CUDA_API const char* diffbit_cuda_ternary_matmul(const DiffbitTernaryMatMul*, void* workspace, void* stream);

@@ -16,17 +16,17 @@ from torch import Tensor
 
 from diffbit import models
 from diffbit.apps.allocate import mixed
-from diffbit.apps.allocate.mixed import allocate as plan
-from diffbit.apps.allocate.mixed import choose
+from diffbit.apps.allocate.mixed import allocate, choose
+from diffbit.apps.allocate.plan import GRAPH_AT_MOST
 from diffbit.export import export_artifact
-from diffbit.export.demand import GRAPH_AT_MOST
 from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.io.files import parse_size
 from diffbit.models import Decoder, ModelConfig
-from diffbit.quantize import Scheme, apply, linear_shapes, quantize_checkpoint, rtn
-from diffbit.quantize.calibration.tokens import Tokens
+from diffbit.quantize import Scheme, apply, linear_shapes, quantize_checkpoint
+from diffbit.quantize.calibration import Tokens
 from diffbit.quantize.methods import Method, Recipe, find
+from diffbit.quantize.methods.rtn import quantize as rtn
 from diffbit.runtime import Artifact, verify
 
 from ...configs import resized
@@ -106,11 +106,11 @@ def test_of_formats_of_equal_bytes_the_better_and_none_that_gains_nothing() -> N
 
 
 def measured(
-    decoder: Decoder, base: Decoder, rounding: Method, wanted: dict[str, list[str]], tokens: Tokens | None
+    decoder: Decoder, base: Decoder, rounding: Method, names: dict[str, list[str]], tokens: Tokens | None
 ) -> mixed.Losses:
     sample = Tokens(decoder.config, IDS, MASK)
     formats = {
-        module: {name: None if name == "none" else parse_format(name) for name in row} for module, row in wanted.items()
+        module: {name: None if name == "none" else parse_format(name) for name in row} for module, row in names.items()
     }
     return mixed.measure(decoder, base, sample, Scheme(), formats, rounding, tokens)
 
@@ -128,8 +128,8 @@ def test_a_loss_is_the_divergence_of_the_model_with_that_weight_rounded() -> Non
     fixed = tuple((name, parse_format("int2_g64")) for name in LINEARS[:3])
     for overrides, modules in (((), LINEARS), (fixed, LINEARS[3:])):
         base = apply(decoder, Scheme(overrides=overrides))
-        wanted = {module: ["int2_g64", "int4_g32_asym", "none"] for module in modules}
-        for module, row in measured(decoder, base, find("rtn"), wanted, None).items():
+        formats = {module: ["int2_g64", "int4_g32_asym", "none"] for module in modules}
+        for module, row in measured(decoder, base, find("rtn"), formats, None).items():
             weight = decoder.get_submodule(module).weight.detach()
             changed = copy.deepcopy(base)
             linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
@@ -145,19 +145,19 @@ def test_a_format_that_changes_nothing_says_nothing_of_the_others() -> None:
     decoder, module = make(), LINEARS[4]
     weight = decoder.get_submodule(module).weight
     weight.data = rtn(weight.detach(), parse_format("int4_g32")).dequantize()
-    (found,) = measured(decoder, decoder, find("rtn"), {module: ["int4_g32", "int2_g64"]}, None).values()
-    made = apply(decoder, Scheme(overrides=((module, parse_format("int2_g64")),)))
-    assert found == {"int4_g32": 0, "int2_g64": pytest.approx(divergence(decoder, made), rel=1e-3)}
+    (losses,) = measured(decoder, decoder, find("rtn"), {module: ["int4_g32", "int2_g64"]}, None).values()
+    rounded = apply(decoder, Scheme(overrides=((module, parse_format("int2_g64")),)))
+    assert losses == {"int4_g32": 0, "int2_g64": pytest.approx(divergence(decoder, rounded), rel=1e-3)}
 
 
 def test_statistics_are_those_that_the_layer_is_rounded_with() -> None:
     """Of find("gptq"), one layer in a format: the divergence of the very model that `apply` makes of that scheme."""
     decoder = make()
-    wanted = {module: ["int2_g64"] for module in LINEARS}
-    found = measured(decoder, decoder, find("gptq"), wanted, Tokens(CONFIG, IDS, MASK))
+    formats = {module: ["int2_g64"] for module in LINEARS}
+    losses = measured(decoder, decoder, find("gptq"), formats, Tokens(CONFIG, IDS, MASK))
     for module in LINEARS:
-        made = apply(decoder, Scheme(overrides=((module, parse_format("int2_g64")),)), "gptq", IDS, MASK)
-        assert found[module]["int2_g64"] == pytest.approx(divergence(decoder, made), rel=2e-3, abs=2e-7), module
+        rounded = apply(decoder, Scheme(overrides=((module, parse_format("int2_g64")),)), "gptq", IDS, MASK)
+        assert losses[module]["int2_g64"] == pytest.approx(divergence(decoder, rounded), rel=2e-3, abs=2e-7), module
 
 
 @pytest.mark.parametrize("name", ["softmax", "diff_v1"])
@@ -170,8 +170,8 @@ def test_what_is_scaled_is_near_what_is_measured(name: str, trained: Callable[[s
     modules = [module for module in linear_shapes(decoder.config) if module.startswith("model.layers.1.")]
 
     def losses(order: list[str]) -> mixed.Losses:
-        wanted = {module: {name: parse_format(name) for name in order} for module in modules}
-        return mixed.measure(decoder, decoder, sample, Scheme(), wanted, find("gptq"), tokens)
+        formats = {module: {name: parse_format(name) for name in order} for module in modules}
+        return mixed.measure(decoder, decoder, sample, Scheme(), formats, find("gptq"), tokens)
 
     scaled = losses(names)
     for other in names[1:]:
@@ -185,21 +185,21 @@ def test_what_is_scaled_is_near_what_is_measured(name: str, trained: Callable[[s
 
 def test_the_plan_is_within_its_budget_and_what_it_says(folder: Path) -> None:
     decoder = models.load(folder)
-    found = plan(folder, bits=3.6, candidates=FEW, calibration=IDS, calibration_mask=MASK)
-    weights = sum(layer.shape[0] * layer.shape[1] for layer in found.layers)
-    assert found.bits_per_weight == 8 * sum(layer.nbytes for layer in found.layers) / weights <= 3.6
-    assert found.nbytes == sum(layer.nbytes for layer in found.layers)
-    formats = found.scheme.formats(CONFIG)
-    assert {layer.name: layer.format for layer in found.layers} == {
-        layer.name: formats[layer.name].name if layer.name in formats else "none" for layer in found.layers
+    allocation = allocate(folder, bits=3.6, candidates=FEW, calibration=IDS, calibration_mask=MASK)
+    weights = sum(layer.shape[0] * layer.shape[1] for layer in allocation.layers)
+    assert allocation.bits_per_weight == 8 * sum(layer.nbytes for layer in allocation.layers) / weights <= 3.6
+    assert allocation.nbytes == sum(layer.nbytes for layer in allocation.layers)
+    formats = allocation.scheme.formats(CONFIG)
+    assert {layer.name: layer.format for layer in allocation.layers} == {
+        layer.name: formats[layer.name].name if layer.name in formats else "none" for layer in allocation.layers
     }
     assert len(set(formats.values())) > 1  # else nothing was mixed
-    assert found.measured == pytest.approx(divergence(decoder, apply(decoder, found.scheme)), rel=1e-3)
-    assert found.tokens == int(MASK.sum()) and found.stand_in is None
-    assert Scheme.from_dict(found.to_dict()["scheme"]) == found.scheme
-    bits, losses = zip(*found.curve, strict=True)
+    assert allocation.measured == pytest.approx(divergence(decoder, apply(decoder, allocation.scheme)), rel=1e-3)
+    assert allocation.tokens == int(MASK.sum()) and allocation.stand_in is None
+    assert Scheme.from_dict(allocation.to_dict()["scheme"]) == allocation.scheme
+    bits, losses = zip(*allocation.curve, strict=True)
     assert list(bits) == sorted(bits) and list(losses) == sorted(losses, reverse=True)
-    assert found.predicted < found.uniform["int2_g64"][1]
+    assert allocation.predicted < allocation.uniform["int2_g64"][1]
 
 
 @pytest.mark.parametrize(("attention", "tied"), [("diff_v1", False), ("softmax", True)])
@@ -210,40 +210,42 @@ def test_the_artifact_is_no_larger_than_the_target(
     config = resized(models.Checkpoint(checkpoint).config, attention=attention, tie_embeddings=tied)
     torch.manual_seed(0)
     models.save(Decoder(config), tmp_path / "float", tokenizer_from=checkpoint)
-    low, high = (plan_of(tmp_path / "float", bits).model_nbytes for bits in (2.6, 8.1))
+    low, high = (allocation_of(tmp_path / "float", bits).model_nbytes for bits in (2.6, 8.1))
     for target in (low, (low + high) // 2):
-        found = plan_of(tmp_path / "float", None, target)
-        assert found.model_nbytes <= target
-        quantize_checkpoint(tmp_path / "float", tmp_path / "mixed", found.scheme, overwrite=True)
+        allocation = allocation_of(tmp_path / "float", None, target)
+        assert allocation.model_nbytes <= target
+        quantize_checkpoint(tmp_path / "float", tmp_path / "mixed", allocation.scheme, overwrite=True)
         artifact = export_artifact(tmp_path / "mixed", tmp_path / "onnx", overwrite=True)
         nbytes = Artifact.open(artifact).nbytes + (artifact / "diffbit.json").stat().st_size
         reserve = GRAPH_AT_MOST[0] + GRAPH_AT_MOST[1] * config.num_layers + 4096 * 8
-        assert found.model_nbytes - reserve <= nbytes <= found.model_nbytes
+        assert allocation.model_nbytes - reserve <= nbytes <= allocation.model_nbytes
     assert verify(artifact).passed
 
 
-def plan_of(folder: Path, bits: float | None, nbytes: int | None = None) -> mixed.Plan:
-    return plan(folder, bits=bits, nbytes=nbytes, candidates=FEW[:-1], calibration=IDS[:2])
+def allocation_of(folder: Path, bits: float | None, nbytes: int | None = None) -> mixed.Allocation:
+    return allocate(folder, bits=bits, nbytes=nbytes, candidates=FEW[:-1], calibration=IDS[:2])
 
 
 def test_overrides_are_fixed_and_counted(folder: Path) -> None:
     scheme = Scheme(overrides=(("*.down_proj", parse_format("int8")), ("lm_head", parse_format("int4_g32"))))
-    found = plan(folder, bits=5.5, scheme=scheme, candidates=FEW, calibration=IDS)
-    formats = found.scheme.formats(CONFIG)
+    allocation = allocate(folder, bits=5.5, scheme=scheme, candidates=FEW, calibration=IDS)
+    formats = allocation.scheme.formats(CONFIG)
     assert formats["model.layers.0.mlp.down_proj"].name == "int8" and formats["lm_head"].name == "int4_g32"
-    assert not any(layer.name.endswith("down_proj") or layer.name == "lm_head" for layer in found.layers)
+    assert not any(layer.name.endswith("down_proj") or layer.name == "lm_head" for layer in allocation.layers)
     shapes = linear_shapes(CONFIG)
     everywhere = sum(format.device_nbytes(shapes[module], 4) for module, format in formats.items())
-    assert found.nbytes == everywhere  # no layer was left in float
-    assert found.bits_per_weight == 8 * everywhere / sum(rows * columns for rows, columns in shapes.values()) <= 5.5
+    assert allocation.nbytes == everywhere  # no layer was left in float
+    assert (
+        allocation.bits_per_weight == 8 * everywhere / sum(rows * columns for rows, columns in shapes.values()) <= 5.5
+    )
 
 
 def test_candidates_that_cannot_hold_a_layer_are_left_out_there(folder: Path) -> None:
-    found = plan(folder, bits=4.5, candidates=("nf4", "int4_g32"), calibration=IDS)
-    for layer in found.layers:  # in_features 96 is no multiple of nf4's 64
+    allocation = allocate(folder, bits=4.5, candidates=("nf4", "int4_g32"), calibration=IDS)
+    for layer in allocation.layers:  # in_features 96 is no multiple of nf4's 64
         assert list(layer.sizes) == (["int4_g32"] if layer.name.endswith("down_proj") else ["nf4", "int4_g32"])
     with pytest.raises(DiffbitError, match=r"model.layers.0.mlp.down_proj: none of the candidates can hold"):
-        plan(folder, bits=4, candidates=("nf4",), calibration=IDS)
+        allocate(folder, bits=4, candidates=("nf4",), calibration=IDS)
 
 
 @pytest.mark.slow
@@ -253,11 +255,15 @@ def test_other_variants_and_recipes(attention: str, method: str, tmp_path: Path)
     config = resized(CONFIG, attention=attention, tie_embeddings=True, intermediate_size=128)
     decoder = make(config)
     models.save(decoder, tmp_path / "float")
-    found = plan(tmp_path / "float", bits=3.4, method=method, candidates=("int2_g64", "int4_g64"), calibration=IDS)
-    assert not any("lambda" in layer.name for layer in found.layers)
-    made = apply(decoder, found.scheme, method, IDS)
-    assert found.measured == pytest.approx(divergence(decoder, made, mask=torch.ones_like(MASK)), rel=2e-3)
-    assert found.measured < divergence(decoder, apply(decoder, Scheme(weights=parse_format("int2_g64")), method, IDS))
+    allocation = allocate(
+        tmp_path / "float", bits=3.4, method=method, candidates=("int2_g64", "int4_g64"), calibration=IDS
+    )
+    assert not any("lambda" in layer.name for layer in allocation.layers)
+    rounded = apply(decoder, allocation.scheme, method, IDS)
+    assert allocation.measured == pytest.approx(divergence(decoder, rounded, mask=torch.ones_like(MASK)), rel=2e-3)
+    assert allocation.measured < divergence(
+        decoder, apply(decoder, Scheme(weights=parse_format("int2_g64")), method, IDS)
+    )
 
 
 def test_a_method_that_rounds_layers_has_a_stand_in(folder: Path) -> None:
@@ -268,13 +274,13 @@ def test_a_method_that_rounds_layers_has_a_stand_in(folder: Path) -> None:
         return {name: rtn(layer.tensors[f"{name}.weight"], format) for name, format in layer.formats.items()}
 
     rounding = Method("whole", "", round_layer=quantize_layer, calibrated=True)
-    found = plan(
+    allocation = allocate(
         folder, bits=3.4, method=Recipe("whole", (), rounding), candidates=("int2_g64", "int4_g64"), calibration=IDS
     )
-    assert found.stand_in == "gptq" and found.method == "whole"
+    assert allocation.stand_in == "gptq" and allocation.method == "whole"
     decoder = models.load(folder)
-    made = apply(decoder, found.scheme)  # rtn: what the method does
-    assert found.measured == pytest.approx(divergence(decoder, made, mask=torch.ones_like(MASK)), rel=1e-3)
+    rounded = apply(decoder, allocation.scheme)  # rtn: what the method does
+    assert allocation.measured == pytest.approx(divergence(decoder, rounded, mask=torch.ones_like(MASK)), rel=1e-3)
     assert set(runs) == {7}  # whole layers only, when models are made
 
 
@@ -309,13 +315,13 @@ def test_sizes_refused(text: str) -> None:
 )
 def test_a_budget_that_cannot_be_had(budget: dict[str, Any], sentence: str, folder: Path) -> None:
     with pytest.raises(DiffbitError, match=sentence):
-        plan(folder, **budget, candidates=("int2_g64", "int4_g32", "none"), calibration=IDS)
+        allocate(folder, **budget, candidates=("int2_g64", "int4_g32", "none"), calibration=IDS)
 
 
 def test_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(sentence: str, **options: Any) -> None:
         with pytest.raises(DiffbitError, match=sentence):
-            plan(folder, bits=3, calibration=IDS, **options)
+            allocate(folder, bits=3, calibration=IDS, **options)
 
     refuse("the candidates none contain no format", candidates=("none",))
     refuse("'int9' ", candidates=("int9", "int4_g32"))
@@ -326,7 +332,7 @@ def test_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     refuse(r"float model in memory, about 0.0 GB, and 0.0 GB are free; choose the formats yourself")
     quantize_checkpoint(folder, tmp_path / "int4", Scheme(weights=parse_format("int4_g32")))
     with pytest.raises(DiffbitError, match="is quantized already"):
-        plan(tmp_path / "int4", bits=3, calibration=IDS)
+        allocate(tmp_path / "int4", bits=3, calibration=IDS)
 
 
 def test_memory_is_known_on_linux() -> None:
@@ -345,14 +351,14 @@ def test_a_trained_model_gains_by_mixing(trained: Callable[[str], Path], monkeyp
     monkeypatch.setattr("diffbit.apps.allocate.mixed.SAMPLE", 1024)
     path = trained("softmax")  # of DIFF v1's layers none matters more than the others
     text = eval_windows("stdlib", path, 128, 8, split="calib")
-    found = plan(path, bits=3.3, candidates=("int2_g64", "int4_g64"), calibration=text.ids)
-    assert 3.2 < found.bits_per_weight <= 3.3
+    allocation = allocate(path, bits=3.3, candidates=("int2_g64", "int4_g64"), calibration=text.ids)
+    assert 3.2 < allocation.bits_per_weight <= 3.3
     held_out = torch.from_numpy(eval_windows("stdlib", path, 128, 8).ids)
     decoder, every = models.load(path), torch.ones_like(held_out, dtype=torch.bool)
     ends = [
         divergence(decoder, apply(decoder, Scheme(weights=parse_format(name))), held_out, every)
         for name in ("int2_g64", "int4_g64")
     ]
-    share = (found.bits_per_weight - 2.5) / (4.25 - 2.5)
-    mixed = divergence(decoder, apply(decoder, found.scheme), held_out, every)
+    share = (allocation.bits_per_weight - 2.5) / (4.25 - 2.5)
+    mixed = divergence(decoder, apply(decoder, allocation.scheme), held_out, every)
     assert mixed < 0.8 * ((1 - share) * ends[0] + share * ends[1])

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from diffbit.apps.allocate.plot import frontier, plot_plan
+from diffbit.apps.allocate.plot import frontier, plot_allocation
 from diffbit.io.drawing import panels
 
 
 def made_up() -> dict[str, Any]:
-    """A mixed precision plan of two layers, as `Plan.to_dict()` has it."""
+    """An allocation of two layers, as `Allocation.to_dict()` has it."""
     sizes = {"int2_g64": 1152, "int4_g32": 2304, "none": 8192}
     layers = [
         {"name": f"model.layers.0.mlp.{kind}", "shape": [64, 64], "format": format, "sizes": sizes,
@@ -33,15 +33,15 @@ def made_up() -> dict[str, Any]:
 
 
 def test_a_plan_shows_what_every_budget_loses_and_the_bits_of_each_layer(tmp_path: Path) -> None:
-    plan = made_up()
+    allocation = made_up()
     with panels() as (_, axes):
-        frontier(axes[0], plan)
+        frontier(axes[0], allocation)
         lines = {line.get_label(): line.get_xydata().tolist() for line in axes[0].lines}
         names = [text.get_text() for text in axes[0].texts]
-    assert lines["mixed, predicted"] == [list(point) for point in plan["curve"]]
+    assert lines["mixed, predicted"] == [list(point) for point in allocation["curve"]]
     assert lines["all layers alike, predicted"] == [[2.25, 0.5], [4.5, 0.02]]  # the float model loses nothing
     assert names == ["int2_g64", "int4_g32"]
     assert lines["chosen, measured"] == [[3.375, 0.12]]
-    plot_plan(plan, tmp_path / "mixed.svg")
+    plot_allocation(allocation, tmp_path / "mixed.svg")
     drawn = "".join(ElementTree.fromstring((tmp_path / "mixed.svg").read_text()).itertext())
     assert "int4_g32" in drawn and "4.50" in drawn and "2.25" in drawn  # bits a weight of the two layers

@@ -146,9 +146,12 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "scales of rows": (tensor(SCALE, lambda t: t.repeat(96)), [SCALE, "of shape (96,)", "wanted one positive number"]),
     "unknown linear_class": (
         settings(linear_class="bitnetlinear"),
-        ["config.json", "linear_class 'bitnetlinear', wanted one of bitlinear, autobitlinear"],
+        ["config.json", "linear_class is 'bitnetlinear', wanted one of bitlinear, autobitlinear"],
     ),
-    "unknown mode": (settings(quantization_mode=["online"]), ["quantization_mode ['online'], wanted one of offline"]),
+    "unknown mode": (
+        settings(quantization_mode=["online"]),
+        ["quantization_mode is ['online'], wanted one of"],
+    ),
     "packed and online": (settings(quantization_mode="online"), ["is packed, but config.json says", "'online'"]),
     "norms in the layers": (settings(use_rms_norm=True), ["config.json", "use_rms_norm"]),
     "norms in the layers, and their weights": (
@@ -160,10 +163,13 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     ),
     "patterns as text": (
         settings(modules_to_not_convert="lm_head"),
-        ["modules_to_not_convert 'lm_head', wanted a list"],
+        ["modules_to_not_convert is 'lm_head', wanted a list"],
     ),
-    "a pattern that runs for ever": (settings(modules_to_not_convert=["(a+)+b"]), ["['(a+)+b'], wanted a list"]),
-    "another one": (settings(modules_to_not_convert=["m" + ".*a" * 9]), ["wanted a list of modules' names"]),
+    "a pattern that runs for ever": (
+        settings(modules_to_not_convert=["(a+)+b"]),
+        ["[0] is '(a+)+b', wanted a"],
+    ),
+    "another one": (settings(modules_to_not_convert=["m" + ".*a" * 9]), ["modules_to_not_convert[0] is 'm.*a"]),
     "packed where it is float": (
         settings(modules_to_not_convert=["lm_head", "up_proj"]),
         ["up_proj.weight is packed, but config.json lists it in modules_to_not_convert"],

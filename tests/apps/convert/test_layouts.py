@@ -171,10 +171,10 @@ GPTQ = settings("gptq", bits=4, group_size=32, sym=True)
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"quant_method": "hqq"}, r"quant_method 'hqq', wanted one of .*gptq"),
-        ({"bits": 5}, "has 5 bits, wanted 2, 3, 4 or 8"),
+        ({"quant_method": "hqq"}, r"config\.json: quantization_config\.quant_method is 'hqq', wanted one of .*gptq"),
+        ({"bits": 5}, r"quantization_config\.bits is 5, wanted one of 2, 3, 4, 8"),
         ({"bits": 8}, r"qweight is int32 \(8, \d+\), wanted int32"),
-        ({"group_size": 48}, "groups of 48"),
+        ({"group_size": 48}, r"group_size is 48, wanted one of 16, .* or -1 \(one scale per row\)"),
         ({"group_size": 64}, "qzeros is int32"),
         ({"checkpoint_format": "gptq_v2"}, "sym: true, but .* zero points other than 8"),
         ({"dynamic": {"+:.*down_proj": {"bits": 8}}}, "different bits or groups for some layers"),
@@ -199,12 +199,16 @@ def test_damaged_folders_are_refused(change: Any, words: str, tmp_path: Path):
     "entry, words",
     [
         (
-            {"format": "float-quantized", "config_groups": {"a": {"weights": {"type": "float", "num_bits": 8}}}},
-            "float of 8",
+            {"format": "pack-quantized", "config_groups": {"a": {"weights": {"type": "float", "num_bits": 8}}}},
+            r"config_groups\['a'\]\.weights\.type is 'float', wanted one of int",
         ),
-        ({"format": "marlin-24", "config_groups": {"a": {"weights": {"num_bits": 4}}}}, "'marlin-24'"),
+        (
+            {"format": "marlin-24", "config_groups": {"a": {"weights": {"num_bits": 4}}}},
+            "format is 'marlin-24', wanted",
+        ),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}, "config_groups": {}}, "a sparsity_config"),
-        ({"format": "pack-quantized"}, "has no config_groups"),
+        ({"format": "float-quantized"}, "format is 'float-quantized', wanted one of pack-quantized"),
+        ({"format": "pack-quantized"}, "config_groups is missing, wanted an object"),
     ],
 )
 def test_compressed_tensors_that_are_not_read(entry: dict[str, Any], words: str, tmp_path: Path):

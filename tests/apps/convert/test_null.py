@@ -36,7 +36,8 @@ from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, Decoder, ModelConfig
 from diffbit.models.attention import AttentionOptions
-from diffbit.quantize import AttentionScheme, Scheme, parse_recipe, quantize_checkpoint, read_weight
+from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint, read_weight
+from diffbit.quantize.methods import parse_recipe
 from diffbit.runtime import Session
 from diffbit.runtime.native import instruction_sets
 

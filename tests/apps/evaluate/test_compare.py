@@ -21,8 +21,8 @@ from diffbit.export import export_artifact
 from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig, load, save
-from diffbit.quantize import Scheme, apply, quantize_checkpoint, rtn
-from diffbit.quantize.model import as_exported
+from diffbit.quantize import Scheme, apply, as_exported, quantize_checkpoint
+from diffbit.quantize.methods.rtn import quantize as rtn
 from diffbit.runtime import Artifact
 
 VOCABULARY = 97

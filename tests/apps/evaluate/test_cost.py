@@ -14,8 +14,8 @@ from diffbit.formats import parse_format
 from diffbit.models import Decoder, ModelConfig, save
 from diffbit.models.cache import KVCache
 from diffbit.models.layers.arithmetic import Arithmetic
-from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
-from diffbit.quantize.cache import cache_spec, step_bytes
+from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint, step_bytes
+from diffbit.quantize.cache import cache_spec
 from diffbit.runtime import Artifact
 
 from ...configs import resized
@@ -89,7 +89,7 @@ def test_bytes_are_those_of_a_real_artifact(
     config = resized(CONFIG, attention=attention, num_heads=heads, num_kv_heads=heads // 2, tie_embeddings=tied)
     scheme = Scheme(weights=parse_format(format), attention=AttentionScheme(keys="int8", values="int8"))
     artifact = Artifact.open(write(tmp_path, config, scheme, dtype))
-    held = {part["name"]: part["bytes"] for part in artifact.parts}
+    held = {part.name: part.bytes for part in artifact.parts}
     read = sum(held.get(name, 0) for name in (f"{format} codes", "scales", "head", "lambda", "norms"))
     width = 4 if dtype == "fp32" else 2
     read += held["embedding, head"] if tied else 0

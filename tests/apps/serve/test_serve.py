@@ -406,9 +406,9 @@ def test_completions(address: str, artifacts: dict[str, Path]) -> None:
         ("chat/completions", b"{", 400, "not JSON"),
         ("chat/completions", b"[" * 4000, 400, "not JSON"),
         ("chat/completions", b"[]", 400, "not a JSON object"),
-        ("chat/completions", b"{}", 400, "messages is empty"),
+        ("chat/completions", b"{}", 400, "messages is missing"),
         ("chat/completions", b'{"messages": [{"role": "user", "content": 5}]}', 400, "messages[0].content is 5"),
-        ("chat/completions", b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', 400, "not text"),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', 400, "is 'image'"),
         ("chat/completions", b'{"model": "gpt", "messages": [{"role": "user", "content": "a"}]}', 404, "no model"),
         ("chat/completions", b'{"model": "plain-int8", "messages": [{"role": "a", "content": "a"}]}', 400, "template"),
         ("chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', 400, "tools is [{}]"),
@@ -417,13 +417,14 @@ def test_completions(address: str, artifacts: dict[str, Path]) -> None:
         ("completions", b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b"}", 400, "temperature is 10"),
         ("completions", b'{"prompt": "a", "min_p": 2}', 400, "min_p is 2, wanted 0 (no limit) to 1"),
         ("completions", b'{"prompt": "a", "top_k": "x"}', 400, "top_k is 'x', wanted"),
-        ("completions", b'{"prompt": "a", "logit_bias": {"x": 1}}', 400, "logit_bias has token 'x'"),
+        ("completions", b'{"prompt": "a", "logit_bias": {"x": 1}}', 400, "a key of logit_bias is 'x', wanted"),
         ("completions", b'{"prompt": "a", "logit_bias": [1]}', 400, "logit_bias is [1], wanted an object"),
-        ("completions", b'{"prompt": [' + b'"a",' * 10 + b'"a"]}', 400, "prompt has 11 prompts, wanted at most 10"),
-        ("completions", b'{"prompt": "a", "max_tokens": true}', 400, "max_tokens is true, wanted an integer"),
-        ("completions", b'{"prompt": "a", "stop": ["", "b"]}', 400, "stop is"),
+        ("completions", b'{"prompt": [' + b'"a",' * 10 + b'"a"]}', 400, "prompt has 11 prompts, wanted 1 to 10"),
+        ("completions", b'{"prompt": "a", "max_tokens": true}', 400, "max_tokens is True, wanted a whole number"),
+        ("completions", b'{"prompt": "a", "stop": ["", "b"]}', 400, "stop[0] is '', wanted text"),
+        ("completions", b'{"prompt": "a", "logit_bias": {"' + b"9" * 4500 + b'": 1}}', 400, "wanted a token id"),
         ("completions", b'{"prompt": [1, -5]}', 400, "outside the vocabulary"),
-        ("completions", b'{"prompt": [[1], "", {}]}', 400, "prompt holds {}"),
+        ("completions", b'{"prompt": [[1], "", {}]}', 400, "prompt[2] is {}, wanted"),
         ("completions", b'{"prompt": "' + b"a " * 1500 + b'"}', 400, "context holds 256"),
         ("completions", b'{"prompt": "' + b"a" * 5000 + b'"}', 413, "longer than 5,000 bytes"),
     ],
@@ -432,6 +433,11 @@ def test_bad_requests(address: str, path: str, body: bytes, status: int, says: s
     found, answer = post(address, f"/v1/{path}", body)
     assert (found, answer["error"]["type"]) == (status, "invalid_request_error")
     assert says in answer["error"]["message"]
+
+
+def test_an_error_names_its_parameter(address: str) -> None:
+    for body, param in ((b'{"prompt": "a", "max_tokens": 0}', "max_tokens"), (b'{"prompt": [1, {}]}', "prompt[1]")):
+        assert post(address, "/v1/completions", body)[1]["error"]["param"] == param
 
 
 def test_key_queue_and_clients_that_leave(artifacts: dict[str, Path]) -> None:

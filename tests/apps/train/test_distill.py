@@ -140,8 +140,8 @@ def test_bf16_follows_fp32(text: str, tmp_path: Path, teachers: dict[str, Path])
 def test_refusals(text: str, tmp_path: Path, teachers: dict[str, Path], trained: Any) -> None:
     path = str(teachers["float"])
     for changes, sentence in (
-        ({"distill_weight": -1.0}, r"distill_weight is -1\.0; wanted 0 or more"),
-        ({"distill_weight": float("nan")}, "distill_weight is nan; wanted 0 or more"),
+        ({"distill_weight": -1.0}, r"distill_weight is -1\.0, wanted a number of at least 0"),
+        ({"distill_weight": float("nan")}, "distill_weight is nan, wanted a number of at least 0"),
     ):
         with pytest.raises(DiffbitError, match=sentence):
             options(text, distill=path, **changes)

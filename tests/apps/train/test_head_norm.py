@@ -127,7 +127,7 @@ def test_a_model_without_head_norm_is_one(text: str, tmp_path: Path) -> None:
     loaded = load(result.path)
     assert not loaded.config.head_norm and family_for(loaded.config).model_type == "diffbit"
     assert loaded.config.layers[0].mixer.symmetries().value_scales
-    with pytest.raises(DiffbitError, match=r"head_gain is 0\.25; wanted none"):
+    with pytest.raises(DiffbitError, match=r"head_gain is 0\.25, wanted none"):
         replace(config, head_gain=GAIN)
 
 
@@ -151,8 +151,8 @@ def test_options(trained: Callable[[str], Path], tmp_path: Path) -> None:
         ({"attention": "diff_v1", "head_norm": "small"}, "choose one of learned, fixed, none"),
         ({"attention": "diff_v1", "qat": "ternary", "head_norm": "learned"}, "head_gain is .*wanted none"),
         ({"attention": "diff_v1", "sub_norms": True, "head_norm": "learned"}, "head_gain is .*wanted none"),
-        ({"attention": "diff_v1", "head_gain": -1.0}, "head_gain is -1.0; wanted a positive number"),
-        ({"attention": "diff_v1", "o_proj_init": -1.0}, "o_proj_init is -1.0; wanted 0 or more"),
+        ({"attention": "diff_v1", "head_gain": -1.0}, "head_gain is -1.0, wanted a number above 0"),
+        ({"attention": "diff_v1", "o_proj_init": -1.0}, "o_proj_init is -1.0, wanted a number of at least 0"),
     ):
         with pytest.raises(DiffbitError, match=sentence):
             train_config("tiny", **arguments)  # type: ignore[arg-type]

@@ -275,9 +275,9 @@ def test_refusals(text: str) -> None:
     for changes, sentence in (
         ({"qat": "int5_g7"}, "format 'int5_g7' has groups of 7"),
         ({"qat": "fp8"}, "'fp8' is not a number format"),
-        ({"qat": "ternary", "activations": "int2"}, "activations is 'int2'; wanted int8 or int4"),
-        ({"qat": "int4_g32", "activations": "int4"}, "activations is 'int4'; wanted int8 unless qat is ternary"),
-        ({"schedule": "linear"}, "schedule is 'linear'; wanted one of cosine, two_stage"),
+        ({"qat": "ternary", "activations": "int2"}, "activations is 'int2', wanted one of int8, int4"),
+        ({"qat": "int4_g32", "activations": "int4"}, "activations is 'int4', wanted int8 unless qat is ternary"),
+        ({"schedule": "linear"}, "schedule is 'linear', wanted one of cosine, two_stage"),
     ):
         with pytest.raises(DiffbitError, match=sentence):
             options(text, **changes)

@@ -358,14 +358,14 @@ def test_on_a_gpu(text: str, tmp_path: Path) -> None:
 
 def test_refusals(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for changes, sentence in (
-        ({"steps": 0}, "steps is 0; wanted 1 or more"),
-        ({"length": 33}, "length is 33; wanted 2 to 32"),
-        ({"warmup": 9}, "warmup is 9; wanted at most the 8 steps"),
-        ({"learning_rate": float("nan")}, "learning_rate is nan; wanted a positive number"),
-        ({"weight_decay": -1.0}, "weight_decay is -1.0; wanted 0 or more"),
-        ({"needles": 1.5}, r"needles is 1\.5; wanted a share"),
-        ({"optimizer": "sgd"}, "optimizer is 'sgd'; wanted one of adamw, adamw8bit"),
-        ({"device": "tpu"}, "device is 'tpu'; wanted auto, cpu or cuda"),
+        ({"steps": 0}, "steps is 0, wanted a whole number from 1"),
+        ({"length": 33}, "length is 33, wanted 2 to 32"),
+        ({"warmup": 9}, "warmup is 9, wanted at most the 8 steps"),
+        ({"learning_rate": float("nan")}, "learning_rate is nan, wanted a number above 0"),
+        ({"weight_decay": -1.0}, "weight_decay is -1.0, wanted a number of at least 0"),
+        ({"needles": 1.5}, r"needles is 1\.5, wanted a share"),
+        ({"optimizer": "sgd"}, "optimizer is 'sgd', wanted one of adamw, adamw8bit"),
+        ({"device": "tpu"}, "device is 'tpu', wanted one of auto, cpu, cuda"),
     ):
         with pytest.raises(DiffbitError, match=sentence):
             options(text, **changes)

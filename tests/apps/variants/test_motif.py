@@ -143,12 +143,12 @@ def test_the_layout_follows_from_model_type(folder_of: Folder, tmp_path: Path) -
     [
         ({"use_bias": True}, "use_bias is True, wanted none"),
         ({"use_sliding_window": True}, "use_sliding_window is True"),
-        ({"kv_lora_rank": 512}, "kv_lora_rank is 512, wanted none, as Motif-2.6B and Motif-2-12.7B have"),
+        ({"kv_lora_rank": 512}, "kv_lora_rank is 512, wanted none, as in Motif-2.6B and Motif-2-12.7B"),
         ({"k_ratio": 2}, "k_ratio is 2, wanted 1"),
         ({"num_noise_heads": 3}, "num_noise_heads is 3 and num_attention_heads is 10, wanted a multiple"),
         ({"num_noise_heads": 8}, "num_noise_heads is 8 and num_attention_heads is 10"),
         ({"head_dim": None}, "head_dim is missing"),
-        ({"attn_rms_norm_eps": 0}, "attn_rms_norm_eps is 0, wanted a positive number"),
+        ({"attn_rms_norm_eps": 0}, "attn_rms_norm_eps is 0, wanted a number above 0"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', wanted one of"),
     ],
 )

@@ -28,8 +28,7 @@ from diffbit.formats import parse_format
 from diffbit.models import Checkpoint, KVCache, ModelConfig
 from diffbit.models.families import read_config
 from diffbit.quantize import AttentionScheme, Scheme, load, quantize_checkpoint
-from diffbit.quantize.calibration.passes import Passes
-from diffbit.quantize.calibration.tokens import Tokens
+from diffbit.quantize.calibration import Passes, Tokens
 from diffbit.quantize.layerwise import apply
 from diffbit.quantize.methods import awq, gptq, rotate, rotate_heads
 from diffbit.runtime import Artifact, Session, verify

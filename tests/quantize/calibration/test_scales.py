@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from diffbit.formats import Format, QTensor, parse_format
-from diffbit.quantize import rtn
 from diffbit.quantize.calibration import scales
 from diffbit.quantize.calibration.stats import proxy_loss
+from diffbit.quantize.methods.rtn import quantize as rtn
 
 FORMATS = ["int8", "int4_g32_asym", "int3_g64", "int2_g16", "int2", "nf4", "ternary"]
 

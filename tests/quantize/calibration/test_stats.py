@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from diffbit.formats import parse_format
-from diffbit.quantize import proxy_loss, rtn
-from diffbit.quantize.calibration import stats
+from diffbit.quantize.calibration import proxy_loss, stats
 from diffbit.quantize.calibration.stats import Gatherer, gather
+from diffbit.quantize.methods.rtn import quantize as rtn
 
 
 def normal(*shape: int) -> Tensor:

@@ -12,12 +12,11 @@ from diffbit.formats import QTensor, base, parse_format
 from diffbit.formats.codebook import NF4
 from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig, load
-from diffbit.quantize import AttentionScheme, Scheme, apply, parse_recipe
-from diffbit.quantize.calibration.passes import Passes
-from diffbit.quantize.calibration.tokens import Tokens
+from diffbit.quantize import AttentionScheme, Scheme, apply
+from diffbit.quantize.calibration import Passes, Tokens
 from diffbit.quantize.layer import Layer
 from diffbit.quantize.layerwise import quantize_one
-from diffbit.quantize.methods import gptq, learned, rtn
+from diffbit.quantize.methods import gptq, learned, parse_recipe, rtn
 from diffbit.quantize.methods.learned import LearnedWeight
 
 FORMATS = ["int2_g16_asym", "int3_g32_asym", "int4", "ternary", "nf4"]

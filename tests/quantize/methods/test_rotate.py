@@ -15,10 +15,11 @@ from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.models.attention import diff_v1
 from diffbit.models.mixers import Symmetries
-from diffbit.quantize import Scheme, load, quantize_checkpoint, rtn
+from diffbit.quantize import Scheme, load, quantize_checkpoint
 from diffbit.quantize.methods import _rotation as hadamard
 from diffbit.quantize.methods import rotate, rotate_heads
 from diffbit.quantize.methods._rotation import Rotation
+from diffbit.quantize.methods.rtn import quantize as rtn
 from diffbit.runtime import verify
 
 from ...configs import BIASES

@@ -16,21 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import (
-    Buffer,
-    Cache,
-    Carried,
-    Graph,
-    KVBuffers,
-    Mixer,
-    MixerOptions,
-    Operations,
-    Place,
-    Rope,
-    State,
-    Value,
-    real_tokens,
-)
+from ...io.fields import Count
+from ...ops.cache import Buffer
+from ..graph import Cache, Graph, Value
+from ..layers.masks import real_tokens
+from ..layers.rope import Rope
+from ..layers.state import Carried, State
+from . import KVBuffers, Mixer, MixerOptions, Operations, Place
 
 
 class Memory:
@@ -45,8 +37,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Options(MixerOptions):
-    num_heads: int
-    head_dim: int
+    num_heads: Count
+    head_dim: Count
 
     def module(self, place: Place) -> Recurrence:
         return Recurrence(self, place)

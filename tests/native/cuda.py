@@ -14,10 +14,10 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
-from ..io.errors import DiffbitError
-from ..ops import schema
-from ..ops.signature import Op as Signature
-from ..ops.signature import Type
+from diffbit.io.errors import DiffbitError
+from diffbit.ops import schema
+from diffbit.ops.signature import Op as Signature
+from diffbit.ops.signature import Type
 
 FLOAT32, FLOAT16, BFLOAT16 = (int(type) for type in (Type.FLOAT32, Type.FLOAT16, Type.BFLOAT16))
 
@@ -31,13 +31,13 @@ class Op(ctypes.Structure):
 
 
 def _structure(op: Signature) -> type[Op]:
-    fields = [(name, _CTYPES[type_]) for type_, name in op.fields()]
+    fields = [(name, _CTYPES[type_]) for type_, name, _ in op.fields()]
     return type(op.call.struct, (Op,), {"of": op, "_fields_": fields})
 
 
-_made = [_structure(op) for op in schema.OPS]
+STRUCTURES = [_structure(op) for op in schema.OPS]
 CausalConv, Attention, FloatMatMul, GatherQuantized, Hadamard, Int4MatMul, Int8MatMul, SelectiveScan, TernaryMatMul = (
-    _made
+    STRUCTURES
 )
 
 

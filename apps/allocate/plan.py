@@ -1,0 +1,103 @@
+"""Forecasts of what quantizing and exporting a checkpoint take, from its shapes: memory, disk space and time.
+
+Memory and disk space are the estimates by which commands refuse a run that cannot fit (quantize/forecast.py). Time is
+extrapolated from a timed matrix product; other work on the machine makes it longer.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+
+from ...export import export_demand
+from ...io.resources import resident_memory
+from ...models import Checkpoint, ModelConfig, num_parameters
+from ...quantize import HEAD_MODULE, Scheme, linear_shapes, sizes
+from ...quantize.forecast import must_spill, quantize_demand
+from ...quantize.methods import Recipe
+
+# bytes of an artifact's graph and configuration, and of each layer's part of them: typical, and at most
+GRAPH, GRAPH_AT_MOST = (24 << 10, 5 << 10), (48 << 10, 12 << 10)
+CONFIGURATION = 16 << 10  # bytes beside the weights of a checkpoint
+ROUNDED = 8e7  # weights per second on one thread
+WRITTEN = 3e8  # bytes per second
+COMPUTED = 4e8  # weights per second, for the golden prompt
+GPTQ_PRODUCTS = 10  # products of a weight with a [K, K] matrix while it is rounded by GPTQ
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """memory: peak bytes of the process; disk: peak bytes of disk space; output: bytes of the output; seconds: on this
+    machine without other work on it; hidden_states_on_disk: as --max-memory needs it."""
+
+    memory: int
+    disk: int
+    output: int
+    seconds: float
+    hidden_states_on_disk: bool = False
+
+
+def plan_quantize(
+    checkpoint: Checkpoint,
+    scheme: Scheme,
+    recipe: Recipe,
+    text: tuple[int, int] | None,
+    max_memory: int | None,
+) -> Forecast:
+    """Predict what `quantize_checkpoint` takes. text: windows of calibration text and their length, or None.
+
+    Raises DiffbitError if it takes more than `max_memory` bytes at least.
+    """
+    spilled = must_spill(checkpoint, scheme, recipe, text, max_memory)
+    memory, disk = quantize_demand(checkpoint, scheme, recipe, text, spilled)
+    weights = sizes(checkpoint.config, scheme, stored=getattr(torch, checkpoint.dtype)).checkpoint_bytes
+    others = CONFIGURATION + _tokenizer(checkpoint)
+    seconds = num_parameters(checkpoint.config) / ROUNDED / torch.get_num_threads()
+    if text is not None:
+        seconds += _operations(checkpoint.config, *text, recipe.calibrated, recipe.exact) / speed()
+    return Forecast(resident_memory() + memory, disk + others, weights + others, seconds, spilled)
+
+
+def plan_export(checkpoint: Checkpoint, scheme: Scheme | None, dtype: str) -> Forecast:
+    """Predict what `export_artifact` takes for a checkpoint that is, or will be, quantized by the scheme."""
+    memory, weights = export_demand(checkpoint, scheme, dtype)
+    output = weights + overhead(checkpoint, checkpoint.config, GRAPH)
+    seconds = output / WRITTEN + num_parameters(checkpoint.config) / COMPUTED
+    return Forecast(resident_memory() + memory, output, output, seconds)
+
+
+def overhead(checkpoint: Checkpoint, config: ModelConfig, graph: tuple[int, int] = GRAPH_AT_MOST) -> int:
+    """Return an upper bound of an artifact's bytes beside its weights: tokenizer, RoPE tables, graph, padding."""
+    tables = 2 * config.max_position * (config.rope_width // 2) * 4 * (1 if config.local_rope_theta is None else 2)
+    padding = sum(4096 if 4 * math.prod(shape) >= 1 << 20 else 64 for shape in linear_shapes(config).values())
+    return _tokenizer(checkpoint) + tables + padding + graph[0] + graph[1] * config.num_layers
+
+
+def _tokenizer(checkpoint: Checkpoint) -> int:
+    return sum(map(len, checkpoint.tokenizer_files.values()))
+
+
+def _operations(config: ModelConfig, windows: int, length: int, calibrated: bool, exact: bool) -> float:
+    """Return the floating-point operations on a text. It passes through each layer about three times, and five times if
+    the float model's outputs on all of it are needed."""
+    operations = 0.0
+    for module, (rows, columns) in linear_shapes(config).items():
+        if module == HEAD_MODULE:
+            continue
+        operations += 2 * rows * columns * length * windows * (5 if exact else 3)
+        operations += columns**2 * length * windows / 2  # Gram matrices, each shared by a few layers
+        operations += 2 * rows * columns**2 * GPTQ_PRODUCTS * calibrated
+    return operations * (3 if exact else 1)
+
+
+def speed() -> float:
+    """Measure the floating-point operations per second of a matrix product."""
+    a = torch.ones(768, 768)
+    torch.mm(a, a)
+    begin = time.perf_counter()
+    for _ in range(3):
+        torch.mm(a, a)
+    return 3 * 2 * 768**3 / (time.perf_counter() - begin)

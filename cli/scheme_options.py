@@ -1,0 +1,192 @@
+"""Options that say how to quantize, for every command that quantizes or plans to: each is declared once, here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from ..io import plugins
+from ..io.errors import DiffbitError
+from .options import CALIBRATION_WINDOWS, Field, Length, completion, of_formats, read_windows, window_length
+from .output import remark
+
+if TYPE_CHECKING:
+    from ..calib_data import Windows
+    from ..quantize import AttentionScheme, Scheme
+
+__all__ = ["MaxMemory", "MethodOptions", "Model", "SchemeOptions"]
+
+MEASURING_WINDOWS = 16  # default for text that only measures errors
+KV_FORMATS = ("fp16", "int8", "int4", "int2", "none")
+
+Model = Annotated[
+    Path, typer.Argument(help="Checkpoint: a folder (Hugging Face's or diffbit's; docs/models.md) or a GGUF file.")
+]
+MaxMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--max-memory",
+        metavar="SIZE",
+        help="Memory that the process may use, such as 4GB. Calibration states are moved to disk if necessary, and a "
+        "run that cannot fit is refused. The result is bit-identical.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class SchemeOptions:
+    """The format of each part of a model."""
+
+    weights: Annotated[
+        str | None,
+        of_formats(
+            "Weight format: int8, int4_g32, int4_g128_asym, int3_g64, int2_g64, nf4, ternary, ..., or none (float)."
+        ),
+    ] = None
+    embedding: Annotated[
+        str | None, of_formats("Format of the embedding; default: int8 if the weights are low-bit; none: float.")
+    ] = None
+    head: Annotated[
+        str | None,
+        of_formats(
+            "Format of the head; default: int8 if the weights are low-bit; none: float. A tied table is stored once if "
+            "both formats are the same."
+        ),
+    ] = None
+    override: Annotated[
+        list[str] | None,
+        typer.Option(metavar="GLOB=FORMAT", help="Format for the modules whose names match GLOB; repeatable."),
+    ] = None
+    activations: Annotated[
+        Literal["int8", "int4"] | None,
+        typer.Option(help="Quantize activations too, with a scale per token; int4 needs ternary weights."),
+    ] = None
+    kv: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            autocompletion=completion(lambda: KV_FORMATS, ","),
+            help="KV cache format: fp16, int8, int4, int2 or none (float), or one format each for keys and values: "
+            "int8,int4.",
+        ),
+    ] = None
+    qk: Annotated[
+        Literal["int8", "int4", "none"] | None,
+        typer.Option(
+            help="Quantize queries too and multiply them with the keys as integers; keys get at most as many bits."
+        ),
+    ] = None
+    kv_window: Annotated[
+        int | None,
+        typer.Option(help="Residual window: recent tokens that an int4 or int2 cache keeps in float16; default: 32."),
+    ] = None
+    scheme_file: Annotated[
+        Path | None, typer.Option("--scheme", help="Read the whole scheme from a .json or .toml file instead.")
+    ] = None
+
+    def scheme(self, *, weights_later: bool = False) -> Scheme:
+        """Return the scheme of the file or of the options. weights_later: the weights' formats are chosen afterwards.
+
+        Raises DiffbitError if they contradict each other, or quantize nothing.
+        """
+        from ..formats import parse_format
+        from ..quantize import Scheme, table_formats
+        from ..quantize.scheme import parse_override
+
+        if self.scheme_file is not None:
+            if self != SchemeOptions(scheme_file=self.scheme_file):
+                raise DiffbitError(
+                    "--scheme reads the whole scheme from a file; leave out --weights, --embedding, --head, "
+                    "--override, --activations, --kv, --qk and --kv-window"
+                )
+            return Scheme.from_file(self.scheme_file)
+        formats = (self.weights, self.embedding, self.head, self.kv, self.qk)
+        if all(format in (None, "none") for format in formats) and not self.override and not weights_later:
+            raise DiffbitError(
+                "nothing to quantize: pass --weights FORMAT, --embedding, --head, --kv FORMAT, --qk FORMAT, --override "
+                "or --scheme FILE"
+            )
+        weights = None if self.weights in (None, "none") else parse_format(self.weights)
+        embedding, head = table_formats(weights_later or weights is not None, self.embedding, self.head)
+        return Scheme(
+            weights=weights,
+            embedding=embedding,
+            head=head,
+            activations=self.activations,
+            attention=self._attention(),
+            overrides=tuple(parse_override(text) for text in self.override or ()),
+        )
+
+    def _attention(self) -> AttentionScheme:
+        from ..quantize import AttentionScheme
+        from ..quantize.scheme import parse_kv
+
+        cache = parse_kv("none" if self.kv is None else self.kv)
+        scheme = AttentionScheme(qk=None if self.qk == "none" else self.qk, keys=cache["keys"], values=cache["values"])
+        if self.kv_window is None:
+            return scheme
+        if not scheme.has_window:
+            raise DiffbitError(
+                "--kv-window applies only to an int4 or int2 cache; pass --kv int4 or --kv int2, or leave --kv-window "
+                "out"
+            )
+        return replace(scheme, window=self.kv_window)
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """How weights are rounded, and the text that the method calibrates on."""
+
+    method: Annotated[
+        str,
+        typer.Option(
+            metavar="METHOD",
+            autocompletion=completion(lambda: plugins.names("diffbit.quantize.methods"), "+"),
+            help="Quantization method, or several joined by +: gptq, rotate+gptq, learned:50 (steps); see "
+            "--list-methods.",
+        ),
+    ] = "rtn"
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Calibration text, with the same values as --data of other commands; each layer's output error is "
+            "also measured on it. Default: mix if the method needs text, else none.",
+        ),
+    ] = None
+    field: Field = "text"
+    max_windows: Annotated[
+        int | None,
+        typer.Option(help="Maximum number of windows of text; default: 128, or 16 if it only measures errors."),
+    ] = None
+    length: Length = None
+
+    def windows(self, needed: bool) -> int:
+        """Return the maximum number of windows of text; needed: it does not only measure errors."""
+        return (CALIBRATION_WINDOWS if needed else MEASURING_WINDOWS) if self.max_windows is None else self.max_windows
+
+    def text(self, model: Path, needed_by: str | None) -> Windows | None:
+        """Read the calibration text, if there is any; needed_by: what calibrates on it, None: nothing."""
+        source = self.calibrate
+        if source is None and needed_by is not None:
+            source = "mix"
+            remark(
+                f"{needed_by} is calibrated on mix (prose, twelve languages, dialogues and code); with --calibrate, "
+                "pass text similar to what the model will be used on"
+            )
+        if source is None:
+            return None
+        most = self.windows(needed_by is not None)
+        return read_windows(model, source, self.field, most, self.length, "calib")
+
+    def text_shape(self, model: Path, context: int, needed: bool) -> tuple[int, int] | None:
+        """Return the number of windows that the text has at most, and their length, without reading it."""
+        if self.calibrate is None and not needed:
+            return None
+        shape = self.windows(needed), window_length(model, context, self.length)
+        if shape[0] < 1 or shape[1] < 2:
+            raise DiffbitError(f"the text has {shape[0]} windows of {shape[1]} tokens, wanted 1 or more of 2 or more")
+        return shape
