@@ -25,12 +25,13 @@ def web(
 ) -> None:
     """Write a static site that runs a model in the browser. Any web server can serve it; it loads nothing else.
 
-    ONNX Runtime runs the operators' portable bodies in WebAssembly, in several threads if the browser allows it.
+    The page uses WebGPU if the browser has it, else WebAssembly, in several threads if the browser allows it. A
+    checkpoint is exported for WebGPU first (`diffbit export --target webgpu`); that artifact runs on both.
     The page checks the files' hashes and keeps them in the browser's cache.
     """
     from .site import write_site
 
-    with as_artifacts([artifact], "cpu") as (path,):
+    with as_artifacts([artifact], "webgpu") as (path,):
         sizes = write_site(path, output, packages=packages, overwrite=overwrite)
     if as_json:
         print_json({"output": str(output), "files": {name: {"bytes": size} for name, size in sizes.items()}})

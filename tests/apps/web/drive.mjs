@@ -1,12 +1,15 @@
 // Opens a site of `diffbit web` in Chromium, types texts and prints what the page wrote, as JSON.
 //
-//     node drive.mjs NODE_MODULES/x CHROMIUM ADDRESS PICTURE|- MOST TEXT...
+//     node drive.mjs NODE_MODULES/x CHROMIUM ADDRESS PICTURE|- none|software MOST TEXT...
+//
+// software: with WebGPU, on SwiftShader, which computes on the CPU.
 import { createRequire } from "node:module";
 
-const [puppeteer, executablePath, address, picture, most, ...texts] = process.argv.slice(2);
+const ADAPTERS = { none: ["--disable-gpu"], software: ["--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan"] };
+const [puppeteer, executablePath, address, picture, adapter, most, ...texts] = process.argv.slice(2);
 const { launch } = createRequire(puppeteer)("puppeteer-core");
 const patience = { timeout: 120_000 };  // other tests may have all processors
-const browser = await launch({ executablePath, args: ["--no-sandbox", "--disable-gpu"], ...patience });
+const browser = await launch({ executablePath, args: ["--no-sandbox", ...ADAPTERS[adapter]], ...patience });
 const page = await browser.newPage();
 const said = [], asked = [];
 page.on("console", (message) => said.push(message.text()));

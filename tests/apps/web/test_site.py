@@ -22,7 +22,9 @@ import pytest
 
 from diffbit.apps.web.site import PACKAGES, write_site
 from diffbit.export import export_artifact
+from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
+from diffbit.quantize import Scheme, quantize_checkpoint
 from diffbit.runtime import Chat, Session, Tokenizer, generate
 
 HERE = Path(__file__).parent
@@ -59,9 +61,10 @@ def served(folder: Path) -> Iterator[str]:
         server.shutdown()
 
 
-def drive(site: Path, *texts: str) -> dict[str, Any]:
+def drive(site: Path, *texts: str, adapter: str = "none") -> dict[str, Any]:
     with served(site) as address:
-        command = ["node", str(HERE / "drive.mjs"), str(MODULES / "x"), str(CHROMIUM), address, "-", "24", *texts]
+        chromium = str(MODULES / "x"), str(CHROMIUM)
+        command = ["node", str(HERE / "drive.mjs"), *chromium, address, "-", adapter, "24", *texts]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert not done.returncode, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
@@ -88,6 +91,28 @@ def test_the_page_writes_what_run_writes(artifacts: dict[str, Path], tmp_path: P
     found = drive(tmp_path / "chat", "class Stack:", "And now?")
     chat = Chat(Session(artifacts["chat"]), max_tokens=24)
     assert found["answers"] == [list(chat.send(text).token_ids) for text in ("class Stack:", "And now?")]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/apps/web/node_modules")
+@pytest.mark.parametrize(("variant", "weights"), [("diff_v1", "int4_g32"), ("diff_v2", "int8")])
+def test_the_page_writes_on_webgpu_what_run_writes(
+    variant: str, weights: str, trained: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Prompts of more tokens than a call has, and a second one that begins as the first does."""
+    quantize_checkpoint(trained(variant), tmp_path / "low", Scheme(weights=parse_format(weights)))
+    artifact = export_artifact(tmp_path / "low", tmp_path / "artifact", target="webgpu")
+    write_site(artifact, tmp_path / "site", packages=MODULES)
+    text = "class Stack: push = lambda self, item: self.items.append(item); pop = lambda self: self."
+    texts = text, f"{text}items.pop()"
+    found = drive(tmp_path / "site", *texts, adapter="software")
+    assert ", GPU, " in found["about"]
+    session, tokenizer = Session(artifact), Tokenizer(artifact / "tokenizer.json")
+    assert len(tokenizer.encode(text)) > 32
+    answers = [list(generate(session, tokenizer, text, max_tokens=24).token_ids) for text in texts]
+    assert found["answers"] == answers
+    found = drive(tmp_path / "site", text)  # the same site without WebGPU
+    assert "thread" in found["about"] and found["answers"] == answers[:1]
 
 
 @pytest.mark.slow
