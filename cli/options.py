@@ -103,7 +103,7 @@ def _parameter(name: str, option: dataclasses.Field[Any], owner: type, of_model:
     default, metavar = option.default, None
     if "flag" in option.metadata:
         default = not option.default
-    complete = completion(option.metadata["complete"]) if "complete" in option.metadata else None
+    complete = completion(lambda: option.metadata["complete"]) if "complete" in option.metadata else None
     if option.name == "logit_bias":
         kind, default, metavar = list[str], None, "ID=BIAS"
     shown: Any = Annotated[
