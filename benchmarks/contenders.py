@@ -18,7 +18,7 @@ import onnxruntime
 import torch
 from numpy.typing import NDArray
 
-from diffbit.export.graph import DATA, MICROSOFT, MODEL, PAGE, Graph
+from diffbit.export.onnx_graph import DATA, MICROSOFT, MODEL, PAGE, OnnxGraph
 from diffbit.formats import QTensor, QuantLinear
 from diffbit.formats.packing import pack_bits
 from diffbit.ops import diff_attention, kv_cache
@@ -41,7 +41,7 @@ KINDS = {
 def product_graph(folder: Path, weight: QTensor) -> None:
     """x [M, K] times a weight as diffbit exports it."""
     rows, columns = weight.shape
-    g = Graph(folder, "fp32")
+    g = OnnxGraph(folder, "fp32")
     x = g.input("x", np.float32, ["M", columns])
     g.output("y", QuantLinear(weight).onnx(g, x, 1.0), np.float32, ["M", rows])
     g.save()
@@ -52,7 +52,7 @@ def nbits_graph(
 ) -> None:
     """The same with ONNX Runtime's own MatMulNBits at accuracy level 4: codes [N, K], scale [N, K/block]."""
     rows, columns = codes.shape
-    g = Graph(folder, dtype)
+    g = OnnxGraph(folder, dtype)
     x = g.input("x", g.dtype, ["M", columns])
     packed = pack_bits(codes, bits).view(rows, columns // block, block * bits // 8)
     inputs = [x, g.initializer("codes", packed.numpy()), g.weight("scale", scale.numpy())]
@@ -116,7 +116,7 @@ class Attention:
         """One DiffAttention node over a cache of the kind `kv`; `repeated`: a noise head is gathered for each
         signal head instead of shared."""
         heads, kv_heads, d, kind = 2 * self.pairs, 2 * self.kv_pairs, self.d, KINDS[kv]
-        g = Graph(folder, "fp32")
+        g = OnnxGraph(folder, "fp32")
         f, i = np.float32, np.int64
         inputs = {
             "query": g.input("query", f, [1, "S", self.query.shape[2]]),
@@ -169,7 +169,7 @@ class Attention:
 
     def two_call_graph(self, folder: Path) -> None:
         heads, kv_heads, d, group = 2 * self.pairs, 2 * self.kv_pairs, self.d, self.pairs // self.kv_pairs
-        g = Graph(folder, "fp32")
+        g = OnnxGraph(folder, "fp32")
         f, cache = np.float32, [1, kv_heads, "C", d]
         query, key = g.input("query", f, [1, "S", heads * d]), g.input("key", f, [1, "S", kv_heads * d])
         halves = [g.input(f"half_{i}", f, [1, "S", kv_heads * d]) for i in range(2)]

@@ -28,7 +28,7 @@ import numpy as np
 
 from ..io.errors import DiffbitError
 from .sources import Split
-from .tokenizer import TextTokenizer, load_tokenizer
+from .text_tokenizer import TextTokenizer, load_tokenizer
 from .window import Windows, digest, eval_windows
 
 BEFORE, BETWEEN = "\n@", " ="  # text before a key, and between a key and its value

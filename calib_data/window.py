@@ -26,7 +26,7 @@ import numpy as np
 from ..io.errors import DiffbitError
 from .mix import Render
 from .sources import Split, load_text
-from .tokenizer import load_tokenizer
+from .text_tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)

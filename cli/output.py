@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..io.progress import is_quiet
-from ..runtime.processes import python
+from ..runtime.child_process import python
 
 MOST_CHARACTERS = 2000  # in an error message
 

@@ -41,8 +41,8 @@ from ..models.attention._attention import AttentionOptions
 from ..models.graph import GROUP_QUERY_MULTIPLE, Cache, Heads
 from ..ops.cache import Buffer, CacheSpec
 from ..quantize import AttentionScheme
-from ..quantize.cache import cache_spec, is_low_bit
-from .decoder import DecoderGraph, shared
+from ..quantize.device_cache import cache_spec, is_low_bit
+from .decoder_graph import DecoderGraph, shared
 
 HIDDEN = -65504.0  # the bias of padding; finite, so that a query that sees nothing gives no NaN
 
@@ -57,7 +57,7 @@ def grouped(config: ModelConfig, scheme: AttentionScheme) -> bool:
 
 
 def webgpu_cache(config: ModelConfig, scheme: AttentionScheme, dtype: str) -> CacheSpec:
-    """Return quantize.cache.cache_spec with the keys and values of a pair side by side where layers are `grouped`."""
+    """Return device_cache.cache_spec with the keys and values of a pair side by side where layers are `grouped`."""
     spec = cache_spec(config, scheme, dtype)
     if not grouped(config, scheme):
         return spec

@@ -35,7 +35,7 @@ ACCURACY_LEVEL = 4  # of MatMulNBits: int8 inputs; lower levels are fifty times 
 LARGE = 1 << 26  # a product decodes larger weights some rows at a time
 
 
-class Stored(NamedTuple):
+class StoredWeight(NamedTuple):
     """A weight in a graph, in the layout of the format's operators."""
 
     codes: Value
@@ -267,15 +267,15 @@ class Format(ABC):
             "(int4_g32, ...), or none"
         )
 
-    def store(self, g: Builder, weight: QTensor) -> Stored:
+    def store(self, g: Builder, weight: QTensor) -> StoredWeight:
         """Add the weight as initializers for `gather` and `product`; only for formats that an embedding can have."""
         raise NotImplementedError
 
-    def gather(self, g: Builder, ids: Value, stored: Stored, shape: tuple[int, int]) -> Value:
+    def gather(self, g: Builder, ids: Value, stored: StoredWeight, shape: tuple[int, int]) -> Value:
         """Add nodes that read the rows `ids` of a stored table [V, E]."""
         raise NotImplementedError
 
-    def product(self, g: Builder, x: Value, stored: Stored, shape: tuple[int, int], factor: float) -> Value:
+    def product(self, g: Builder, x: Value, stored: StoredWeight, shape: tuple[int, int], factor: float) -> Value:
         """Add nodes for factor * round(x) W^T with a stored weight."""
         raise NotImplementedError
 

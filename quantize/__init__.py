@@ -7,8 +7,8 @@ decoder = apply(float_decoder, scheme)               # the same in memory
 The packages methods, calibration and layouts have faces of their own.
 """
 
-from .cache import is_low_bit, step_bytes
 from .checkpoint import load, load_block, quantize_checkpoint, save
+from .device_cache import is_low_bit, step_bytes
 from .layerwise import apply
 from .layouts import Weights, read_scheme, read_weight
 from .model import as_exported, quant_linear

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..models.attention import Attention
 from ..models.layers.arithmetic import Arithmetic
 from ..ops.diff_attention_reference import cached, mixed, scores
-from .cache import is_low_bit
+from .device_cache import is_low_bit
 from .scheme import AttentionScheme
 
 

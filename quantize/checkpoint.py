@@ -22,15 +22,15 @@ from ..io.processes import Processes
 from ..io.resources import require
 from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig
 from ..models.checkpoint.names import shapes, stays_float32
-from .cache import is_low_bit
 from .calibration.states import ALONE
+from .device_cache import is_low_bit
 from .forecast import in_shards, must_spill, quantize_demand
 from .layerwise import Finished, quantize_layers, stored_config, tokens_for
 from .layouts import Weights
 from .methods import parse_recipe
 from .model import Round, assemble
 from .report import Report, WeightReport
-from .resume import Stored, Unfinished, run
+from .resume import StoredLayer, Unfinished, run
 from .scheme import Scheme
 from .sizes import sizes
 
@@ -138,7 +138,7 @@ def _written(
     """Write the finished layers of an earlier run, then those from `made`. keeps: save each layer for --resume."""
     rows: list[WeightReport] = []
     with files.locked(output), unfinished() as done:
-        layers: Iterator[Stored] = map(_stored, made(done.count))  # keeps no reference to a layer
+        layers: Iterator[StoredLayer] = map(_stored, made(done.count))  # keeps no reference to a layer
         if keeps:
             for layer in layers:
                 done.add(layer)
@@ -217,7 +217,7 @@ def load_block(source: Checkpoint | Weights, index: int, dtype: torch.dtype = to
     return assemble(block, tensors, weights.scheme or Scheme(), dtype)
 
 
-def _stored(layer: Finished) -> Stored:
+def _stored(layer: Finished) -> StoredLayer:
     """Return a layer's tensors as a checkpoint stores them, on the CPU."""
     parts = {
         f"{module}.{part}": tensor

@@ -21,8 +21,8 @@ import numpy as np
 from ..io.errors import DiffbitError
 from ..settings import SessionOptions
 from .artifact import Artifact
+from .child_process import python
 from .driver import Driver
-from .processes import python
 from .session import Session
 
 

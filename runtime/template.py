@@ -21,7 +21,7 @@ from typing import Any, TypedDict
 from ..io.errors import DiffbitError
 from ..io.files import read_json
 from .artifact import Artifact
-from .processes import python_script
+from .child_process import python_script
 
 FILE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"

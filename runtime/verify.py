@@ -33,8 +33,8 @@ from numpy.typing import NDArray
 from ..io.errors import DiffbitError
 from ..settings import SessionOptions
 from .artifact import TOKENIZER, Artifact, artifact_folder
+from .child_process import python
 from .external import check_external
-from .processes import python
 from .providers import placement
 from .session import Session
 from .tokenizer import Tokenizer

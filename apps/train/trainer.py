@@ -62,7 +62,7 @@ from ...models.attention import Attention
 from ...models.checkpoint import shapes
 from .checkpoint import FOLDER, last_checkpoint, read_training, restore, save_checkpoint
 from .config import TrainConfig
-from .data import Rows
+from .data import TrainingRows
 from .distill import Teacher, distillation_loss
 from .folder import LOG, begin_run, check_folder, log_state, place_model, plot_losses, read_log, rewind_log
 from .head_norm import add_gains
@@ -149,7 +149,7 @@ class _Run:
         self.batch = config.batch_size * config.accumulate * here.count  # rows per step
         tokens, _ = stream(tokenizer.encode(text.documents), eos)
         needles = Needles.of(tokenizer) if config.needles else None
-        self.rows = Rows(tokens, config.length, config.seed, needles, config.needles)
+        self.rows = TrainingRows(tokens, config.length, config.seed, needles, config.needles)
         ids = tokenizer.encode(held_out.documents)
         self.held_out = windows(ids, config.length, eos_id=eos, max_windows=config.eval_windows, source=config.source)
         self.about: dict[str, Any] = {

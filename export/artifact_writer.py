@@ -26,7 +26,7 @@ from ..models.families import loader_config
 from ..ops.cache import CacheSpec
 from ..ops.kv_cache import BLOCK
 from ..quantize import AttentionScheme, Scheme, read_scheme, sizes
-from ..quantize.cache import cache_spec
+from ..quantize.device_cache import cache_spec
 from ..quantize.forecast import SLACK, Demand
 from ..quantize.sizes import TensorSize
 from ..runtime.artifact import MANIFEST, ONNX, TARGETS, TOKENIZER, VERSION, manifest_sha256
@@ -34,8 +34,8 @@ from ..runtime.native import library as native_library
 from ..runtime.sampler import GENERATION
 from ..settings import OF_MODEL
 from ..version import __version__
-from .decoder import DecoderGraph
-from .graph import DATA, FLOATS, MODEL, TRANSFORMERS_JS_DATA
+from .decoder_graph import DecoderGraph
+from .onnx_graph import DATA, FLOATS, MODEL, TRANSFORMERS_JS_DATA
 from .parts import parts
 from .reference import Stream, check_scheme
 from .webgpu import WebGPUGraph, webgpu_cache

@@ -1,7 +1,7 @@
 """A small builder of ONNX graphs that writes weights directly to the file `model.onnx.data`, and to `model.onnx.data_1`
 and so on where it would be larger than a browser can load.
 
-    g = Graph(folder, "fp32")
+    g = OnnxGraph(folder, "fp32")
     x = g.input("x", np.int64, ["batch_size", "sequence"])
     with g.scope("layers.0"):
         y = g.op("Gather", [g.initializer("embedding", table), x])
@@ -48,7 +48,7 @@ FLOATS: dict[str, type[np.floating]] = {"fp32": np.float32, "fp16": np.float16}
 PAGE, SMALL = 4096, 1 << 20
 
 
-class Graph:
+class OnnxGraph:
     """A graph under construction. `dtype` is the type of its floating-point weights and activations.
 
     target: "cpu", "cuda" or "webgpu". On CPUs, ONNX Runtime has no float16 product and makes float32 copies at load, so

@@ -12,9 +12,9 @@ Layers after the last one with a cache also compute only the tokens from `logits
 layers.
 
 T = past + S: the past's length follows from the mask's, so loaders do not pass it. A low-bit cache has more buffers
-than key and value, and other shapes (quantize/cache.py); other mixers have other states. Values that all layers share
-(lengths, RoPE tables) are made once, on first use, so that a graph contains only what its layers need. Mixers and MLPs
-add their nodes in their `onnx` methods, through the protocol in models/graph.py.
+than key and value, and other shapes (quantize/device_cache.py); other mixers have other states. Values that all layers
+share (lengths, RoPE tables) are made once, on first use, so that a graph contains only what its layers need. Mixers and
+MLPs add their nodes in their `onnx` methods, through the protocol in models/graph.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from ..formats import QTensor, QuantLinear
-from ..formats.base import Stored
+from ..formats.base import StoredWeight
 from ..models import Block, ModelConfig, rope_tables
 from ..models.graph import GROUP_QUERY_MULTIPLE, Cache, Heads
 from ..ops import diff_attention, float_matmul
@@ -39,9 +39,9 @@ from ..ops.cache import Buffer, CacheSpec, tokens_each
 from ..ops.diff_attention_body import END
 from ..ops.kv_cache import BLOCK
 from ..quantize import AttentionScheme, is_low_bit
-from ..quantize.cache import operator
+from ..quantize.device_cache import operator
 from ..runtime.session import LOGITS_FROM
-from .graph import DATA, Graph
+from .onnx_graph import DATA, OnnxGraph
 
 HALVES: dict[torch.dtype, type] = {torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
 
@@ -60,11 +60,11 @@ def shared(make: Callable[[G], T]) -> cached_property[T]:
     return cached_property(made)
 
 
-class DecoderGraph(Graph):
+class DecoderGraph(OnnxGraph):
     """Builds the graph in order: `embed`, `block` for each layer, `head`, `save`. Weights are written immediately.
     models.Block says how the parts of a layer follow one another.
 
-    dtype: "fp32" or "fp16". target: graph.py. scheme: of attention; cache: the resulting buffers of
+    dtype: "fp32" or "fp16". target: onnx_graph.py. scheme: of attention; cache: the resulting buffers of
     each layer.
     """
 
@@ -99,7 +99,7 @@ class DecoderGraph(Graph):
         self._x: ir.Value
         self._added: ir.Value | None = None  # to x, by the next norm's node
         self._table: ir.Value  # of a tied head, float
-        self._stored: Stored  # the same, quantized
+        self._stored: StoredWeight  # the same, quantized
 
     @property
     def low_bit(self) -> bool:
