@@ -38,7 +38,7 @@ from ..ops import diff_attention, float_matmul
 from ..ops.cache import Buffer, CacheSpec, tokens_each
 from ..ops.diff_attention_body import END
 from ..ops.kv_cache import BLOCK
-from ..quantize import AttentionScheme, is_low_bit
+from ..quantize import AttentionScheme
 from ..quantize.device_cache import operator
 from ..runtime.session import LOGITS_FROM
 from .onnx_graph import DATA, OnnxGraph
@@ -103,7 +103,7 @@ class DecoderGraph(OnnxGraph):
 
     @property
     def low_bit(self) -> bool:
-        return is_low_bit(self.scheme)
+        return self.scheme.is_low_bit
 
     @shared
     def _length(self) -> ir.Value:

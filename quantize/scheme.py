@@ -84,6 +84,11 @@ class AttentionScheme:
         return self.values or "float"
 
     @property
+    def is_low_bit(self) -> bool:
+        """Whether keys or values are low-bit, which needs diffbit's own operator for every attention variant."""
+        return self.key_format != "float" or self.value_format != "float"
+
+    @property
     def has_window(self) -> bool:
         """Whether the cache keeps recent tokens in float16."""
         return any(BITS[format] < 8 for format in (self.key_format, self.value_format))
