@@ -34,7 +34,7 @@ from ..formats import QTensor, QuantLinear
 from ..formats.base import StoredWeight
 from ..models import Block, ModelConfig, rope_tables
 from ..models.graph import GROUP_QUERY_MULTIPLE, Cache, Heads
-from ..ops import diff_attention, float_matmul
+from ..ops import diff_attention, diff_attention_body, float_matmul
 from ..ops.cache import Buffer, CacheSpec, tokens_each
 from ..ops.diff_attention_body import END
 from ..ops.kv_cache import BLOCK
@@ -188,7 +188,7 @@ class DecoderGraph(OnnxGraph):
             diff_attention,
             [values.get(name) for name in signature.inputs],
             len(signature.outputs),
-            lambda name: diff_attention.function(signature, grouped, name),
+            lambda name: diff_attention_body.function(signature, grouped, name),
             of=(signature, grouped),
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,

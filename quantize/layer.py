@@ -1,5 +1,5 @@
-"""A layer that is being quantized (the embedding, a decoder layer, or the final norm with the head), and how modules are
-assembled from quantized weights."""
+"""A layer that is being quantized: the embedding, a decoder layer, or the final norm with the head. `assemble` makes
+modules of quantized weights."""
 
 from __future__ import annotations
 
