@@ -135,10 +135,10 @@ class Attention:
             group = self.ratio + 1
             starts = [pair // self.ratio * group for pair in range(self.pairs)]
             order = [i for p, at in enumerate(starts) for i in (at + p % self.ratio, at + self.ratio)]
-            each = g.op("Reshape", [inputs["query"], g.const([0, 0, -1, d])])
-            each = g.op("Gather", [each, g.const(order)], axis=2)
-            inputs["query"] = g.op("Reshape", [each, g.const([0, 0, heads * d])])
-        made = g.customs(
+            query = g.op("Reshape", [inputs["query"], g.const([0, 0, -1, d])])
+            query = g.op("Gather", [query, g.const(order)], axis=2)
+            inputs["query"] = g.op("Reshape", [query, g.const([0, 0, heads * d])])
+        outputs = g.customs(
             diff_attention, [inputs.get(name) for name in kind.inputs], len(kind.outputs),
             lambda name: diff_attention_body.function(kind, name=name), kind,
             num_heads=self.pairs, num_kv_heads=kv_heads, branches=kind.branches,
@@ -146,7 +146,7 @@ class Attention:
             norm_eps=self.norm_eps, key_bits=kind.key_bits, value_bits=kind.value_bits, query_bits=kind.query_bits,
             window=WINDOW,
         )  # fmt: skip
-        for name, value in zip(kind.outputs, made, strict=True):
+        for name, value in zip(kind.outputs, outputs, strict=True):
             if name == "out":
                 g.output("y", value, f, [1, "S", heads * d])
             elif name:

@@ -52,12 +52,12 @@ T = TypeVar("T")
 def shared(make: Callable[[G], T]) -> cached_property[T]:
     """Decorator for a value that is made on first use, with a name outside the layers' scopes."""
 
-    def made(graph: G) -> T:
+    def in_no_scope(graph: G) -> T:
         with graph.scope(None):
             return make(graph)
 
-    made.__doc__ = make.__doc__
-    return cached_property(made)
+    in_no_scope.__doc__ = make.__doc__
+    return cached_property(in_no_scope)
 
 
 class DecoderGraph(OnnxGraph):
@@ -184,7 +184,7 @@ class DecoderGraph(OnnxGraph):
             "attention_mask": self.attention_mask,
         }
         values |= {f"past_{name}": buffer for name, buffer in past.items()}
-        made = self.customs(
+        outputs = self.customs(
             diff_attention,
             [values.get(name) for name in signature.inputs],
             len(signature.outputs),
@@ -198,13 +198,13 @@ class DecoderGraph(OnnxGraph):
             window=self.scheme.window if self.scheme.has_window else 0,
             **signature.attributes,
         )
-        found = {}
-        for name, value in zip(signature.outputs, made, strict=True):
+        by_name = {}
+        for name, value in zip(signature.outputs, outputs, strict=True):
             if name:
-                found[name] = value
+                by_name[name] = value
             else:
                 value.name = ""  # marks an omitted output in ONNX
-        return found["out"], {name: found[f"present_{name}"] for name in past} if appends else {}
+        return by_name["out"], {name: by_name[f"present_{name}"] for name in past} if appends else {}
 
     def embed(self, table: Tensor | QTensor) -> None:
         """Add the embedding [V, E]. A float32 graph keeps a 16-bit table: half the bytes, the same numbers."""
@@ -253,26 +253,26 @@ class DecoderGraph(OnnxGraph):
         with self.scope(f"layers.{index}"):
             self._present.append(block.onnx(self, self._past[index]))
 
-    def _wanted(self, x: ir.Value) -> ir.Value:
+    def _last_tokens(self, x: ir.Value) -> ir.Value:
         """x [B, S, ...] from `logits_from` on."""
         return self.op("Slice", [x, self.logits_from, self.const([END]), self.const([1])])
 
     def _leave_tokens(self) -> None:
         """Continue with only the tokens from `logits_from` on; keys and values of all tokens stay available."""
-        self._x = self._wanted(self._x)
-        self._added = None if self._added is None else self._wanted(self._added)
-        self.position_ids = self._wanted(self.position_ids)
+        self._x = self._last_tokens(self._x)
+        self._added = None if self._added is None else self._last_tokens(self._added)
+        self.position_ids = self._last_tokens(self.position_ids)
         for index, values in self.carried.items():
-            own = {buffer.name for buffer in self.cache.layers[index]}
+            buffers = {buffer.name for buffer in self.cache.layers[index]}
             self.carried[index] = {
-                name: value if name in own else self._wanted(value) for name, value in values.items()
+                name: value if name in buffers else self._last_tokens(value) for name, value in values.items()
             }
 
     def head(self, norm: nn.Module, head: nn.Module) -> None:
         """Add the final norm, the head (tied: with the embedding's table) and the graph's outputs."""
         x = self.residual(norm, "norm")
         if self._tail == self.config.num_layers:
-            x = self._wanted(x)
+            x = self._last_tokens(x)
         tied = self.config.tie_embeddings
         logits = self.tied_head(x, head) if tied else self.linear(x, head, "lm_head")
         if self.dtype is not np.float32:

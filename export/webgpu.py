@@ -175,7 +175,7 @@ class WebGPUGraph(DecoderGraph):
         query, key = self._rotated(query, heads), self._rotated(key, heads)
         softmaxes = heads.num_heads + wide * heads.num_heads // ratio
         if wide:
-            query = self._beside_zeros(query, heads)
+            query = self._padded_sub_heads(query, heads)
         inputs = [query, key, value, past["key"], past["value"], self._lengths, self._total_scalar]
         out, present_key, present_value = self.ops(
             "GroupQueryAttention",
@@ -190,7 +190,7 @@ class WebGPUGraph(DecoderGraph):
             out = self._difference(out, lambda_, heads)
         return out, {"key": present_key, "value": present_value}
 
-    def _beside_zeros(self, query: ir.Value, heads: Heads) -> ir.Value:
+    def _padded_sub_heads(self, query: ir.Value, heads: Heads) -> ir.Value:
         """Make the sub-heads [B, S, (H + H/R) * d] twice as wide: signal heads [q, 0], noise heads [0, q]."""
         ratio, width = heads.noise_ratio, heads.head_dim
         sides = np.zeros((ratio + 1, 2, 1))

@@ -96,8 +96,8 @@ class IntFormat(Format):
         for low in self.factors[::2]:
             for high in self.factors[::2]:
                 below, above = scale * zero * low, scale * (top - zero.float()) * high
-                found = self.stored((below + above) / top)
-                yield found, (below / divisor(found)).round().clamp(0, top).to(torch.uint8)
+                stored = self.stored((below + above) / top)
+                yield stored, (below / divisor(stored)).round().clamp(0, top).to(torch.uint8)
 
     def stored(self, scale: Tensor) -> Tensor:
         half = finite(scale).half().float()

@@ -157,10 +157,10 @@ class ModelConfig:
             raise DiffbitError(f"layer {index} reads from layer {mixer.reads}, wanted an earlier layer")
         giver = self.layers[mixer.reads].mixer
         if giver.reads is not None or giver.carried != mixer.carried:
-            given = giver.carried if giver.reads is None else "nothing of its own"
+            provided = giver.carried if giver.reads is None else "nothing of its own"
             raise DiffbitError(
                 f"layer {index} ({mixer.name}) reads {mixer.carried} from layer {mixer.reads} ({giver.name}), "
-                f"which provides {given}"
+                f"which provides {provided}"
             )
 
     @property

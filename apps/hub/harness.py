@@ -113,8 +113,8 @@ class DiffbitLM(TemplateLM):
                 pairs.append((("", ""), *make_disjoint_window(window)))
                 owners.append(number)
         totals = [0.0] * len(requests)
-        for number, (found, _) in zip(owners, self._loglikelihood_tokens(pairs, disable_tqdm), strict=True):
-            totals[number] += found
+        for number, (score, _) in zip(owners, self._loglikelihood_tokens(pairs, disable_tqdm), strict=True):
+            totals[number] += score
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
@@ -124,7 +124,7 @@ class DiffbitLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """For each request: (sum of ln q over the continuation's tokens, whether each token was the most likely)."""
         rows = [(context + continuation)[-(self._session.capacity + 1) :] for _, context, continuation in requests]
-        found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+        scores: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
         for batch in self._batches([len(row) - 1 for row in rows], disable_tqdm):
             logits = self._run([rows[index][:-1] for index in batch], all_positions=True)
             for place, index in enumerate(batch):
@@ -136,14 +136,14 @@ class DiffbitLM(TemplateLM):
                         "export the model with a longer context_length"
                     )
                 end = len(rows[index]) - 1
-                found[index] = _scored(logits[place, end - count : end], continuation)
+                scores[index] = _scored(logits[place, end - count : end], continuation)
                 if texts[1]:
-                    self.cache_hook.add_partial("loglikelihood", texts, found[index])
-        return found
+                    self.cache_hook.add_partial("loglikelihood", texts, scores[index])
+        return scores
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        wanted = [request.args[1] for request in requests]
-        most = [min(int(kwargs.get("max_gen_toks", MAX_TOKENS)), self._session.capacity - 1) for kwargs in wanted]
+        options = [request.args[1] for request in requests]
+        most = [min(int(kwargs.get("max_gen_toks", MAX_TOKENS)), self._session.capacity - 1) for kwargs in options]
         prompts = [
             (self.tok_encode(request.args[0]) or [self.prefix_token_id])[-(self._session.capacity - count) :]
             for request, count in zip(requests, most, strict=True)
@@ -151,9 +151,9 @@ class DiffbitLM(TemplateLM):
         texts = [""] * len(prompts)
         # a batch holds prompts with the same limit of new tokens: a higher limit leaves less of the prompt
         for batch in self._batches([len(prompt) for prompt in prompts], disable_tqdm, of_equal=most):
-            own = [wanted[index] for index in batch]
+            batch_options = [options[index] for index in batch]
             for index, text in zip(
-                batch, self._generate([prompts[i] for i in batch], own, most[batch[0]]), strict=True
+                batch, self._generate([prompts[i] for i in batch], batch_options, most[batch[0]]), strict=True
             ):
                 texts[index] = text
                 self.cache_hook.add_partial("generate_until", requests[index].args, text)
@@ -186,9 +186,9 @@ class DiffbitLM(TemplateLM):
         self._session.reset()
         return self._session.prefill(ids, mask, all_positions=all_positions)
 
-    def _generate(self, prompts: list[list[int]], wanted: Sequence[dict[str, Any]], most: int) -> list[str]:
+    def _generate(self, prompts: list[list[int]], options: Sequence[dict[str, Any]], most: int) -> list[str]:
         """Continue each prompt by at most `most` tokens."""
-        texts = [_Text(self._tokenizer, prompt, kwargs) for prompt, kwargs in zip(prompts, wanted, strict=True)]
+        texts = [_Text(self._tokenizer, prompt, kwargs) for prompt, kwargs in zip(prompts, options, strict=True)]
         logits = self._run(prompts, all_positions=False)
         for left in range(most - 1, -1, -1):
             for text, row in zip(texts, logits, strict=True):

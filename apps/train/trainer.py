@@ -99,8 +99,8 @@ def train(config: TrainConfig, out: str | Path, *, resume: bool = False, overwri
     out = Path(out)
     check_folder(out, resume=resume, overwrite=overwrite)
     if overwrite and not resume:
-        given = config.source, config.tokenizer, config.init, config.distill
-        check_apart(out, *(path for path in given if path is not None))
+        inputs = config.source, config.tokenizer, config.init, config.distill
+        check_apart(out, *(path for path in inputs if path is not None))
     require_matplotlib()  # if matplotlib or bitsandbytes is missing, fail now: an earlier run in `out` is still there
     optimizer_class(config)
     here = processes(config.device)
@@ -358,20 +358,20 @@ def lambdas(model: Decoder) -> list[float]:
 
 def _prepare_tokenizer(config: TrainConfig, text: Corpus, folder: Path) -> None:
     """Save the run's tokenizer in `folder`. It is the given one, or trained on the text."""
-    wanted = config.model.vocab_size
+    vocab_size = config.model.vocab_size
     if config.tokenizer is None:
-        size = train_tokenizer(text.documents, wanted, folder).vocab_size
-        if size < wanted:
+        size = train_tokenizer(text.documents, vocab_size, folder).vocab_size
+        if size < vocab_size:
             raise DiffbitError(
-                f"{config.source}: too little text for a vocabulary of {wanted} ids, it is enough for {size}; "
+                f"{config.source}: too little text for a vocabulary of {vocab_size} ids, it is enough for {size}; "
                 "use more text or a smaller vocabulary"
             )
         return
     tokenizer = load_tokenizer(config.tokenizer)
-    if tokenizer.vocab_size > wanted:
+    if tokenizer.vocab_size > vocab_size:
         raise DiffbitError(
             f"{config.tokenizer}: the tokenizer has {tokenizer.vocab_size} ids, more than the model's vocabulary of "
-            f"{wanted}; set the model's vocabulary to that size"
+            f"{vocab_size}; set the model's vocabulary to that size"
         )
     tokenizer.save(folder)
 

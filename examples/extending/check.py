@@ -34,8 +34,8 @@ for checkpoint in ("model", "model-binary"):
 
 ids, session = torch.randint(300, (1, 12)), Session("model-onnx")
 logits = [session.prefill(ids[:, :7].numpy()), *(session.step(ids[:, i : i + 1].numpy()) for i in range(7, 12))]
-wanted = reference_model("model")(ids)[0, 6:].detach()  # all tokens at once
-torch.testing.assert_close(torch.tensor(np.concatenate(logits)), wanted, rtol=0, atol=1e-4 * float(wanted.std()))
+expected = reference_model("model")(ids)[0, 6:].detach()  # all tokens at once
+torch.testing.assert_close(torch.tensor(np.concatenate(logits)), expected, rtol=0, atol=1e-4 * float(expected.std()))
 
 plain = ModelConfig.uniform(
     vocab_size=300, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=256
