@@ -17,13 +17,13 @@ format (models/families/ converts):
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Annotated, Any
 
 from ..io import plugins
 from ..io.errors import DiffbitError
-from ..io.fields import Count, Positive, bounds, check, of_length, one_of, read
+from ..io.fields import Count, Positive, bounds, check, of_length, one_of, read, to_dict
 from .attention import AttentionOptions
 from .layers.norm import NORMS, LayerNorm, RMSNorm
 from .layers.rope import RopeScaling, scaling_from
@@ -72,7 +72,7 @@ class LayerSpec:
         return replace(symmetries, value_width=0, value_scales=False) if self.sub_norms else symmetries
 
     def to_dict(self) -> dict[str, Any]:
-        parts = {name: {"name": part.name} | asdict(part) for name, part in (("mixer", self.mixer), ("mlp", self.mlp))}
+        parts = {name: {"name": part.name} | to_dict(part) for name, part in (("mixer", self.mixer), ("mlp", self.mlp))}
         return parts | {"sub_norms": self.sub_norms, "norms": self.norms}
 
 
@@ -129,12 +129,14 @@ class ModelConfig:
         o_bias: bool = False,
         mlp_bias: bool = False,
         lambda_bias: bool = False,
+        noise_ratio: int = 1,
         **others: Any,
     ) -> ModelConfig:
         """Return a model of equal layers with an attention variant and an MLP, given by name; others: other fields.
 
         norm_eps: for all norms, also those of heads, queries and keys. head_norm: False removes diff_v1's.
-        lambda_bias: whether diff_v2's lambda has a bias. norms: as in LayerSpec.
+        lambda_bias: whether diff_v2's lambda has a bias. noise_ratio: signal heads per noise head. norms: as in
+        LayerSpec.
         """
         read(NumLayers, num_layers, "num_layers")
         options = attention_options(attention)
@@ -146,7 +148,10 @@ class ModelConfig:
             choices["norm_eps"] = norm_eps if head_norm else 0.0
         if lambda_bias and "lambda_bias" not in names:
             raise DiffbitError(f"lambda_bias is true, but {attention} has no projection to lambda; only diff_v2 has")
+        if noise_ratio > 1 and "noise_ratio" not in names:
+            raise DiffbitError(f"noise_ratio is {noise_ratio}, but {attention} has no noise heads, wanted 1")
         choices |= {"lambda_bias": True} if lambda_bias else {}
+        choices |= {"noise_ratio": noise_ratio} if noise_ratio != 1 else {}
         layer = LayerSpec(options(num_heads, num_kv_heads, head_dim, **choices), gated, sub_norms, norms)
         return cls(layers=(layer,) * num_layers, norm_eps=norm_eps, **others)
 
