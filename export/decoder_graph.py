@@ -35,8 +35,8 @@ from ..formats.base import StoredWeight
 from ..models import Block, ModelConfig, rope_tables
 from ..models.graph import GROUP_QUERY_MULTIPLE, Cache, Heads
 from ..ops import diff_attention, diff_attention_body, float_matmul
+from ..ops.body import END
 from ..ops.cache import Buffer, CacheSpec, tokens_each
-from ..ops.diff_attention_body import END
 from ..ops.kv_cache import BLOCK
 from ..quantize import AttentionScheme
 from ..quantize.device_cache import operator

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Annotated, Any
 
 from ..io import plugins
 from ..io.errors import DiffbitError
-from ..io.fields import get, one_of, read
+from ..io.fields import get, one_of, read, to_dict
 
 
 def options_class(what: str, name: str, *folders: str) -> Any:
@@ -23,7 +22,7 @@ def options_class(what: str, name: str, *folders: str) -> Any:
 def options_dict(options: Any) -> dict[str, Any]:
     """Return options as plain JSON, with the name of their file and the package that adds it, if one does."""
     package = plugins.package_of(options)
-    return {"name": options.name} | ({} if package is None else {"package": package}) | asdict(options)
+    return {"name": options.name} | ({} if package is None else {"package": package}) | to_dict(options)
 
 
 def read_options(folders: tuple[str, ...], value: object, place: str) -> Any:

@@ -73,3 +73,13 @@ def test_train_config_takes_changes(tmp_path: Path, trained: Callable[[str], Pat
     }.items():
         with pytest.raises(DiffbitError, match=sentence):
             model_config(*arguments)
+
+
+def test_noise_ratio() -> None:
+    for attention, ratio, heads in (("diff_v2", 2, (4, 2)), ("diff_v2", 4, (4, 1)), ("diff_v1", 2, (2, 1))):
+        mixer = train_config("tiny", attention, noise_ratio=ratio).model.layers[0].mixer
+        assert (mixer.num_heads, mixer.num_kv_heads, mixer.noise_ratio) == (*heads, ratio)
+    with pytest.raises(DiffbitError, match="noise_ratio is 4, wanted a divisor of 2"):
+        train_config("tiny", "diff_v1", noise_ratio=4)
+    with pytest.raises(DiffbitError, match="noise_ratio is 2, wanted none with init"):
+        train_config("tiny", init="anywhere", noise_ratio=2)
