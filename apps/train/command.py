@@ -74,7 +74,14 @@ DistillWeight = Annotated[
     float | None,
     typer.Option(help="Weight of the teacher's loss; the loss on the text has weight 1. Default: 100."),
 ]
-Mlp = Annotated[str | None, typer.Option(metavar="MLP", help="swiglu or relu2; default: swiglu, or that of --init.")]
+Mlp = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MLP",
+        autocompletion=completion(lambda: plugins.names("diffbit.models.mlp")),
+        help="MLP: swiglu, relu2, geglu, kan, ...; default: swiglu, or that of --init.",
+    ),
+]
 SubNorms = Annotated[
     bool | None,
     typer.Option(
