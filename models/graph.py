@@ -106,6 +106,9 @@ class Graph(Builder, Protocol):
     def past_length(self) -> ir.Value:
         """int64 [1]: T - S."""
 
+    def rotated(self, x: ir.Value) -> ir.Value:
+        """Add RoPE of heads x, float32 [B, S, heads, d], of the model's `rope_width`."""
+
     def linear(self, x: ir.Value, module: nn.Module, name: str, scale: float = 1.0, bias: bool = True) -> ir.Value:
         """Add scale * (x W^T) + bias of a linear layer, float or quantized; bias=False omits the bias."""
 

@@ -1,4 +1,4 @@
-"""Presets: model sizes, each for three attention variants of equal size, and their training options.
+"""Presets: model sizes, each for all attention variants, of equal size, and their training options.
 
 The variants of a preset have the same number of parameters within 1 % and differ only in their heads (d = head_dim).
 With H pairs in diff_v1:
@@ -23,7 +23,6 @@ from ...calib_data import load_tokenizer
 from ...formats import parse_format
 from ...io.errors import DiffbitError
 from ...models import Checkpoint, ModelConfig, attention_options, num_parameters, variants
-from ...models.attention import AttentionOptions
 from .config import TrainConfig
 from .folder import MASTER
 
@@ -210,9 +209,8 @@ def parameters() -> list[dict[str, Any]]:
         for attention in variants():
             config = model_config(preset, attention)
             mixer = config.layers[0].mixer
-            assert isinstance(mixer, AttentionOptions)
             row = {"preset": preset, "attention": attention, "parameters": num_parameters(config)}
             row |= {"hidden_size": config.hidden_size, "num_layers": config.num_layers}
-            row |= {name: getattr(mixer, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
+            row |= {name: getattr(mixer, name, None) for name in ("num_heads", "num_kv_heads", "head_dim")}
             rows.append(row | {"vocab_size": config.vocab_size, "context": config.max_position})
     return rows
