@@ -63,6 +63,16 @@ class Builder(Protocol):
     ) -> Sequence[ir.Value]:
         """Add a node with several outputs."""
 
+    def scan(
+        self, step: Callable[..., Sequence[ir.Value]], states: Sequence[ir.Value], rows: Sequence[ir.Value]
+    ) -> Sequence[ir.Value]:
+        """Add a loop over axis 1 of `rows`: step(*states, *row) returns the next states, then outputs. Returns the last
+        states, then each output of all steps, stacked on axis 1.
+
+        All are float32. The nodes that `step` adds may also use values from outside, but not the other way round; what
+        the graph makes on first use, such as `real_tokens`, must be used before.
+        """
+
     def custom(self, op: ModuleType, inputs: Sequence[ir.Value | None], **attributes: Attribute) -> ir.Value:
         """Add a node with one output of one of diffbit's own ops (a module of ops/), and its body."""
 

@@ -8,13 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diffbit.export import export_artifact, reference_model
-from diffbit.formats import parse_format
-from diffbit.models import Decoder, KVCache, ModelConfig, load, save
-from diffbit.quantize import Scheme, quantize_checkpoint
-from diffbit.runtime import Session, verify
+from diffbit.models import Decoder, KVCache, ModelConfig
+from diffbit.runtime import Session
 
-from ...export.helpers import relative_error, write_tokenizer
+from . import artifacts
 
 MASK = torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0, 1]])
 
@@ -74,35 +71,14 @@ def check_gradients_reach_every_parameter(model: Decoder) -> None:
         assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
 
 
-def check_artifact(model: Decoder, folder: Path, weights: str | None, dtype: str, bound: float) -> Path:
-    """From the checkpoint, perhaps quantized, to an artifact that verifies and gives torch's logits: a prompt in
-    pieces, token by token, and a batch whose shorter row is padded. Returns the artifact."""
-    source = folder / "float"
-    save(model, source)
-    write_tokenizer(source, model.config.vocab_size)
-    assert load(source).config == model.config
-    if weights:
-        source = folder / "quantized"
-        quantize_checkpoint(folder / "float", source, Scheme(weights=parse_format(weights)))
-    artifact = export_artifact(source, folder / "onnx", dtype=dtype)
-    assert verify(artifact).passed
+def check_artifact(model: Decoder, folder: Path, weights: str | None, dtype: str, bound: float) -> None:
+    """From a checkpoint, perhaps quantized, to an artifact that verifies and gives torch's logits: of a prompt in
+    pieces, of a padded batch, and token by token."""
+    artifact, reference = artifacts.artifact_of(model, folder, weights=weights, dtype=dtype)
+    artifacts.check_session(artifact, reference, bound)
     ids = ids_of(model.config, 2, 20)
-    long, short = ids[:1], ids[1:, :17]
+    session = Session(artifact, threads=1)
+    columns = ids.numpy()[:, :, None].transpose(1, 0, 2)
+    steps = np.stack([session.prefill(columns[0]), *map(session.step, columns[1:])], 1)
     with torch.inference_mode():
-        reference = reference_model(source)
-        alone, alone_short = reference(long)[0], reference(short)[0]
-    mask = np.ones((2, 18), np.int64)
-    mask[1, :3] = 0
-    padded = np.concatenate([long[:, :18], np.roll(ids[1:, :18], 3, axis=1)])
-    for native in (False, True):
-        session = Session(artifact, threads=1, native=native)
-        for parts in (((0, 2), (2, 11), (11, 20)), [(at, at + 1) for at in range(20)]):
-            session.reset()
-            logits = [session.prefill(long.numpy()[:, a:b], all_positions=True)[0] for a, b in parts]
-            assert relative_error(np.concatenate(logits), alone).max() < bound, native
-        session.reset()
-        steps = [session.prefill(padded, mask)]
-        steps += [session.step([[long[0, 18 + i]], [short[0, 15 + i]]]) for i in (0, 1)]
-        both = torch.stack([alone[-3:], alone_short[-3:]], 1)
-        assert relative_error(np.stack(steps), both).max() < bound, native
-    return artifact
+        assert artifacts.relative_error(steps, reference(ids)).max() < bound
