@@ -42,23 +42,11 @@ from ....models.mixers import (
     State,
     Value,
     apply_rope,
-    real_tokens,
 )
+from ._segments import SegmentState, onnx_places, segments
 
 SMALLEST = 1e-6  # of s(q) z
 STATES = "local_key", "local_value", "memory", "pending"
-
-
-class InfiniState:
-    """Keys and values of the current segment, fp32 [B, H, N, d], the memory and what the segment adds to it, fp32
-    [B, H, d, d + 1], and the number of tokens so far, int64 [B, 1]."""
-
-    def __init__(self, *tensors: Tensor) -> None:
-        self.tensors = tensors
-        self.count = torch.zeros(len(tensors[0]), 1, dtype=torch.int64, device=tensors[0].device)
-
-    def reset(self) -> None:
-        self.tensors, self.count = tuple(map(torch.zeros_like, self.tensors)), torch.zeros_like(self.count)
 
 
 @dataclass(frozen=True)
@@ -87,8 +75,8 @@ class Options(MixerOptions):
         sizes = zip(STATES, (segment, segment, memory, memory), strict=True)
         return tuple(Buffer(name, "float32", (self.num_heads, *size)) for name, size in sizes)
 
-    def state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> InfiniState:
-        return InfiniState(*(torch.zeros(batch, *one.sizes(0), device=device) for one in self.buffers(lambda *_: ())))
+    def state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> SegmentState:
+        return SegmentState(*(torch.zeros(batch, *one.sizes(0), device=device) for one in self.buffers(lambda *_: ())))
 
     def operations(self, context: int, low_bit: bool) -> Operations:
         """Count two reads of the memory and an update; softmax, RoPE, s and the gate are `other`."""
@@ -116,12 +104,9 @@ class Infini(Mixer):
             heads.transpose(1, 2) for heads in (F.elu(query) + 1, F.elu(key) + 1, value)
         )  # [B, H, S, d]
         kept = self.options.state(len(x), 0, x.dtype, x.device) if state is None else state
-        assert isinstance(kept, InfiniState)
+        assert isinstance(kept, SegmentState)
         past_key, past_value, memory, pending = kept.tensors
-        real = real_tokens(mask, x.shape[1])
-        real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if real is None else real
-        number = (kept.count + real.cumsum(1) - 1).clamp(min=0)  # [B, S], of each token
-        segment = number // size + 1 - (kept.count + size - 1) // size  # 0: the one that is not full yet
+        real, segment, place, count = segments(x, mask, kept.count, size)
 
         places = torch.arange(size, device=x.device)
         old = (segment == 0)[..., None] & (places < kept.count % size)[:, None]  # [B, S, N]
@@ -131,7 +116,7 @@ class Infini(Mixer):
 
         read = torch.zeros_like(local)
         ones = torch.ones_like(value[..., :1])
-        for index in range((x.shape[1] - 1) // size + 2):
+        for index in range(count):
             here = (real & (segment == index)).float()[:, None, :, None]
             begins = here.amax(2, keepdim=True) if index else torch.zeros_like(here[:, :, :1])
             memory, pending = memory + begins * pending, pending * (1 - begins)
@@ -139,16 +124,15 @@ class Infini(Mixer):
             pending = pending + (here * key).mT @ torch.cat((value - _quotient(key @ memory), ones), -1)
         if state is not None:
             last = real & (segment == segment[:, -1:])
-            put = ((number % size)[:, None] == places[:, None]) & last[:, None]  # [B, N, S]
+            put = (place[:, None] == places[:, None]) & last[:, None]  # [B, N, S]
             put, stays = put.float()[:, None], ~put.any(-1)[:, None, :, None]
             past_key, past_value = put @ local_key + stays * past_key, put @ value + stays * past_value
-            kept.tensors = tuple(tensor.detach() for tensor in (past_key, past_value, memory, pending))
-            kept.count = kept.count + real.sum(1, keepdim=True)
+            kept.keep(real, past_key, past_value, memory, pending)
         out = torch.lerp(local, read, self.beta.sigmoid()[:, None, None])
         return out.to(x.dtype).transpose(1, 2).flatten(2)
 
     def onnx_heads(self, g: Graph, x: Value, past: Cache) -> tuple[Value, Cache]:
-        """Add a loop over tokens, in which numbers of a token and head are [B, H, 1, d]."""
+        """Add a loop over tokens, in which a head's numbers of a token are [B, H, 1, d]."""
 
         def number(value: ArrayLike) -> Value:
             return g.const(value, np.float32)
@@ -158,7 +142,7 @@ class Infini(Mixer):
             return g.op("Div", [above, g.op("Max", [below, number(SMALLEST)])])
 
         def row(value: Value, *axes: int) -> Value:
-            return g.op("Unsqueeze", [g.cast(value, np.float32), g.const(axes)])
+            return g.op("Unsqueeze", [value, g.const(axes)])
 
         def transposed(value: Value) -> Value:
             return g.op("Transpose", [value], perm=[0, 1, 3, 2])
@@ -170,15 +154,10 @@ class Infini(Mixer):
         positive = (g.op("Add", [g.op("Elu", [heads]), number(1)]) for heads in (query, key))
         rows = [row(heads, 3) for heads in (scaled, g.rotated(key), value, *positive)]
 
-        before = g.op("Slice", [g.attention_mask, g.const([0]), g.past_length, g.const([1])])
-        count = g.op("CumSum", [g.cast(g.real_tokens, np.int64), g.const(1)])
-        count = g.op("Add", [g.op("ReduceSum", [before, g.const([1])]), count])  # [B, S]: with this token
-        count = g.op("Max", [g.op("Sub", [count, g.const(1)]), g.const(0)])
-        place = g.op("Unsqueeze", [g.op("Mod", [count, g.const(self.segment)]), g.const([2])])  # [B, S, 1]
-        real, places = g.op("Unsqueeze", [g.real_tokens, g.const([2])]), g.const(np.arange(self.segment))
-        put = g.op("And", [g.op("Equal", [place, places]), real])  # [B, S, N]
+        place, real, begins = onnx_places(g, self.segment)
+        places = g.const(np.arange(self.segment))
+        put = g.op("Mul", [g.cast(g.op("Equal", [place, places]), np.float32), real])  # [B, S, N]
         hidden = g.op("Mul", [g.cast(g.op("Greater", [places, place]), np.float32), number(-1e30)])
-        begins = g.op("And", [g.op("Equal", [place, g.const(0)]), real])
         rows += [row(put, 2, 4), row(hidden, 2, 3), row(begins, 2, 3), row(real, 2, 3)]
         one = number(np.ones((1, self.options.num_heads, 1, 1)))
         gate = number(self.beta.detach().sigmoid()[:, None, None].numpy())
