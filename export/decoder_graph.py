@@ -155,6 +155,17 @@ class DecoderGraph(OnnxGraph):
         cos, sin = (self.const(np.full((1, heads.head_dim // 2), value), np.float32) for value in (1, 0))
         return self.op("Sub", [self.position_ids, self.position_ids]), cos, sin
 
+    def rotated(self, x: ir.Value) -> ir.Value:
+        """Add RoPE of heads x, float32 [B, S, heads, d]; attention's operator does this itself."""
+        tables = (self.op("Gather", [table, self.position_ids]) for table in (self.cos, self.sin))
+        cos, sin = (self.op("Unsqueeze", [table, self.const([2])]) for table in tables)  # [B, S, 1, d/2]
+        low, high = self.ops("Split", [x], 2, axis=-1, num_outputs=2)
+        low, high = (
+            self.op(sign, [self.op("Mul", [one, cos]), self.op("Mul", [other, sin])])
+            for sign, one, other in (("Sub", low, high), ("Add", high, low))
+        )
+        return self.op("Concat", [low, high], axis=-1)
+
     def attention(
         self,
         query: ir.Value,

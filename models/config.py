@@ -38,13 +38,17 @@ ATTENTION, MIXERS, MLP = (f"{__package__}.{folder}" for folder in ("attention", 
 
 
 def variants() -> tuple[str, ...]:
-    """Return the names of the attention variants: the files of models/attention/, and those added to it."""
-    return tuple(plugins.names(ATTENTION))
+    """Return the names of the attention variants: the files of models/attention/, those added to it, and other mixers
+    that can take attention's place in every layer, as their `equal_heads` says."""
+    others = [name for name in plugins.names(MIXERS) if hasattr(plugins.load(MIXERS, name).Options, "equal_heads")]
+    return tuple(sorted([*plugins.names(ATTENTION), *others]))
 
 
-def attention_options(name: str) -> type[AttentionOptions]:
+def attention_options(name: str) -> Any:
     """Return the options class of an attention variant."""
-    return options_class("attention", name, ATTENTION)
+    if name not in (known := variants()):
+        raise DiffbitError(f"attention is {name!r}, wanted one of {', '.join(known)}")
+    return options_class("attention", name, ATTENTION, MIXERS)
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,8 @@ class ModelConfig:
         options = attention_options(attention)
         gated = options_class("mlp", mlp, MLP)(intermediate_size, bias=mlp_bias)
         choices: dict[str, Any] = {"qkv_bias": qkv_bias, "o_bias": o_bias, "qk_norm_eps": norm_eps if qk_norm else 0.0}
-        choices["qk_norm_whole"] = qk_norm_whole
+        choices |= {"qk_norm_whole": qk_norm_whole, "lambda_bias": lambda_bias}
+        sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         names = {field.name for field in fields(options)}
         if "norm_eps" in names:
             choices["norm_eps"] = norm_eps if head_norm else 0.0
@@ -150,9 +155,11 @@ class ModelConfig:
             raise DiffbitError(f"lambda_bias is true, but {attention} has no projection to lambda; only diff_v2 has")
         if noise_ratio > 1 and "noise_ratio" not in names:
             raise DiffbitError(f"noise_ratio is {noise_ratio}, but {attention} has no noise heads, wanted 1")
-        choices |= {"lambda_bias": True} if lambda_bias else {}
         choices |= {"noise_ratio": noise_ratio} if noise_ratio != 1 else {}
-        layer = LayerSpec(options(num_heads, num_kv_heads, head_dim, **choices), gated, sub_norms, norms)
+        if without := [name for name, value in choices.items() if value and name not in names]:
+            raise DiffbitError(f"{without[0]} is {choices[without[0]]}, but {attention} has no such option")
+        mixer = options(**{name: value for name, value in (sizes | choices).items() if name in names})
+        layer = LayerSpec(mixer, gated, sub_norms, norms)
         return cls(layers=(layer,) * num_layers, norm_eps=norm_eps, **others)
 
     def _check_reader(self, index: int, mixer: MixerOptions) -> None:

@@ -39,7 +39,8 @@ Attention = Annotated[
     typer.Option(
         metavar="VARIANT",
         autocompletion=completion(lambda: plugins.names("diffbit.models.attention")),
-        help="Attention variant: diff_v1, diff_v2, softmax, ...; default: diff_v1, or that of --init.",
+        help="Attention variant: diff_v1, diff_v2, softmax, ... (--list-presets lists all); default: diff_v1, or that "
+        "of --init.",
     ),
 ]
 Init = Annotated[Path | None, typer.Option(help="Checkpoint to start from: its weights, sizes and tokenizer.")]
@@ -74,7 +75,14 @@ DistillWeight = Annotated[
     float | None,
     typer.Option(help="Weight of the teacher's loss; the loss on the text has weight 1. Default: 100."),
 ]
-Mlp = Annotated[str | None, typer.Option(metavar="MLP", help="swiglu or relu2; default: swiglu, or that of --init.")]
+Mlp = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MLP",
+        autocompletion=completion(lambda: plugins.names("diffbit.models.mlp")),
+        help="MLP: swiglu, relu2, geglu, kan, ...; default: swiglu, or that of --init.",
+    ),
+]
 SubNorms = Annotated[
     bool | None,
     typer.Option(

@@ -1,4 +1,4 @@
-"""Presets: model sizes, each for three attention variants of equal size, and their training options.
+"""Presets: model sizes, each for all attention variants, of equal size, and their training options.
 
 The variants of a preset have the same number of parameters within 1 % and differ only in their heads (d = head_dim).
 With H pairs in diff_v1:
@@ -23,7 +23,6 @@ from ...calib_data import load_tokenizer
 from ...formats import parse_format
 from ...io.errors import DiffbitError
 from ...models import Checkpoint, ModelConfig, attention_options, num_parameters, variants
-from ...models.attention import AttentionOptions
 from .config import TrainConfig
 from .folder import MASTER
 
@@ -150,15 +149,10 @@ def train_config(
             vocab_size = load_tokenizer(changes["tokenizer"]).vocab_size
         norms = ternary if sub_norms is None else sub_norms
         model = model_config(
-            preset,
-            attention or ATTENTION,
-            vocab_size=vocab_size,
-            mlp=mlp or "swiglu",
-            sub_norms=norms,
-            head_norm=head_norm != "none",
-            lambda_bias=changes.get("lambda_bias") is not None,
+            preset, attention or ATTENTION, vocab_size=vocab_size, mlp=mlp or "swiglu", sub_norms=norms,
+            head_norm=head_norm != "none", lambda_bias=changes.get("lambda_bias") is not None,
             noise_ratio=noise_ratio or 1,
-        )
+        )  # fmt: skip
         if head_norm is None and model.head_norm and qat is None and not norms:
             head_norm = "learned"
         if ternary:
@@ -218,9 +212,8 @@ def parameters() -> list[dict[str, Any]]:
         for attention in variants():
             config = model_config(preset, attention)
             mixer = config.layers[0].mixer
-            assert isinstance(mixer, AttentionOptions)
             row = {"preset": preset, "attention": attention, "parameters": num_parameters(config)}
             row |= {"hidden_size": config.hidden_size, "num_layers": config.num_layers}
-            row |= {name: getattr(mixer, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
+            row |= {name: getattr(mixer, name, None) for name in ("num_heads", "num_kv_heads", "head_dim")}
             rows.append(row | {"vocab_size": config.vocab_size, "context": config.max_position})
     return rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from diffbit.models.mixers import Place
 
 from .helpers import small_config, tokens
 
-VARIANTS = models.variants()
+VARIANTS = ("diff_v1", "diff_v2", "softmax")  # of the core; tests/apps/variants has the others
 
 
 @torch.no_grad()
@@ -35,8 +36,10 @@ def set_hook(model: models.Decoder, hook: object) -> None:
         layer.self_attn.logits_hook = hook
 
 
-def test_variants_are_the_files_of_the_folder() -> None:
-    assert VARIANTS == ("diff_v1", "diff_v2", "softmax")
+def test_variants_are_the_files_of_the_folder_and_what_packages_add() -> None:
+    files = (Path(models.__file__).parent / "attention").glob("[!_]*.py")
+    assert tuple(sorted(file.stem for file in files)) == VARIANTS
+    assert {*VARIANTS, "retention"} <= set(models.variants()) and "mamba" not in models.variants()
     configs = [[small_config(name, sub_norms=norms) for name in VARIANTS] for norms in (False, True)]
     assert [[family_for(config).model_type for config in row] for row in configs] == [
         ["diffllama", "diff_llama_v2", "llama"],
