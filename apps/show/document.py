@@ -13,9 +13,9 @@
         "outliers": [{"layer", "hidden", "logits"}, ...]}]}     of all layers, without rounding
 
 "maps" are bytes, for each layer and head the signal and the noise, or the one map: the rows of the lower triangle one
-after the other, query s with its keys 0..s. A byte c is the weight (c / 255)^2, so that small weights keep their digits:
-the error is at most sqrt(weight) / 255. "lambdas" are little-endian float32, for each layer and head one per query; a
-plain layer has none.
+after the other, query s with its keys 0..s. A byte c is the weight (c / 255)^2, so that small weights keep their
+digits: the error is at most sqrt(weight) / 255. "lambdas" are little-endian float32, for each layer and head one per
+query; a plain layer has none.
 
 "first" and "answer" are shares of the last query's weights, of the signal, the noise and their difference: on the first
 token, and on the tokens of the answer. Weights of a difference may be negative, so its shares are of their magnitude,
@@ -95,7 +95,7 @@ def _model(path: Path, prompt: str, answer: str | None, device: str, layers: Seq
         except DiffbitError as error:
             remark(f"{name}: {what} at {bits} bits are left out: {error}")
             continue
-        after = _next(tokenizer, encoding.ids, rounded, before)
+        after = _next(tokenizer, encoding.ids, rounded, before, name)
         settings.append({"what": what, "bits": bits} | after | _maps(rounded, heads, marked))
     return {
         "name": name,
@@ -169,11 +169,11 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
-def _next(tokenizer: TextTokenizer, ids: Sequence[int], rounded: Run, before: Tensor) -> Json:
+def _next(tokenizer: TextTokenizer, ids: Sequence[int], rounded: Run, before: Tensor, name: str) -> Json:
     """The most likely next tokens, and the divergence KL(before | rounded) in nats."""
     after = rounded.next_logits.double().log_softmax(-1)
     if not after.isfinite().all():
-        raise DiffbitError("the model's logits are infinite or NaN; the checkpoint is damaged, or its dtype too narrow")
+        raise DiffbitError(f"{name}: the next token's logits are infinite or NaN; the checkpoint is damaged")
     top = after.topk(min(MOST_LIKELY, len(after))).indices.tolist()
     rows = [
         {
@@ -223,7 +223,7 @@ def _head(maps: Maps, head: int, marked: Sequence[int]) -> Json:
         "lambda": None if maps.lambdas is None else _short(maps.lambdas[head, -1]),
         "first": [_short(share) for share in rows[:, 0].abs() / total],
         "answer": [_short(share) for share in rows[:, list(marked)].abs().sum(-1) / total] if marked else None,
-        "negative": _short(-rows[-1].clamp(max=0).sum() / total[-1]),
+        "negative": _short(rows[-1].clamp(max=0).sum().abs() / total[-1]),
     }
 
 

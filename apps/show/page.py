@@ -32,7 +32,9 @@ def render(document: dict[str, Any]) -> str:
     data = json.dumps(document, separators=(",", ":"))
     for character in "<>&":
         data = data.replace(character, f"\\u{ord(character):04x}")
-    policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+    )
     title = "Attention of " + ", ".join(model["name"] for model in document["models"])
     parts = {"policy": policy, "title": escape(title), "version": __version__}
     parts |= {"style": style, "script": script, "data": data}

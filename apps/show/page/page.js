@@ -5,7 +5,6 @@ const at = (id) => document.getElementById(id);
 const BLUE = "46,125,220", AMBER = "214,120,20";  // on white and on black
 const BITS = [0, 8, 4, 2];  // the stops of a slider
 const WHAT = { weights: "Weights", kv: "KV cache", logits: "Attention logits" };
-const BRANCHES = { 1: ["The only map"], 2: ["Signal", "Noise"] };
 const layers = [...new Set(data.models.flatMap((model) => model.layers.map((one) => one.layer)))].sort((a, b) => a - b);
 const longest = Math.max(...data.models.map((model) => model.tokens.length));
 const state = { layer: layers[0], head: 0, query: longest - 1, what: "nothing", bits: 0 };
@@ -85,6 +84,7 @@ function shareBars(now, weight, hue, difference) {
   const box = make("div", { class: "shares" });
   for (const [name, share, which] of rows)
     box.append(make("span", {}, name), bar(share, which === AMBER), make("span", {}, percent(share)));
+  if (!difference && now.branches === 2) box.append(make("span", { class: "blank" }, "\u00a0"));  // as high as the difference's
   return box;
 }
 
@@ -105,9 +105,7 @@ function text({ model, query }, weight, hue) {
   model.tokens.forEach((token, index) => {
     const classes = [index > query && "later", index === query && "now", model.answer.includes(index) && "answer"];
     const span = make("span", { class: classes.filter(Boolean).join(" "), "data-token": index });
-    const line = token.endsWith("\n");
     span.append(token.trim() ? token.replace(/[\u0000-\u0009\u000b-\u001f\u007f-\u009f]/g, "·") : token.replace(/\n/g, "⏎\n").replace(/ /g, "·"));
-    if (token.trim() && line) span.append("");
     if (index <= query) {
       span.style.backgroundColor = color(weight(query, index), hue, 0.75);
       span.title = `${visible(token)}: ${weight(query, index).toFixed(4)}`;
@@ -153,21 +151,22 @@ function readout(now, query, key) {
 }
 
 function equation(now) {
-  const box = make("div", { class: "equation" });
-  if (now.branches === 1) {
-    box.append(
-      make("p", { class: "plain" }, "A plain head has one map. There is nothing to subtract: its noise multiplies the values, too."),
-      figure(now, "The only map", "what reads the text", now.used, BLUE));
-    return box;
+  const parts = [nextTokens(now), cost(now), outliers(now)];
+  const line = make("p", { class: "readout", id: `readout-${data.models.indexOf(now.model)}` });
+  if (now.branches === 1) {  // its only map stands where the others have their difference
+    const map = figure(now, "The only map", "what the head reads", now.used, BLUE);
+    map.append(line);
+    const note = make("p", { class: "note" }, "A plain head has one map. Nothing is subtracted: what noise it has multiplies the values, too.");
+    return [make("div", { class: "equation" }, make("div", { class: "beside" }, note, ...parts), map)];
   }
-  const value = now.lambda(now.query);
-  box.append(
+  const fixed = [...Array(now.length).keys()].every((query) => now.lambda(query) === now.lambda(0));
+  return [make("div", { class: "equation" },
     figure(now, "Signal", "softmax(Q₁K₁ᵀ)", now.maps[0], BLUE),
-    make("div", { class: "operator" }, `− ${value.toFixed(3)} ×`, make("small", {}, "λ")),
+    make("div", { class: "operator" }, `− ${now.lambda(now.query).toFixed(3)} ×`, make("small", {}, fixed ? "λ, learned" : "λ of this token")),
     figure(now, "Noise", "softmax(Q₂K₂ᵀ)", now.maps[1], AMBER),
     make("div", { class: "operator" }, "="),
-    figure(now, "Difference", "what reads the text", now.used, BLUE, true));
-  return box;
+    figure(now, "Difference", "what the head reads", now.used, BLUE, true)),
+  line, make("div", { class: "below" }, ...parts)];
 }
 
 function nextTokens({ model, setting }) {
@@ -212,12 +211,12 @@ function outliers(now) {
     logits: `Attention logits, layer ${now.layer}: at most ${short(logits.largest)}, head ${logits.head}${now.branches === 2 ? ` (${["signal", "noise"][logits.branch]})` : ""}, ${token(logits.query)} reading ${token(logits.key)}.`,
   };
   for (const site of ["hidden", "logits"]) {
-    const most = Math.max(...all.map((one) => one[site]?.largest ?? 0)), width = 320 / model.outliers.length;
+    const most = Math.max(...all.map((one) => one[site]?.largest ?? 0)), width = Math.min(40, 320 / model.outliers.length);
     const chart = make("svg", { viewBox: "0 0 320 44", role: "img", "aria-label": words[site] }, make("line", { x1: 0, x2: 320, y1: 43.5, y2: 43.5 }));
     model.outliers.forEach((one, index) => {
       const height = one[site] ? Math.max(1, (42 * one[site].largest) / most) : 0, gap = Math.min(3, width / 5);
-      chart.append(make("rect", { x: index * width + gap / 2, y: 43 - height, width: Math.min(width - gap, 60), height, class: one.layer === now.layer ? "now" : "" }));
-      const hit = make("rect", { x: index * width, y: 0, width: Math.min(width, 60 + gap), height: 44, class: "hit" }, make("title", {}, `layer ${one.layer}: ${one[site] ? short(one[site].largest) : "–"}`));
+      chart.append(make("rect", { x: index * width + gap / 2, y: 43 - height, width: width - gap, height, class: one.layer === now.layer ? "now" : "" }));
+      const hit = make("rect", { x: index * width, y: 0, width, height: 44, class: "hit" }, make("title", {}, `layer ${one.layer}: ${one[site] ? short(one[site].largest) : "–"}`));
       hit.addEventListener("click", () => choose({ layer: one.layer }));
       chart.append(hit);
     });
@@ -232,8 +231,7 @@ function article(model, index) {
   const where = `layer ${now.layer} of 0–${model.num_layers - 1}, head ${now.head} of 0–${now.heads - 1}`;
   const box = make("article", { id: `model-${index}` },
     make("div", { class: "head" }, make("h2", {}, model.name), make("span", {}, kind[model.attention] ?? model.attention), make("span", {}, where)),
-    equation(now), make("p", { class: "readout", id: `readout-${index}` }),
-    make("div", { class: "below" }, nextTokens(now), cost(now), outliers(now)));
+    ...equation(now));
   return { box, now };
 }
 
@@ -321,4 +319,10 @@ at("notes").textContent =
   "Color: the square root of the weight; blue is positive, amber is noise, and in a difference below zero. Shares of a difference are of its magnitudes. " +
   "Weights are rounded to nearest (int8; 4 and 2 bits in groups of 32; embedding and head to int8). A cache of 4 and 2 bits rounds whole blocks of 32 tokens: " +
   `${blocks ? `the first ${blocks} of ${longest}` : `none of these ${longest}`}. Logits have one scale per query. The largest numbers are those without rounding.`;
+if (data.answer !== null) {  // opens at the head that reads the answer most
+  const [{ layers: places, settings: [{ heads }] }] = data.models;
+  const all = heads.flatMap((row, place) => row.map((one, head) => ({ layer: places[place].layer, head, share: one.answer?.at(-1) ?? 0 })));
+  const { layer, head } = all.reduce((best, one) => (one.share > best.share ? one : best));
+  Object.assign(state, { layer, head });
+}
 choose({});
