@@ -7,7 +7,6 @@ decoder = apply(float_decoder, scheme)               # the same in memory
 The packages methods, calibration and layouts have faces of their own.
 """
 
-from .attention import set_attention
 from .cache import is_low_bit, step_bytes
 from .checkpoint import load, load_block, quantize_checkpoint, save
 from .layerwise import apply
@@ -25,7 +24,7 @@ from .scheme import (
     linear_shapes,
     table_formats,
 )
-from .sizes import sizes
+from .sizes import Sizes, sizes
 
 __all__ = [
     "EMBEDDING_MODULE",
@@ -36,6 +35,7 @@ __all__ = [
     "AttentionScheme",
     "Report",
     "Scheme",
+    "Sizes",
     "WeightReport",
     "Weights",
     "apply",
@@ -49,7 +49,6 @@ __all__ = [
     "read_scheme",
     "read_weight",
     "save",
-    "set_attention",
     "sizes",
     "step_bytes",
     "table_formats",

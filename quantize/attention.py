@@ -66,8 +66,10 @@ class LowBitAttention(Arithmetic):
 
 
 def set_attention(model: nn.Module, scheme: AttentionScheme) -> None:
-    """Give every attention layer of a decoder or block a scheme's attention, in place of the one that it had."""
+    """Apply a scheme's attention to every attention layer of a decoder or block."""
     for module in model.modules():
         if isinstance(module, Attention):
-            module.logits_hook = None if scheme.logits is None else logits_hook(scheme.logits)
-            module.arithmetic = LowBitAttention(scheme) if is_low_bit(scheme) else None
+            if scheme.logits is not None:
+                module.logits_hook = logits_hook(scheme.logits)
+            if is_low_bit(scheme):
+                module.arithmetic = LowBitAttention(scheme)

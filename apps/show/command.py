@@ -21,7 +21,7 @@ EXAMPLES = {
 
 # fmt: off
 Models = Annotated[list[Path], typer.Argument(
-    help="Checkpoints, float or quantized. Weights of a float one are also shown in int8, int4 and int2."
+    help="Checkpoints. A float one is also shown rounded to 8, 4 and 2 bits, a quantized one only as it is stored."
 )]
 Prompt = Annotated[str, typer.Option("--prompt", "-p", help="Text that the models read, of at most 64 tokens.")]
 Answer = Annotated[str | None, typer.Option(
@@ -48,9 +48,9 @@ def show(
 ) -> None:
     """Write a page that shows attention: each head's two maps, their difference, and what rounding does to them.
 
-    The page has the maps of every layer and head for one prompt, the next token's probabilities, and the largest
-    activations, with the weights, the KV cache or the attention logits at 8, 4 and 2 bits. Weights are rounded to
-    nearest. The models run in torch; an artifact has no maps, so pass the checkpoint that it was made from.
+    It has the maps of every layer and head for one prompt, the next token's probabilities and the largest activations,
+    in float and with the weights, the KV cache or the attention logits rounded to 8, 4 and 2 bits. Weights are rounded
+    to nearest. Models run in torch; an artifact has no maps, so pass the checkpoint that it was made from.
     """
     from .document import document
     from .page import write_page
@@ -60,11 +60,11 @@ def show(
     shown = document(models, prompt, answer, torch_device(device), None if layers is None else _numbers(layers))
     if output is not None:
         write_page(shown, output)
+        remark(f"{output}: {output.stat().st_size / 1e6:.1f} MB; open it in a browser")
     if as_json:
         print_json(shown)
-        return
-    print_table(row for model in shown["models"] for row in _rows(model))
-    remark(f"{output}: {output.stat().st_size / 1e6:.1f} MB; open it in a browser" if output is not None else "")
+    else:
+        print_table(row for model in shown["models"] for row in _rows(model))
 
 
 def _numbers(text: str) -> list[int]:

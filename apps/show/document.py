@@ -27,7 +27,6 @@ from __future__ import annotations
 import itertools
 from base64 import b64encode
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ from ...io.errors import DiffbitError
 from ...io.files import folder_name
 from ...io.progress import track
 from ...models import Checkpoint, Decoder
-from ...quantize import Scheme, apply, load, read_scheme, set_attention, table_formats
+from ...quantize import AttentionScheme, Scheme, apply, load, read_scheme, table_formats
 from .maps import Maps, Run, run
 
 MOST_TOKENS = 64
@@ -87,11 +86,9 @@ def _model(path: Path, prompt: str, answer: str | None, device: str, layers: Seq
     heads = _chosen(name, whole, layers, room // len(SETTINGS))
     before = whole.next_logits.double().log_softmax(-1)
     settings = []
-    for what, bits in track(SETTINGS, f"roundings of {name}"):
-        if what == "weights" and stored is not None:
-            continue
+    for what, bits in track(SETTINGS if stored is None else SETTINGS[:1], f"roundings of {name}"):
         try:
-            rounded = whole if what == "nothing" else run(_rounded(decoder, stored, what, bits), encoding.ids)
+            rounded = whole if what == "nothing" else run(_rounded(decoder, what, bits), encoding.ids)
         except DiffbitError as error:
             remark(f"{name}: {what} at {bits} bits are left out: {error}")
             continue
@@ -113,23 +110,17 @@ def _model(path: Path, prompt: str, answer: str | None, device: str, layers: Seq
     }
 
 
-def _rounded(decoder: Decoder, stored: Scheme | None, what: str, bits: int) -> Decoder:
-    """Return the model with one thing rounded. Its attention is set in `decoder` itself.
+def _rounded(decoder: Decoder, what: str, bits: int) -> Decoder:
+    """Return a copy of a float model with one thing rounded.
 
     The cache keeps no window of recent tokens in float16: most prompts are no longer than the default one. Raises
     DiffbitError if the model's widths do not allow it.
     """
-    attention = Scheme().attention if stored is None else stored.attention
     if what == "weights":
         embedding, head = table_formats(True, None, None)
-        decoder = apply(decoder, Scheme(weights=parse_format(WEIGHTS[bits]), embedding=embedding, head=head))
-    elif what == "kv":
-        attention = replace(attention, keys=f"int{bits}", values=f"int{bits}", window=0)
-        attention.check(decoder.config)
-    else:
-        attention = replace(attention, logits=bits)
-    set_attention(decoder, attention)
-    return decoder
+        return apply(decoder, Scheme(weights=parse_format(WEIGHTS[bits]), embedding=embedding, head=head))
+    cache = AttentionScheme(keys=f"int{bits}", values=f"int{bits}", window=0)
+    return apply(decoder, Scheme(attention=cache if what == "kv" else AttentionScheme(logits=bits)))
 
 
 def _text(tokenizer: TextTokenizer, prompt: str, token_id: int, place: tuple[int, int]) -> str:

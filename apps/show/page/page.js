@@ -151,7 +151,7 @@ function readout(now, query, key) {
 }
 
 function equation(now) {
-  const parts = [nextTokens(now), cost(now), outliers(now)];
+  const parts = [nextTokens(now), ...(now.model.stored === null ? [cost(now)] : []), outliers(now)];
   const line = make("p", { class: "readout", id: `readout-${data.models.indexOf(now.model)}` });
   if (now.branches === 1) {  // its only map stands where the others have their difference
     const map = figure(now, "The only map", "what the head reads", now.used, BLUE);
@@ -176,8 +176,8 @@ function nextTokens({ model, setting }) {
     box.append(make("code", { title: visible(token) }, visible(token)),
       bar(probability / most, false, setting.what === "nothing" ? undefined : before / most),
       make("span", { class: "value" }, percent(probability)));
-  const float = model.stored === null ? "in float" : "as stored";
-  const note = setting.what === "nothing" ? "Move a slider to round something." : `Black mark: the probability ${float}.`;
+  const still = model.stored === null ? "Move a slider to round something." : "Quantized already; sliders do not change it.";
+  const note = setting.what === "nothing" ? still : "The mark is the probability in float.";
   return make("section", {}, make("h3", {}, "The next token"), box, make("p", {}, note));
 }
 
@@ -230,7 +230,7 @@ function article(model, index) {
   const kind = { softmax: "a plain Transformer", diff_v1: "differential attention, version 1", diff_v2: "differential attention, version 2" };
   const where = `layer ${now.layer} of 0–${model.num_layers - 1}, head ${now.head} of 0–${now.heads - 1}`;
   const box = make("article", { id: `model-${index}` },
-    make("div", { class: "head" }, make("h2", {}, model.name), make("span", {}, kind[model.attention] ?? model.attention), make("span", {}, where)),
+    make("div", { class: "head" }, make("h2", {}, model.name), make("span", {}, (kind[model.attention] ?? model.attention) + (model.stored === null ? "" : `, ${model.stored} weights`)), make("span", {}, where)),
     ...equation(now));
   return { box, now };
 }
@@ -240,7 +240,7 @@ function status() {
   const parts = data.models.map((model) => {
     const { setting } = view(model);
     if (setting.what !== state.what)
-      return `${model.name}: not rounded${model.stored && state.what === "weights" ? `, its weights are ${model.stored} already` : ""}`;
+      return `${model.name}: as before${model.stored === null ? "" : ", because it is quantized already"}`;
     const [before, after] = [model.settings[0].next[0].token, setting.next[0].token];
     const change = before === after ? `${quoted(after)} stays the most likely next token` : `the most likely next token turns from ${quoted(before)} to ${quoted(after)}`;
     return `${model.name}: ${change}, KL ${setting.kl.toFixed(4)}`;

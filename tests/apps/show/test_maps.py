@@ -15,7 +15,7 @@ from diffbit.apps.show.maps import Run, run
 from diffbit.calib_data import load_tokenizer
 from diffbit.formats import parse_format
 from diffbit.models import Decoder, ModelConfig
-from diffbit.quantize import AttentionScheme, Scheme, apply, load, set_attention
+from diffbit.quantize import AttentionScheme, Scheme, apply, load
 
 from .pages import PROMPT, maps_of
 
@@ -108,8 +108,7 @@ def test_low_bit_logits_are_rounded_before_the_softmax(trained: Callable[[str], 
     decoder = load(trained("diff_v2"))
     ids = list(range(3, 20))
     whole = run(decoder, ids)
-    set_attention(decoder, AttentionScheme(logits=3))
-    maps = run(decoder, ids).maps[0]
+    maps = run(apply(decoder, Scheme(attention=AttentionScheme(logits=3))), ids).maps[0]
     exact = whole.maps[0].logits.double().numpy()
     assert np.abs(maps.logits.double().numpy() - exact).max() < EXACT
     row = exact[5, 9, :10]  # softmax 5: the noise of head 2
@@ -118,8 +117,10 @@ def test_low_bit_logits_are_rounded_before_the_softmax(trained: Callable[[str], 
     assert maps.weights[2, 1, 9, :10].numpy() == pytest.approx(powers / powers.sum(), abs=EXACT)
 
 
-def test_settings_are_those_of_the_library(trained: Callable[[str], Path], tmp_path: Path) -> None:
-    """The next token's probabilities of each setting, from a model that quantize makes; a stored cache is kept."""
+def test_settings_are_those_of_the_library(
+    trained: Callable[[str], Path],
+) -> None:
+    """The next token's probabilities of a setting are those of the model that `apply` makes."""
     float_, int8 = load(trained("diff_v1")), parse_format("int8")
     (model,) = document([trained("diff_v1")], PROMPT, None, "cpu")["models"]
     ids = load_tokenizer(trained("diff_v1")).backend.encode(PROMPT).ids
