@@ -17,7 +17,7 @@ format (models/families/ converts):
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -27,7 +27,7 @@ from ..io.fields import Count, Positive, bounds, check, of_length, one_of, read
 from .attention import AttentionOptions
 from .layers.norm import NORMS, LayerNorm, RMSNorm
 from .layers.rope import RopeScaling, scaling_from
-from .lookup import options_class, read_options
+from .lookup import options_class, options_dict, read_options
 from .mixers import MixerOptions, Symmetries
 from .mlp import MLPOptions
 
@@ -72,7 +72,7 @@ class LayerSpec:
         return replace(symmetries, value_width=0, value_scales=False) if self.sub_norms else symmetries
 
     def to_dict(self) -> dict[str, Any]:
-        parts = {name: {"name": part.name} | asdict(part) for name, part in (("mixer", self.mixer), ("mlp", self.mlp))}
+        parts = {"mixer": options_dict(self.mixer), "mlp": options_dict(self.mlp)}
         return parts | {"sub_norms": self.sub_norms, "norms": self.norms}
 
 
@@ -157,10 +157,10 @@ class ModelConfig:
             raise DiffbitError(f"layer {index} reads from layer {mixer.reads}, wanted an earlier layer")
         giver = self.layers[mixer.reads].mixer
         if giver.reads is not None or giver.carried != mixer.carried:
-            given = giver.carried if giver.reads is None else "nothing of its own"
+            provided = giver.carried if giver.reads is None else "nothing of its own"
             raise DiffbitError(
                 f"layer {index} ({mixer.name}) reads {mixer.carried} from layer {mixer.reads} ({giver.name}), "
-                f"which provides {given}"
+                f"which provides {provided}"
             )
 
     @property

@@ -14,14 +14,16 @@ for browsers too: no float16 arithmetic, and products of codes are computed in f
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from .body import END, Nodes, Operand, Value
+from .diff_attention import INPUTS, OP, Signature
 from .kv_cache import BLOCK
 from .signature import Type
 
 if TYPE_CHECKING:
-    from .diff_attention import Signature
+    import onnx_ir
 
 
 def grouped_body(op: Nodes) -> list[Value]:
@@ -57,6 +59,18 @@ class _Side(NamedTuple):
     codes: Value | None = None  # float32 [B, Hk, T, d]; with 4 or 2 bits [B, Hk, after/32, 32, d]
     scale: Value | None = None  # [B, Hk, T]; with 4 or 2 bits, it and `zero` are [B, Hk, after/32, 1, d]
     zero: Value | None = None
+
+
+def function(of: Signature = Signature(), grouped: bool = False, name: str | None = None) -> onnx_ir.Function:  # noqa: B008 (frozen)
+    """Return the op's body as an ONNX model-local function, which runs if no native library is registered.
+
+    A model's nodes of one `name` share it and have the same signature. It declares as many inputs and outputs as they
+    have; ONNX Runtime inlines it only if it computes all of them, including omitted ones. grouped: a body of ONNX
+    Runtime's own operators, which write into a buffer shared by past and present; for a float cache, one branch and
+    heads whose width is a multiple of 8.
+    """
+    write = grouped_body if grouped else partial(body, of)
+    return OP.function(write, INPUTS[: len(of.inputs)], of.declared_outputs, name)
 
 
 def body(of: Signature, op: Nodes) -> list[Value]:

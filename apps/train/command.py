@@ -21,8 +21,8 @@ EXAMPLES = {
 }
 
 
-def _list_presets(wanted: bool) -> None:
-    if wanted:
+def _list_presets(is_given: bool) -> None:
+    if is_given:
         from .presets import parameters
 
         print_table(parameters())
@@ -184,9 +184,9 @@ def train(
         learning_rate=learning_rate, schedule=schedule, optimizer=optimizer, seed=seed, eval_every=eval_every,
         checkpoint_every=checkpoint_every, device=device, compile=compiled, precision=precision,
     )  # fmt: skip
-    given = {name: value for name, value in changes.items() if value is not None}
-    given |= {name: str(value) for name, value in given.items() if isinstance(value, Path)}
-    config = train_config(preset, attention, **given)
+    settings = {name: value for name, value in changes.items() if value is not None}
+    settings |= {name: str(value) for name, value in settings.items() if isinstance(value, Path)}
+    config = train_config(preset, attention, **settings)
     result = run_training(config, output, resume=resume, overwrite=overwrite)
     if os.environ.get("RANK", "0") != "0":  # under torchrun only one process reports
         return

@@ -184,23 +184,23 @@ def _preset(name: str) -> Preset:
 
 def _model_of(checkpoint: str, attention: str | None, mlp: str | None, sub_norms: bool | None) -> ModelConfig:
     """The model of a checkpoint. Raises DiffbitError if training cannot start from it."""
-    found = Checkpoint(checkpoint)
-    if found.quantization is not None:
+    start = Checkpoint(checkpoint)
+    if start.quantization is not None:
         master = Path(checkpoint) / MASTER
         source = f"start from {master}" if master.is_dir() else "start from the checkpoint it was made from"
         raise DiffbitError(f"{checkpoint}: is quantized, but training starts from float weights; {source}")
-    if attention not in (None, found.config.attention):
+    if attention not in (None, start.config.attention):
         raise DiffbitError(
-            f"{checkpoint}: its attention is {found.config.attention}, not {attention}; omit --attention, or "
+            f"{checkpoint}: its attention is {start.config.attention}, not {attention}; omit --attention, or "
             "start from another checkpoint"
         )
-    if mlp not in (None, found.config.mlp):
+    if mlp not in (None, start.config.mlp):
         raise DiffbitError(
-            f"{checkpoint}: its MLP is {found.config.mlp}, not {mlp}; omit --mlp, or start from another checkpoint"
+            f"{checkpoint}: its MLP is {start.config.mlp}, not {mlp}; omit --mlp, or start from another checkpoint"
         )
-    if sub_norms is False and found.config.sub_norms:
+    if sub_norms is False and start.config.sub_norms:
         raise DiffbitError(f"{checkpoint}: has sub-norms, which training cannot remove; omit --no-sub-norms")
-    return found.config.with_sub_norms() if sub_norms else found.config
+    return start.config.with_sub_norms() if sub_norms else start.config
 
 
 def parameters() -> list[dict[str, Any]]:

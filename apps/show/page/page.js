@@ -157,7 +157,7 @@ function equation(now) {
     const map = figure(now, "The only map", "what the head reads", now.used, BLUE);
     map.append(line);
     const note = make("p", { class: "note" }, "A plain head has one map. Nothing is subtracted: what noise it has multiplies the values, too.");
-    return [make("div", { class: "equation" }, make("div", { class: "beside" }, note, ...parts), map)];
+    return [make("div", { class: "equation" }, make("div", { class: "sections" }, note, ...parts), map)];
   }
   const fixed = [...Array(now.length).keys()].every((query) => now.lambda(query) === now.lambda(0));
   return [make("div", { class: "equation" },
