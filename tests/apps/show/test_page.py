@@ -93,19 +93,23 @@ def test_the_page_in_chromium(shown: dict[str, Any], tmp_path: Path) -> None:
     assert (seen["begin"]["layer"], seen["moved"]["layer"]) != (seen["moved"]["layer"], seen["begin"]["layer"])
     assert not [width for width, page in seen["widths"].items() if page > int(width)]
 
-    model = shown["models"][1]  # DIFF version 2: a lambda for each token
-    setting = next(one for one in model["settings"] if (one["what"], one["bits"]) == ("weights", 4))
-    assert f"KL {setting['kl']:.4f}" in rounded["status"]
-    assert [one["token"] for one in setting["next"]] == [text.replace("␣", " ") for text in rounded["next"]]
-    layer, head = rounded["layer"], rounded["head"]
+    model = shown["models"][1]
+    for view, key in ((rounded, ("weights", 4)), (seen["moved"], ("kv", 8))):  # two layers
+        compare(view, model, next(one for one in model["settings"] if (one["what"], one["bits"]) == key))
+
+
+def compare(view: dict[str, Any], model: dict[str, Any], setting: dict[str, Any]) -> None:
+    """What the page says of a model of DIFF version 2, with a lambda for each token, is what its data say."""
+    assert f"KL {setting['kl']:.4f}" in view["status"]
+    assert [one["token"] for one in setting["next"]] == [text.replace("␣", " ") for text in view["next"]]
+    layer, head = view["layer"], view["head"]
     weights, lambdas = maps_of(model, setting)[layer]
     assert lambdas is not None
-    assert rounded["operator"] == f"− {lambdas[head, -1]:.3f} ×"
+    assert view["operator"] == f"− {lambdas[head, -1]:.3f} ×"
     signal, noise = weights[head, :, -1]
-    for texts, row in zip(rounded["weights"], (signal, noise, signal - lambdas[head, -1] * noise), strict=True):
+    for texts, row in zip(view["weights"], (signal, noise, signal - lambdas[head, -1] * noise), strict=True):
         assert texts == pytest.approx(row.tolist(), abs=6e-5)
-    shares = [numbers for numbers in setting["heads"][layer][head]["answer"]]
-    assert [text / 100 for text in rounded["answer"]] == pytest.approx(shares, abs=0.01)
+    assert [text / 100 for text in view["answer"]] == pytest.approx(setting["heads"][layer][head]["answer"], abs=0.01)
 
 
 @pytest.mark.slow
