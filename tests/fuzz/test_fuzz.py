@@ -22,8 +22,8 @@ CASES, PART = 1500, 750
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Workplace]:
-    with Workplace() as made:
-        yield made
+    with Workplace() as workplace:
+        yield workplace
 
 
 @pytest.mark.parametrize("name", FOUND)

@@ -211,5 +211,5 @@ def test_transformers_reads_what_we_write(
     ids = tokens(2, 9)
     for name, parameter in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], parameter.to(dtype)), name
-    wanted = models.load(tmp_path / "copy")(ids)
-    torch.testing.assert_close(reopened(written, tmp_path / "copy", torch.float32)(ids).logits, wanted, **CLOSE)
+    expected = models.load(tmp_path / "copy")(ids)
+    torch.testing.assert_close(reopened(written, tmp_path / "copy", torch.float32)(ids).logits, expected, **CLOSE)

@@ -86,10 +86,10 @@ def test_weights_read_back_equal(model: Path, quantized: Path):
         if format is None:
             assert isinstance(got, torch.Tensor) and torch.equal(got, exact)
             continue
-        wanted = rtn(exact, format)
+        expected = rtn(exact, format)
         assert isinstance(got, QTensor) and got.format == format
-        assert torch.equal(got.codes, wanted.codes) and torch.equal(got.scale, wanted.scale)
-        assert (got.zero is None and wanted.zero is None) or torch.equal(got.zero, wanted.zero)
+        assert torch.equal(got.codes, expected.codes) and torch.equal(got.scale, expected.scale)
+        assert (got.zero is None and expected.zero is None) or torch.equal(got.zero, expected.zero)
     assert read_scheme(checkpoint) == MIXED
 
 
@@ -327,8 +327,8 @@ def test_transformers_refuses_what_it_cannot_read(tmp_path: Path, attention: str
     models.save(Decoder(resized(CONFIG, attention=attention)), tmp_path / "float")
     quantize_checkpoint(tmp_path / "float", tmp_path / "int4", Scheme(weights=parse_format("int4_g32")))
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "float")
-    own = {"softmax": transformers.LlamaForCausalLM, "diff_v1": transformers.DiffLlamaForCausalLM}[attention]
-    for loader in (transformers.AutoModelForCausalLM, own):
+    model_class = {"softmax": transformers.LlamaForCausalLM, "diff_v1": transformers.DiffLlamaForCausalLM}[attention]
+    for loader in (transformers.AutoModelForCausalLM, model_class):
         with pytest.raises(ValueError, match="quantization config"):
             loader.from_pretrained(tmp_path / "int4")
 

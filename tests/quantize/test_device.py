@@ -66,9 +66,9 @@ def test_the_same_bytes(
     scheme = Scheme(weights=INT4, embedding=INT4, head=INT4)
 
     def run(name: str, **options: Any) -> dict[str, Any]:
-        given = {"method": method, "calibration": IDS, "calibration_mask": MASK}
+        text = {"method": method, "calibration": IDS, "calibration_mask": MASK}
         with sdpa_kernel(SDPBackend.MATH):  # torch has another order of sums for attention on each device
-            return quantize_checkpoint(model, tmp_path / name, scheme, **given, **options).to_dict()
+            return quantize_checkpoint(model, tmp_path / name, scheme, **text, **options).to_dict()
 
     report = run("here")
     with Elsewhere():
@@ -87,8 +87,8 @@ def test_the_command(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.Monke
             with pytest.raises(SystemExit) as stopped:
                 main(["quantize", str(checkpoint), *options, "--device", device, "-o", str(tmp_path / device), "-q"])
             assert stopped.value.code == 0
-    found, wanted = content(tmp_path / "cuda"), content(tmp_path / "cpu")
-    assert found == wanted
+    actual, expected = content(tmp_path / "cuda"), content(tmp_path / "cpu")
+    assert actual == expected
 
 
 def test_what_a_gpu_cannot_do_is_a_sentence(

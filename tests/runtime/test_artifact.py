@@ -163,18 +163,18 @@ def test_a_ring_is_cut_only_where_it_still_has_the_window(bits: int) -> None:
         ]
     cache = CacheSpec((tuple(layer),))
     assert cache.multiple == (32 if bits == 4 else 1) and cache.nbytes(0) == cache.nbytes(10**6) == cache.fixed_bytes
-    held: list[list[int | None]] = [[None] * rows]  # after so many tokens: which token lies in a slot
+    contents: list[list[int | None]] = [[None] * rows]  # after so many tokens: which token lies in a slot
     low = [max(0, n - residual) // 32 * 32 if bits == 4 else n for n in range(200)]
     for n in range(1, 200):
-        slots = held[-1].copy()
+        slots = contents[-1].copy()
         for t in range(low[n - 1], low[n]):
             slots[t % rows] = t
-        held.append(slots)
+        contents.append(slots)
     for length in range(200):
         for kept in range(1, length + 1):
-            wanted = range(max(0, kept + 1 - window), low[kept])
+            visible = range(max(0, kept + 1 - window), low[kept])
             same = low[kept] == low[length] or bits == 8
-            assert cache.holds(kept, length) == (same and all(held[length][t % rows] == t for t in wanted))
+            assert cache.holds(kept, length) == (same and all(contents[length][t % rows] == t for t in visible))
 
 
 @pytest.mark.parametrize(

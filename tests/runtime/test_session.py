@@ -360,7 +360,7 @@ def test_a_driver_or_a_card_that_does_not_fit(
 
 
 @pytest.mark.parametrize(
-    ("card", "compiled_for", "wanted"),
+    ("card", "compiled_for", "expected"),
     [
         (80, ["80"], True),
         (89, ["86"], True),  # code of the same major version
@@ -373,15 +373,15 @@ def test_a_driver_or_a_card_that_does_not_fit(
         (75, ["80"], False),
     ],
 )
-def test_what_runs_on_a_card(card: int, compiled_for: list[str], wanted: bool) -> None:
-    assert runs(card, compiled_for) is wanted
+def test_what_runs_on_a_card(card: int, compiled_for: list[str], expected: bool) -> None:
+    assert runs(card, compiled_for) is expected
 
 
 def test_a_model_larger_than_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = (
+    failure = (
         "[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : Failed to allocate memory for requested buffer of size 4294967296"
     )
-    monkeypatch.setattr(providers, "onnxruntime", lambda: _fake_ort(BOTH, BOTH, [], said))
+    monkeypatch.setattr(providers, "onnxruntime", lambda: _fake_ort(BOTH, BOTH, [], failure))
     with pytest.raises(DiffbitError, match=r"^model\.onnx: does not fit into the memory of device cuda$"):
         providers.open_session(Path("model.onnx"), "cuda", None)
 
@@ -429,21 +429,21 @@ def test_which_device_gets_the_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The kernels of a device that the library has none for would be refused: its operators run as bodies."""
-    given: list[Path | None] = []
+    libraries: list[Path | None] = []
 
     def on_the_cpu(model: Path, device: str, threads: int | None, library: Path | None = None) -> object:
-        given.append(library)
+        libraries.append(library)
         return providers.open_session(model, "cpu", threads)
 
     monkeypatch.setattr("diffbit.runtime.session.open_session", on_the_cpu)
     monkeypatch.setattr("diffbit.runtime.session.native_library", lambda: Path("libdiffbit_ops.so"))
     monkeypatch.setattr("diffbit.runtime.session.cuda_architectures", lambda: architectures)
     session = Session(artifact, device=device, threads=1, native=native)
-    assert session.native == registered and given == [Path("libdiffbit_ops.so") if registered else None]
+    assert session.native == registered and libraries == [Path("libdiffbit_ops.so") if registered else None]
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "architectures", "said"),
+    ("device", "dtype", "architectures", "warning"),
     [
         (
             "cuda",
@@ -457,16 +457,21 @@ def test_which_device_gets_the_library(
     ],
 )
 def test_what_is_slower_than_it_need_be(
-    device: str, dtype: str, architectures: list[str], said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str,
+    dtype: str,
+    architectures: list[str],
+    warning: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("diffbit.runtime.session.native_library", lambda: Path("libdiffbit_ops.so"))
     monkeypatch.setattr("diffbit.runtime.session.cuda_architectures", lambda: architectures)
     sentences = slowdowns(Artifact.open(TOY.write(tmp_path / "a", dtype=dtype)), SessionOptions(device=device))
-    if said is None:
+    if warning is None:
         assert sentences == []
     else:
         (sentence,) = sentences
-        assert re.search(said, sentence)
+        assert re.search(warning, sentence)
 
 
 def test_placement_is_read_from_a_real_session(tmp_path: Path) -> None:
@@ -535,9 +540,9 @@ def test_a_state_of_fixed_size_and_a_layer_without_a_cache(in_place: str, tmp_pa
     seal(folder, {key: value for key, value in manifest.items() if key != "files"} | {"cache": changed})
     session = Session(folder, threads=1)
     ids = [3, 1, 4, 1, 5, 9, 2, 6]
-    wanted = np.cumsum(TOY.embed[ids].astype(np.float64), axis=0) @ TOY.out
+    expected = np.cumsum(TOY.embed[ids].astype(np.float64), axis=0) @ TOY.out
     for _ in range(2):  # the second time after a reset
-        found = [session.prefill([ids[:3]]), session.prefill([ids[3:5]]), *(session.step([[i]]) for i in ids[5:])]
-        assert np.allclose(np.concatenate(found), wanted[[2, 4, 5, 6, 7]], atol=1e-5)
+        logits = [session.prefill([ids[:3]]), session.prefill([ids[3:5]]), *(session.step([[i]]) for i in ids[5:])]
+        assert np.allclose(np.concatenate(logits), expected[[2, 4, 5, 6, 7]], atol=1e-5)
         session.reset()
-    assert np.allclose(session.prefill([ids[:2], ids[1:3]])[0], wanted[1], atol=1e-5)
+    assert np.allclose(session.prefill([ids[:2], ids[1:3]])[0], expected[1], atol=1e-5)

@@ -85,8 +85,8 @@ def test_ternary_gradients_are_straight_through(rounding: Rounding) -> None:
     rounded = spread_x + ((q * a).double() - spread_x).detach()
     s = spread_weight.detach().abs().mean().clamp(min=1e-5)
     ternary = spread_weight + (s * (spread_weight / s).round().clamp(-1, 1) - spread_weight).detach()
-    wanted = torch.autograd.grad(rounded @ ternary.T, (slow_x, weight), upstream.double())
-    for ours_, theirs in zip(got, wanted, strict=True):
+    expected = torch.autograd.grad(rounded @ ternary.T, (slow_x, weight), upstream.double())
+    for ours_, theirs in zip(got, expected, strict=True):
         assert (ours_ - theirs).norm() <= 1e-6 * theirs.norm()
 
 

@@ -343,8 +343,8 @@ def test_moments_of_eight_bits(text: str, tmp_path: Path) -> None:
     optimizer.step()
     for parameter in decoder.parameters():
         state, count = optimizer.state[parameter], parameter.numel()
-        held = sum(value.nbytes for key, value in state.items() if key.startswith(("state", "absmax")))
-        assert held == (2 * count + 8 * -(-count // 256) if count >= 4096 else 8 * count)
+        nbytes = sum(value.nbytes for key, value in state.items() if key.startswith(("state", "absmax")))
+        assert nbytes == (2 * count + 8 * -(-count // 256) if count >= 4096 else 8 * count)
 
 
 @pytest.mark.gpu

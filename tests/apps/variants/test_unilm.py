@@ -163,9 +163,9 @@ def test_folding_keeps_what_bfloat16_would_round(tmp_path: Path) -> None:
     checkpoint = models.Checkpoint(tmp_path / "m")
     folded = checkpoint.read("model.layers.1.self_attn.o_proj.weight")
     subln = low["model.layers.1.self_attn.subln.weight"].double()
-    wanted = low["model.layers.1.self_attn.out_proj.weight"].double() * subln.repeat(H)
+    expected = low["model.layers.1.self_attn.out_proj.weight"].double() * subln.repeat(H)
     assert folded.dtype == torch.float32
-    torch.testing.assert_close(folded.double(), wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(folded.double(), expected, rtol=1e-6, atol=0)
     assert "model.layers.1.self_attn.subln.weight" not in checkpoint.names
 
 
