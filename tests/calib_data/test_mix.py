@@ -73,7 +73,7 @@ def test_dialogues_are_in_the_chat_template_of_the_model(tmp_path: Path) -> None
         (b"{{ raise_exception('a system message must come first') }}", "a system message must come first"),
     ],
 )
-def test_a_template_that_is_of_no_use_is_remarked_on_once_and_dialogues_are_plain(
+def test_an_unusable_template_is_reported_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], template: bytes, reason: str
 ) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(template)

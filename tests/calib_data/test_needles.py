@@ -78,7 +78,7 @@ def test_the_same_for_the_same_seed_and_from_the_split_asked_for(text: str, trai
     assert len(np.unique(many.windows.ids, axis=0)) == 200
 
 
-def test_refusals(text: str, trained: Callable[[str], Path], tmp_path: Path) -> None:
+def test_bad_input_is_refused(text: str, trained: Callable[[str], Path], tmp_path: Path) -> None:
     path = trained("diff_v1")
     for arguments, sentence in {
         (160, 2, 3, 1): "3 queries for 2 needles",

@@ -255,7 +255,7 @@ def test_a_failed_export_leaves_nothing(checkpoint_of: Maker, tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["huge"]
 
 
-def test_refusals(checkpoint_of: Maker, tmp_path: Path) -> None:
+def test_bad_input_is_refused(checkpoint_of: Maker, tmp_path: Path) -> None:
     checkpoint = checkpoint_of("diff_v1")
     with pytest.raises(DiffbitError, match="dtype is 'bf16', wanted one of fp32, fp16"):
         export_artifact(checkpoint, tmp_path / "a", dtype="bf16")

@@ -84,7 +84,7 @@ def test_quantized_models_are_exported_and_verified(folder: Path, name: str, tmp
     assert (logits - expected).abs().mean() < 0.02 * expected.std()  # some activations round to another integer
 
 
-def test_the_residual_stream_is_rotated_or_the_reason_why_not_is_told(folder: Path, tmp_path: Path) -> None:
+def test_the_residual_stream_is_rotated_or_a_reason_is_given(folder: Path, tmp_path: Path) -> None:
     scheme = Scheme(weights=parse_format("int8"))
     if folder.name == "granite":
         quantize_checkpoint(folder, tmp_path / "q", scheme, method="rotate")

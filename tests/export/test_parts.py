@@ -94,7 +94,7 @@ def test_weights_go_on_in_another_file(checkpoint_of: Maker, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("attention", VARIANTS)
-def test_a_ternary_nano_is_two_bits_a_weight_and_what_is_not_ternary(attention: str, tmp_path: Path) -> None:
+def test_a_ternary_model_takes_two_bits_a_weight(attention: str, tmp_path: Path) -> None:
     config = model_config("nano", attention)
     artifact = write_artifact(write_quantized(write_model(tmp_path / "nano", config), "ternary"))
     parts = parts_of(artifact)

@@ -35,7 +35,7 @@ def value(code: int) -> float:
     return -VALUES[code - 8] if code > 7 else VALUES[code]
 
 
-def test_a_block_has_the_standards_scale_or_its_double_whichever_errs_less() -> None:
+def test_a_block_has_the_better_of_two_scales() -> None:
     w = weight()
     rounded = rtn(w, MX)
     doubled = 0

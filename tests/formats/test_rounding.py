@@ -48,7 +48,7 @@ def test_eight_bits_are_the_slow_version() -> None:
 
 
 @pytest.mark.parametrize("block", [2, 64, 256])
-def test_spread_is_a_product_with_hadamards_matrix_and_so_is_its_gradient(block: int) -> None:
+def test_spread_and_its_gradient_are_products_with_hadamards_matrix(block: int) -> None:
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < block:
         matrix = torch.kron(torch.tensor([[1, 1], [1, -1]]).double(), matrix)

@@ -244,7 +244,7 @@ def test_the_folder_hands_on_a_tokenizer_json(checkpoint: Path, tmp_path: Path) 
     ],
     ids=["empty", "noise", "cut", "words", "class", "tokens"],
 )
-def test_refusals(
+def test_bad_input_is_refused(
     damage: Callable[[Path], object], words: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "source"

@@ -79,7 +79,7 @@ CASES += [
 @pytest.mark.parametrize(
     ("kind", "changes"), [pytest.param(kind, changes, id=f"{kind}-{name}") for kind, name, changes in CASES]
 )
-def test_logits(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_logits_are_transformers(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """Of one token, of several, and of a batch padded on the left."""
     model = hf_model(kind, **changes)
     ours = models.load(saved(model, tmp_path / "m"))
@@ -102,7 +102,7 @@ def test_rope_scaling_changes_the_logits(rope: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_cache(kind: str, tmp_path: Path) -> None:
+def test_cached_logits_are_transformers(kind: str, tmp_path: Path) -> None:
     """All at once, token by token, in chunks."""
     model = hf_model(kind)
     ours = models.load(saved(model, tmp_path / "m"))
@@ -118,7 +118,7 @@ def test_cache(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_left_padding(kind: str, tmp_path: Path) -> None:
+def test_left_padded_batches_are_transformers(kind: str, tmp_path: Path) -> None:
     """A batch padded on the left: prefill and two steps, real positions only."""
     model = hf_model(kind)
     ours = models.load(saved(model, tmp_path / "m"))

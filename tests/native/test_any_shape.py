@@ -134,7 +134,7 @@ OPS = {
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_any_shape(op: str) -> None:
+def test_any_shape_gives_the_expected_arrays(op: str) -> None:
     host = build("sanitized")
     node_of, cases = OPS[op]
     numbers = itertools.cycle((1, 2))  # of threads

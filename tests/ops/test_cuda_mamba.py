@@ -18,7 +18,7 @@ from .test_mamba import check, ops
 @on_each_device
 @ops
 @pytest.mark.parametrize("in_place", [False, True])
-def test_cuda_kernel(op: ModuleType, in_place: bool, device: Device) -> None:
+def test_cuda_kernel_is_the_reference(op: ModuleType, in_place: bool, device: Device) -> None:
     cases = [*MAMBA_CASES, MambaCase("bf16", 2, 11, 1, 70, padding=(2,), dtype=torch.bfloat16)]
     for case in [*cases, MambaCase("most_states", steps=2, before=1, channels=3, states=200)]:
         inputs = {

@@ -44,7 +44,7 @@ def node(a: torch.Tensor, weight: torch.Tensor) -> tuple[dict[str, np.ndarray], 
 
 @cases
 @dtypes
-def test_body(rows: int, k: int, n: int, dtype: torch.dtype) -> None:
+def test_body_is_the_reference(rows: int, k: int, n: int, dtype: torch.dtype) -> None:
     a, weight = inputs(rows, k, n, dtype)
     (got,) = run_node(body_of(float_matmul.function), *node(a, weight), {"Y": 3}, ("W",))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
@@ -66,7 +66,7 @@ def test_kernel_is_exact(rows: int, k: int, n: int, dtype: torch.dtype, isa: str
 
 @on_each_device
 @cases
-def test_cuda_kernel(rows: int, k: int, n: int, device: Device) -> None:
+def test_cuda_kernel_is_the_reference(rows: int, k: int, n: int, device: Device) -> None:
     for dtype in TYPES:
         a, weight = inputs(rows, k, n, dtype)
         y = device.poisoned((2, rows, n), dtype)

@@ -79,7 +79,7 @@ def test_cuda_kernel_is_exact(case: Int4Case, device: Device) -> None:
 
 @on_each_isa
 @pytest.mark.parametrize("outside", [-1, 40])
-def test_ids_outside_the_table(isa: str, outside: int) -> None:
+def test_ids_outside_the_table_are_refused(isa: str, outside: int) -> None:
     case = CASES[0]
     inputs, attributes = node(case)
     inputs["ids"][1, 1] = outside

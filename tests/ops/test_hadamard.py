@@ -85,7 +85,7 @@ def test_cuda_kernel_is_exact(case: HadamardCase, device: Device) -> None:
 
 
 @on_each_isa
-def test_no_rows(isa: str) -> None:
+def test_no_rows_give_no_rows(isa: str) -> None:
     case = HadamardCase("none", lead=(2, 0))
     assert run(case).shape == run(case, isa).shape == (2, 0, 128)
 

@@ -193,7 +193,7 @@ def test_threads_change_nothing(isa: str) -> None:
     bits=st.sampled_from((4, 8)),
     seed=st.integers(0, 2**31),
 )
-def test_any_shape(
+def test_any_shape_is_exact(
     isa: str, rows: int, columns: int, n: int, group: int, symmetric: bool, half: bool, bits: int, seed: int
 ) -> None:
     dtype = torch.float16 if half else torch.float32
@@ -245,7 +245,7 @@ def test_no_rows_on_cuda(device: Device) -> None:
 
 
 @on_each_isa
-def test_no_rows(isa: str) -> None:
+def test_no_rows_give_no_rows(isa: str) -> None:
     case = Int4Case("none", lead=(2, 0), n=40)
     inputs, attributes = node(case)
     (got,) = run_node(body_of(case.op.function), inputs, attributes, {"Y": 3}, CONSTANTS, isa)

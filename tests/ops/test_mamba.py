@@ -102,13 +102,13 @@ def run_on(op: ModuleType, inputs: dict[str, np.ndarray], isa: str | None, threa
 
 @ops
 @cases
-def test_body(case: MambaCase, op: ModuleType) -> None:
+def test_body_is_the_reference(case: MambaCase, op: ModuleType) -> None:
     check(named(op, run(case, op)), case, op)
 
 
 @ops
 @on_isas_in_turn(MAMBA_CASES)
-def test_kernel(case: MambaCase, op: ModuleType, isa: str) -> None:
+def test_kernel_is_the_reference(case: MambaCase, op: ModuleType, isa: str) -> None:
     one, two = (run(case, op, isa, threads) for threads in (1, 2))
     check(named(op, one), case, op)
     for a, b in zip(one, two, strict=True):

@@ -186,7 +186,7 @@ def test_no_rows_on_cuda(device: Device) -> None:
 
 
 @on_each_isa
-def test_no_rows(isa: str) -> None:
+def test_no_rows_give_no_rows(isa: str) -> None:
     _, weight, scale = TernaryCase("none").inputs()
     assert run_kernel(torch.empty(2, 0, weight.shape[1]), weight, scale, isa).shape == (2, 0, len(weight))
 

@@ -240,13 +240,13 @@ def test_report_tells_the_truth(attention: str, batch_tokens: int, tmp_path: Pat
     json.dumps(report.to_dict())
 
 
-def test_no_ternary_no_warning(model: Path, tmp_path: Path):
+def test_int8_has_no_warning(model: Path, tmp_path: Path):
     report = quantize_checkpoint(model, tmp_path / "q", Scheme(weights=parse_format("int8")))
     assert report.warnings == ()
     assert {row.output_error for row in report.weights} == {None}
 
 
-def test_any_method(model: Path, tmp_path: Path):
+def test_a_function_may_be_the_method(model: Path, tmp_path: Path):
     def ones(weight: torch.Tensor, format: Format, stats: object) -> QTensor:
         return rtn(torch.ones_like(weight), format)
 
@@ -267,7 +267,7 @@ def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.
     assert Checkpoint(tmp_path / "many").dtype == "bfloat16"
 
 
-def test_refusals(model: Path, quantized: Path, tmp_path: Path):
+def test_bad_requests_are_refused(model: Path, quantized: Path, tmp_path: Path):
     int8 = Scheme(weights=parse_format("int8"))
     with pytest.raises(DiffbitError, match="quantized already"):
         quantize_checkpoint(quantized, tmp_path / "q", int8)

@@ -58,7 +58,7 @@ def test_tensors_that_are_left_behind_show() -> None:
         ),
     ],
 )
-def test_the_same_bytes(
+def test_a_device_gives_the_same_bytes(
     method: str, spills: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("diffbit.quantize.checkpoint.must_spill", lambda *_: spills)
@@ -77,7 +77,9 @@ def test_the_same_bytes(
 
 
 @pytest.mark.slow
-def test_the_command(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_gives_the_same_bytes_on_a_device(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

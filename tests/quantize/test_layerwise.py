@@ -301,7 +301,7 @@ def test_stages_come_from_what_layers_are_handed() -> None:
 
 @pytest.mark.usefixtures("made_up")
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_filling_does_not_count(attention: str) -> None:
+def test_padding_does_not_count(attention: str) -> None:
     exact = make(resized(CONFIG, attention=attention))
     filled = torch.where(MASK, IDS, 95 - IDS)
     one, other = (apply(exact, WITH_HEAD, "needs", ids, MASK) for ids in (IDS, filled))
@@ -339,7 +339,7 @@ def test_the_report_has_the_loss_that_the_method_minimised(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("made_up")
-def test_refusals(tmp_path: Path) -> None:
+def test_bad_requests_are_refused(tmp_path: Path) -> None:
     tied = make(resized(CONFIG, tie_embeddings=True))
     models.save(tied, tmp_path / "float")
     with pytest.raises(DiffbitError, match="'forgets' changes the embedding that the head shares"):

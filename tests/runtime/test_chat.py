@@ -82,7 +82,7 @@ def test_answers_are_those_to_the_whole_conversation(template: str, in_place: bo
 
 
 @pytest.mark.parametrize("kv", ["int8", "int4"])
-def test_low_bit_caches(kv: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_low_bit_caches_give_the_same_answers(kv: str, checkpoint: Path, tmp_path: Path) -> None:
     """int8 is cut where answers differ, int4 within its residual window; elsewhere it is computed again."""
     from diffbit.export import export_artifact
     from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
@@ -126,7 +126,7 @@ def test_only_new_tokens_are_computed(tmp_path: Path, in_place: bool) -> None:
     assert chat.messages == [] and chat.send("hey").prompt_tokens == 8
 
 
-def test_a_full_context(tmp_path: Path) -> None:
+def test_a_full_context_drops_the_oldest_turns(tmp_path: Path) -> None:
     """The oldest turns leave, the system prompt stays, and half of the context is free again."""
     folder = write_chat_model(tmp_path / "a", follows(":bcd", end=257), in_place=True, context=64)
     chat = Chat(Session(folder, threads=1), system="Be brief")  # 11 tokens; a turn with its answer has 12
@@ -188,7 +188,7 @@ def test_a_run_that_is_interrupted_leaves_no_half_state(tmp_path: Path, in_place
     assert (session.prefill([[1, 2, 3]]) == expected).all()
 
 
-def test_the_models_settings(tmp_path: Path) -> None:
+def test_the_models_settings_are_the_defaults(tmp_path: Path) -> None:
     def settings(generation: dict[str, object], **changes: Any) -> tuple[float, int, float, float]:
         folder = write_chat_model(tmp_path / str(len(list(tmp_path.iterdir()))), follows("ab"), generation=generation)
         sampling = Sampler.of(Artifact.open(folder), **changes).sampling

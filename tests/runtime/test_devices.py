@@ -159,7 +159,7 @@ def test_openvino_computes_what_the_cpu_does(variant: str, artifact_of: Maker) -
 
 @pytest.mark.skipif(not OPENVINO.exists(), reason=f"needs onnxruntime-openvino in {OPENVINO}")
 @pytest.mark.parametrize("kind", ["gpu", "npu"])
-def test_openvino_without_a_device(kind: str, artifact_of: Maker) -> None:
+def test_openvino_names_a_missing_device(kind: str, artifact_of: Maker) -> None:
     command = [sys.executable, "-m", "tests.runtime.agreement", f"openvino:{kind}", str(artifact_of("softmax"))]
     environment = os.environ | {"PYTHONPATH": str(OPENVINO)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)

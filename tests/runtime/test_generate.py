@@ -155,7 +155,7 @@ def test_sampling_is_reproducible(tmp_path: Path) -> None:
     assert seen == [[1, 2], [1, 2, 7], [1, 2, 7, 7]]
 
 
-def test_bad_requests(tmp_path: Path) -> None:
+def test_bad_requests_are_refused(tmp_path: Path) -> None:
     run = Machine(follows("abcd"), tmp_path / "a")
     for prompt, options, message in (
         ([VOCAB], {}, f"token id {VOCAB} is outside the vocabulary of {VOCAB} tokens"),

@@ -180,14 +180,14 @@ def test_graph_and_manifest_must_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_context_beyond_memory(in_place: bool, tmp_path: Path) -> None:
+def test_a_context_beyond_memory_is_refused(in_place: bool, tmp_path: Path) -> None:
     folder = TOY.write(tmp_path / "a", in_place=in_place)
     seal(folder, json.loads((folder / "diffbit.json").read_text()) | {"context_length": 10**30})
     with pytest.raises(DiffbitError, match="does not fit into memory"):
         Session(folder).prefill([[1, 2]])
 
 
-def test_a_truncated_or_broken_model(tmp_path: Path) -> None:
+def test_a_truncated_or_broken_model_is_refused(tmp_path: Path) -> None:
     folder = TOY.write(tmp_path / "a")
     model = folder / "model.onnx"
     whole = model.read_bytes()
@@ -206,7 +206,7 @@ def test_threads_reach_the_session(artifact: Path) -> None:
     assert Session(artifact, threads=3)._session.get_session_options().intra_op_num_threads == 3
 
 
-def test_devices_and_threads(tmp_path: Path) -> None:
+def test_unknown_devices_and_no_threads_are_refused(tmp_path: Path) -> None:
     folder = TOY.write(tmp_path / "a")
     with pytest.raises(DiffbitError, match=r"device is 'tpu', wanted one of cpu, cuda, webgpu, .*provider:NAME"):
         Session(folder, device="tpu")
@@ -305,7 +305,7 @@ def test_the_missing_library_is_named(gpu_wheel: str, monkeypatch: pytest.Monkey
         (100, r"the NVIDIA driver, which is for CUDA 12\.4, says: no CUDA-capable device is detected"),
     ],
 )
-def test_what_the_driver_says(
+def test_a_driver_without_a_card_is_reported(
     status: int | None, message: str, gpu_wheel: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     install_driver(monkeypatch, tmp_path, version=12040, status=status)
@@ -335,7 +335,7 @@ def test_what_the_driver_says(
         (13000, 75, [], None),  # the operators' bodies run
     ],
 )
-def test_a_driver_or_a_card_that_does_not_fit(
+def test_an_old_driver_and_a_card_without_kernels_are_refused(
     version: int,
     card: int,
     compiled_for: list[str],
@@ -373,11 +373,11 @@ def test_a_driver_or_a_card_that_does_not_fit(
         (75, ["80"], False),
     ],
 )
-def test_what_runs_on_a_card(card: int, compiled_for: list[str], expected: bool) -> None:
+def test_a_card_runs_the_code_compiled_for_it(card: int, compiled_for: list[str], expected: bool) -> None:
     assert runs(card, compiled_for) is expected
 
 
-def test_a_model_larger_than_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_larger_than_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     failure = (
         "[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : Failed to allocate memory for requested buffer of size 4294967296"
     )
@@ -386,7 +386,7 @@ def test_a_model_larger_than_the_device(monkeypatch: pytest.MonkeyPatch) -> None
         providers.open_session(Path("model.onnx"), "cuda", None)
 
 
-def test_a_device_without_memory_for_a_call(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_without_memory_leaves_the_session_usable(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(artifact, threads=1)
 
     def full(binding: object) -> None:
@@ -399,7 +399,7 @@ def test_a_device_without_memory_for_a_call(artifact: Path, monkeypatch: pytest.
     np.testing.assert_allclose(session.prefill([PROMPT])[0], TOY.logits(PROMPT)[-1], atol=1e-4)
 
 
-def test_a_device_without_memory_for_the_cache(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_without_memory_is_refused(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(artifact, threads=1)
 
     def full(*args: object) -> None:
@@ -456,7 +456,7 @@ def test_which_device_gets_the_library(
         ("cpu", "fp32", [], None),
     ],
 )
-def test_what_is_slower_than_it_need_be(
+def test_slow_combinations_are_reported(
     device: str,
     dtype: str,
     architectures: list[str],
@@ -487,7 +487,7 @@ def test_placement_is_read_from_a_real_session(tmp_path: Path) -> None:
     }
 
 
-def test_without_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_onnxruntime_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(DiffbitError, match=r"pip install onnxruntime, or 'onnxruntime-gpu\[cuda,cudnn\]'"):
         providers.onnxruntime()
@@ -496,7 +496,7 @@ def test_without_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
         providers.onnxruntime()
 
 
-def test_no_memory_for_the_logits(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_without_memory_leave_the_session_usable(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(artifact, threads=1)
 
     def full(shape: tuple[int, ...]) -> None:
@@ -526,7 +526,7 @@ toy (int64[B, S] input_ids, int64[B, T] attention_mask, int64[B, S] position_ids
 
 
 @pytest.mark.parametrize("in_place", ["always", "never"])
-def test_a_state_of_fixed_size_and_a_layer_without_a_cache(in_place: str, tmp_path: Path) -> None:
+def test_layers_may_have_a_state_of_fixed_size_or_no_cache(in_place: str, tmp_path: Path) -> None:
     """Layer 0 keeps nothing, layer 1 a running sum: calls, steps and resets against the formula."""
     folder = TOY.write(tmp_path / "a")
     width = TOY.embed.shape[1]

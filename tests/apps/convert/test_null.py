@@ -171,7 +171,7 @@ def check_artifacts(artifacts: dict[str, Path], ids: np.ndarray, record: Record)
         check(logits["plain"], logits["diff"], record)
 
 
-def test_in_torch(pair: Pair, record_property: Record) -> None:
+def test_torch_gives_the_same(pair: Pair, record_property: Record) -> None:
     ids, mask = torch.from_numpy(pair.ids[:, :PROMPT]), torch.ones(3, PROMPT, dtype=torch.int64)
     mask[1, :7] = 0
     with torch.inference_mode():
@@ -193,11 +193,11 @@ def test_rotated_start_is_near(pair: Pair, tmp_path: Path, record_property: Reco
     assert 0 < divergence < 0.01
 
 
-def test_in_float(pair: Pair, record_property: Record) -> None:
+def test_float_artifacts_give_the_same(pair: Pair, record_property: Record) -> None:
     check_artifacts(pair.artifacts(), pair.ids, record_property)
 
 
-def test_in_float16(pair: Pair, record_property: Record) -> None:
+def test_float16_artifacts_give_the_same(pair: Pair, record_property: Record) -> None:
     """ONNX Runtime computes float16 in float32, and where it rounds depends on the graph: the two differ by no more
     than rounding to float16 changes the plain one."""
     exact, logits = one_row(Session(pair.artifacts()["plain"], threads=1), pair.ids), {}
@@ -210,7 +210,7 @@ def test_in_float16(pair: Pair, record_property: Record) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_weights(pair: Pair, format: str, record_property: Record) -> None:
+def test_quantized_weights_give_the_same(pair: Pair, format: str, record_property: Record) -> None:
     """Both rows of a pair get the same codes, o_proj the same with a doubled scale; logits are equal."""
     scheme = Scheme(weights=parse_format(format))
     pairs = {name: Checkpoint(path) for name, path in pair.quantized(scheme).items()}
@@ -226,7 +226,7 @@ def test_weights(pair: Pair, format: str, record_property: Record) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_methods(pair: Pair, recipe: str, record_property: Record) -> None:
+def test_methods_give_the_same(pair: Pair, recipe: str, record_property: Record) -> None:
     artifacts = pair.artifacts(Scheme(weights=parse_format("int4_g32")), recipe)
     if recipe not in INEXACT:
         return check_artifacts(artifacts, pair.ids, record_property)
@@ -238,7 +238,7 @@ def test_methods(pair: Pair, recipe: str, record_property: Record) -> None:
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_caches(pair: Pair, cache: str, record_property: Record) -> None:
+def test_low_bit_caches_give_the_same(pair: Pair, cache: str, record_property: Record) -> None:
     check_artifacts(pair.artifacts(Scheme(attention=CACHES[cache])), pair.ids, record_property)
 
 
@@ -257,7 +257,7 @@ SOME = [("int4_g32", "int8"), ("ternary", "int4"), ("int8", "int8, int8 queries"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", instruction_sets())
-def test_instruction_sets(pair: Pair, isa: str, tmp_path: Path, record_property: Record) -> None:
+def test_instruction_sets_give_the_same(pair: Pair, isa: str, tmp_path: Path, record_property: Record) -> None:
     """int4 weights with low-bit caches, on two threads; ARM's are in tests/native/test_arm64.py."""
     schemes = [Scheme(parse_format(weights), attention=CACHES[cache]) for weights, cache in SOME]
     artifacts = [pair.artifacts(scheme)[name] for scheme in schemes for name in ("plain", "diff")]
@@ -280,7 +280,7 @@ def test_instruction_sets(pair: Pair, isa: str, tmp_path: Path, record_property:
 
 @with_text
 @pytest.mark.slow
-def test_server_with_several_requests(pair: Pair, record_property: Record) -> None:
+def test_the_server_writes_the_same(pair: Pair, record_property: Record) -> None:
     """Texts that begin while others are written, of different lengths."""
     scheme = Scheme(parse_format("int4_g32"), attention=CACHES["int8"])
     prompts = ["def add(", "class Stack:\n    def", "import os\nimport", "x", "for i in range(10):\n    print(i"]
@@ -303,7 +303,7 @@ def test_server_with_several_requests(pair: Pair, record_property: Record) -> No
 
 @with_text
 @pytest.mark.slow
-def test_genai(pair: Pair, record_property: Record) -> None:
+def test_genai_writes_the_same(pair: Pair, record_property: Record) -> None:
     og = pytest.importorskip("onnxruntime_genai")
 
     def generated(path: Path) -> list[int]:
@@ -328,7 +328,7 @@ def test_genai(pair: Pair, record_property: Record) -> None:
 @with_text
 @pytest.mark.slow
 @pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/apps/web/node_modules")
-def test_page_in_chromium(pair: Pair, tmp_path: Path, record_property: Record) -> None:
+def test_the_page_writes_the_same(pair: Pair, tmp_path: Path, record_property: Record) -> None:
     tokens = {}
     for name, path in pair.artifacts(Scheme(parse_format("int4_g32"))).items():
         write_site(path, tmp_path / name, packages=MODULES)
@@ -340,7 +340,7 @@ def test_page_in_chromium(pair: Pair, tmp_path: Path, record_property: Record) -
 @with_text
 @pytest.mark.slow
 @pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/apps/web/node_modules")
-def test_transformers_js(pair: Pair, record_property: Record) -> None:
+def test_transformers_js_writes_the_same(pair: Pair, record_property: Record) -> None:
     def generated(site: Path) -> Any:
         (site / "index.html").write_text(PAGE)
         (site / "lib").symlink_to(MODULES)

@@ -337,7 +337,7 @@ def test_a_quantized_checkpoint_is_measured_as_it_is(checkpoints: list[Path], te
         plot_comparison(alone.to_dict(), tmp_path / "none.svg")
 
 
-def test_bad_requests(checkpoints: list[Path], text: Windows, tmp_path: Path) -> None:
+def test_bad_requests_are_refused(checkpoints: list[Path], text: Windows, tmp_path: Path) -> None:
     bad: list[tuple[str, dict]] = [
         ("many", {"bits": ["16", "many"]}),
         ("12 bits", {"bits": ["12"]}),

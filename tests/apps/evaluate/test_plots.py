@@ -54,7 +54,7 @@ def test_kl_with_its_band() -> None:
     assert heights == pytest.approx([kl["low"], kl["high"]], rel=1e-6)
 
 
-def test_several_methods_have_a_chart_for_each_model_and_the_same_line_in_all() -> None:
+def test_several_methods_have_a_chart_for_each_model() -> None:
     data = made_up.comparison(("diff", "plain", "third"), methods=("rtn", "gptq", "awq"))
     left_out = data["results"].pop(3)
     assert (left_out["model"], left_out["format"], left_out["method"]) == ("diff", "int8", "awq")

@@ -169,7 +169,7 @@ def test_explicit_attention_takes_as_many_windows_as_fit() -> None:
     assert 4 * 8 * 4 * 16 * 1024**2 <= EXPLICIT_BYTES < 5 * 8 * 4 * 16 * 1024**2  # 16 sub-heads, 8 copies in fp32
 
 
-def test_refusals(checkpoints: list[Path], text: Windows) -> None:
+def test_bad_input_is_refused(checkpoints: list[Path], text: Windows) -> None:
     assert parse_setting("6:2", 512) == (6, 2, 512) and parse_setting(" 1:1:256", 512) == (1, 1, 256)
     for entry in ("6", "6:2:1:1", "6:b", "", "6:-2"):
         with pytest.raises(DiffbitError, match="wanted NEEDLES:QUERIES"):

@@ -340,7 +340,7 @@ def post(address: str, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
         return error.code, json.loads(error.read())
 
 
-def test_chat(address: str, artifacts: dict[str, Path]) -> None:
+def test_chat_answers_as_generate_does(address: str, artifacts: dict[str, Path]) -> None:
     """Whole and streamed answers are those of the Python API; the next turn computes its new tokens only."""
     api = client(address)
     assert [model.id for model in api.models.list()] == ["diff", "plain-int8"]
@@ -371,7 +371,7 @@ def test_chat(address: str, artifacts: dict[str, Path]) -> None:
     assert details is not None and details.cached_tokens is not None and details.cached_tokens >= len(prompt) - 1
 
 
-def test_completions(address: str, artifacts: dict[str, Path]) -> None:
+def test_completions_answer_as_generate_does(address: str, artifacts: dict[str, Path]) -> None:
     """Several prompts, as text and as tokens; stop strings end an answer and are not in it; curl reads the stream."""
     api = client(address)
     session, tokenizer = Session(artifacts["plain-int8"]), Tokenizer(artifacts["diff"] / "tokenizer.json")
@@ -433,7 +433,7 @@ def test_completions(address: str, artifacts: dict[str, Path]) -> None:
         ("completions", b'{"prompt": "' + b"a" * 5000 + b'"}', 413, "longer than 5,000 bytes"),
     ],
 )  # fmt: skip
-def test_bad_requests(address: str, path: str, body: bytes, status: int, says: str) -> None:
+def test_bad_requests_are_refused(address: str, path: str, body: bytes, status: int, says: str) -> None:
     code, answer = post(address, f"/v1/{path}", body)
     assert (code, answer["error"]["type"]) == (status, "invalid_request_error")
     assert says in answer["error"]["message"]

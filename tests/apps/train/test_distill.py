@@ -137,7 +137,7 @@ def test_bf16_follows_fp32(text: str, tmp_path: Path, teachers: dict[str, Path])
         assert half[0][key] == pytest.approx(exact[0][key], rel=0.05)
 
 
-def test_refusals(text: str, tmp_path: Path, teachers: dict[str, Path], trained: Any) -> None:
+def test_bad_input_is_refused(text: str, tmp_path: Path, teachers: dict[str, Path], trained: Any) -> None:
     path = str(teachers["float"])
     for changes, sentence in (
         ({"distill_weight": -1.0}, r"distill_weight is -1\.0, wanted a number of at least 0"),

@@ -270,7 +270,7 @@ def test_two_stages_by_the_formula() -> None:
     assert weight_decay(replace(config, schedule="cosine"), 8) == 0.4
 
 
-def test_refusals(text: str) -> None:
+def test_bad_input_is_refused(text: str) -> None:
     untied = replace(model(), tie_embeddings=False)
     for changes, sentence in (
         ({"qat": "int5_g7"}, "format 'int5_g7' has groups of 7"),

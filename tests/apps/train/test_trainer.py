@@ -356,7 +356,7 @@ def test_on_a_gpu(text: str, tmp_path: Path) -> None:
     assert gpu.losses == pytest.approx(cpu.losses, rel=2e-2)  # bf16
 
 
-def test_refusals(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for changes, sentence in (
         ({"steps": 0}, "steps is 0, wanted a whole number from 1"),
         ({"length": 33}, "length is 33, wanted 2 to 32"),

@@ -48,7 +48,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_sizes(name: str) -> None:
+def test_published_sizes_are_reached(name: str) -> None:
     values, parameters = PUBLISHED[name]
     config = read_config(_with_tokens(values))
     with torch.device("meta"):

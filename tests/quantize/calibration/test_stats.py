@@ -68,7 +68,7 @@ class Layers(nn.Module):
         return self.d(self.a(hidden) + self.b(hidden) + self.c(hidden.clone()))
 
 
-def test_shared_inputs_share_statistics_and_a_pass_goes_no_further_than_it_must() -> None:
+def test_shared_inputs_share_statistics_and_a_pass_stops_early() -> None:
     model, x = Layers(), normal(2, 5, 6)
     counted = torch.tensor([[True] * 5, [True, False, True, False, False]])
 

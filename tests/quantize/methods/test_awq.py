@@ -100,7 +100,7 @@ def test_it_beats_rounding_to_nearest(name, least, outliers):
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, torch.bfloat16) for name in FORMATS), ("int2_g16", torch.float16)]
 )
-def test_edges(name, dtype):
+def test_unusual_layers_get_finite_scales(name, dtype):
     """Half precision, a short last group, one token, channels that never fire, rows sampled: finite and positive."""
     columns = 192 if name in ("nf4", "mxfp4") else 200
     inputs, weights = layer(columns)
@@ -110,7 +110,7 @@ def test_edges(name, dtype):
         assert scale.shape == (columns,) and scale.isfinite().all() and (scale > 0).all()
 
 
-def test_more_rows_than_it_looks_at(monkeypatch):
+def test_the_scale_is_a_candidate_if_rows_are_sampled(monkeypatch):
     inputs, weights = layer()
     formats, stats = [parse_format("int3_g64")] * 2, stats_of(inputs)
     monkeypatch.setattr(awq, "ROWS", 8)

@@ -67,7 +67,7 @@ def test_it_beats_rounding_to_nearest(name, least, outliers):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_edges(name):
+def test_unusual_layers_get_finite_weights(name):
     """bf16, a short last group, one token, channels that never fire."""
     weight, inputs = layer(columns=192 if name in ("nf4", "mxfp4") else 200)
     inputs[:, 5:9] = 0
@@ -76,6 +76,6 @@ def test_edges(name):
         assert clipped.dequantize().isfinite().all() and clipped.dequantize().abs().max() > 0
 
 
-def test_without_calibration():
+def test_it_needs_calibration():
     with pytest.raises(DiffbitError, match="clip needs calibration tokens"):
         clip.quantize(torch.ones(2, 64), parse_format("int4_g32"), None)

@@ -71,7 +71,7 @@ def test_it_is_the_textbook(name, outliers):
     assert (codes != expected).float().mean() < 1e-3  # a tie may fall either way
 
 
-def test_the_cost_of_a_column_is_that_of_an_error_which_the_columns_left_make_up_for():
+def test_column_cost_matches_textbook_formula():
     _, stats = layer(columns=64, outliers=True)
     feedback = gptq.Feedback.of(stats.gram)
     damped = stats.gram.double() + gptq.damping(stats.gram) * torch.eye(64, dtype=torch.double)

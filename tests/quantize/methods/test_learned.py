@@ -289,7 +289,7 @@ def test_every_variant_and_format_gets_better(attention, format, monkeypatch):
     assert errors["learned:30"] < 0.9 * errors["rtn"], errors
 
 
-def test_codebooks_and_what_the_scheme_does_to_activations_and_logits(monkeypatch):
+def test_it_improves_codebooks_with_rounded_activations_and_logits(monkeypatch):
     monkeypatch.setattr(learned.gptq, "quantize", rtn.quantize)
     model = random_model(hidden_size=64, head_dim=16, intermediate_size=64)
     scheme = Scheme(parse_format("nf4"), activations="int8", attention=AttentionScheme(logits=6))
@@ -342,7 +342,7 @@ def test_the_head_keeps_its_predictions(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5)])
-def test_few_tokens(shape):
+def test_few_tokens_give_finite_weights(shape):
     quantized = apply(random_model(), Scheme(weights=parse_format("int2_g16_asym")), "learned:4", some_ids(*shape))
     assert quantized(some_ids(2, 4)).isfinite().all()
 
@@ -356,7 +356,7 @@ def test_what_the_mask_hides_does_not_count():
     assert torch.equal(*logits)
 
 
-def test_dead_channels_and_groups_of_zeros():
+def test_dead_channels_stay_zero():
     model = random_model()
     with torch.no_grad():
         model.model.layers[0].input_layernorm.weight[16:] = 0
@@ -394,6 +394,6 @@ def test_the_number_of_steps_is_in_the_recipe() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["gptq:3", "learned:", "learned:0", "learned:x", "learned:-1", "learned:3:4"])
-def test_wrong_steps(wrong: str) -> None:
+def test_wrong_steps_are_refused(wrong: str) -> None:
     with pytest.raises(DiffbitError, match=r"steps.*; write"):
         parse_recipe(wrong)
