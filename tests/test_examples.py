@@ -87,9 +87,9 @@ def test_a_package_adds_an_attention(tmp_path: Path, capfd: pytest.CaptureFixtur
 @pytest.mark.parametrize("name", PERPLEXITY)
 def test_a_trained_model(name: str, trained: Trained) -> None:
     path = trained(name)
-    found = Checkpoint(path)
-    assert found.config.attention == name.removesuffix("_ternary") and found.config.max_position == 256
-    assert (found.quantization is not None) == name.endswith("_ternary")
+    checkpoint = Checkpoint(path)
+    assert checkpoint.config.attention == name.removesuffix("_ternary") and checkpoint.config.max_position == 256
+    assert (checkpoint.quantization is not None) == name.endswith("_ternary")
     assert sum(file.stat().st_size for file in path.iterdir()) < (4e5 if name.endswith("_ternary") else 8e5)
     (whole,), _ = measure(load(path), [], Setup(eval_windows("stdlib", path, 256, 24)))
     perplexity = whole.scores.perplexity().value

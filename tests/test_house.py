@@ -89,7 +89,7 @@ def imports(name: str, source: str, package: bool) -> set[str]:
     package: it is an __init__.py.
     """
     here = name.split(".") if package else name.split(".")[:-1]
-    found = set()
+    modules = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             absolute = [alias.name for alias in node.names]
@@ -101,10 +101,10 @@ def imports(name: str, source: str, package: bool) -> set[str]:
         assert not wrong, f"{name} imports {wrong} absolutely: inside the library imports are relative"
         if isinstance(node, ast.ImportFrom) and node.level:
             base = ".".join(here[: len(here) - node.level + 1] + ([node.module] if node.module else []))
-            found |= {f"{base}.{alias.name}" if f"{base}.{alias.name}" in FILES else base for alias in node.names}
+            modules |= {f"{base}.{alias.name}" if f"{base}.{alias.name}" in FILES else base for alias in node.names}
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            found |= {module for module in FILES if module.rpartition(".")[0] == ".".join(here)}  # any of its folder
-    return found - {name}
+            modules |= {module for module in FILES if module.rpartition(".")[0] == ".".join(here)}  # any of its folder
+    return modules - {name}
 
 
 @functools.cache
@@ -115,37 +115,37 @@ def graph() -> dict[str, set[str]]:
 @pytest.mark.parametrize("room", LEVEL)
 def test_imports_lead_to_lower_levels(room: str) -> None:
     lower = {other for other in LEVEL if LEVEL[other] < LEVEL[room]}
-    found = {name: modules for name, modules in graph().items() if room_of(name) == room}
-    assert found
-    for name, modules in found.items():
+    imported = {name: modules for name, modules in graph().items() if room_of(name) == room}
+    assert imported
+    for name, modules in imported.items():
         wrong = {module for module in modules if room_of(module) not in lower | LEAVES | {room}}
         assert not wrong, f"{name} imports {sorted(wrong)}"
 
 
 def faces() -> dict[str, set[str]]:
     """{package: the names that it offers}, of every package of the core."""
-    found = {}
+    names_of = {}
     for name, file in FILES.items():
         for node in ast.parse(file.read_text()).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__" and room_of(name) != "apps":
-                found[name] = set(ast.literal_eval(node.value))
-    return found
+                names_of[name] = set(ast.literal_eval(node.value))
+    return names_of
 
 
 def deep_imports(name: str, source: str, package: bool) -> list[str]:
     """What a module of an app imports that is neither its own, nor a name in a room's face, nor in io or settings."""
-    offered, own = faces(), ".".join(name.split(".")[:3])
+    offered, app = faces(), ".".join(name.split(".")[:3])
     here = name.split(".") if package else name.split(".")[:-1]
     wrong = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.ImportFrom) or not node.level:
             continue
         base = ".".join(here[: len(here) - node.level + 1] + ([node.module] if node.module else []))
-        if base == own or base.startswith((f"{own}.", "diffbit.io")) or base.removeprefix("diffbit.") in LEAVES:
+        if base == app or base.startswith((f"{app}.", "diffbit.io")) or base.removeprefix("diffbit.") in LEAVES:
             continue  # each file of io is small, and all of it is for every room
         names = {alias.name for alias in node.names}
         allowed = LEAVES if base == "diffbit" else offered.get(base, set())
-        wrong += [f"{base}.{each}" for each in sorted(names - allowed)]
+        wrong += [f"{base}.{imported}" for imported in sorted(names - allowed)]
     return wrong
 
 
@@ -154,10 +154,10 @@ def test_apps_import_only_faces() -> None:
     assert apps
     deep: set[str] = set()
     for name in apps:
-        found = set(deep_imports(name, FILES[name].read_text(), FILES[name].name == "__init__.py"))
-        others = {module for module in found if module.startswith("diffbit.apps.")}
+        imported = set(deep_imports(name, FILES[name].read_text(), FILES[name].name == "__init__.py"))
+        others = {module for module in imported if module.startswith("diffbit.apps.")}
         assert not others, f"{name} imports {others}: an app uses no other app"
-        deep |= found
+        deep |= imported
     listed = {f"{module}.{name}" for module, names in DEEP.items() for name in names}
     assert deep == listed, f"apps use what a room's __all__ offers; the list differs by {sorted(deep ^ listed)}"
 
@@ -235,12 +235,12 @@ def circle(edges: dict[str, set[str]]) -> list[str]:
         if name in done:
             return []
         for following in sorted(edges[name]):
-            if found := search(following, [*path, name]):
-                return found
+            if modules := search(following, [*path, name]):
+                return modules
         done.add(name)
         return []
 
-    return next((found for name in edges if (found := search(name, []))), [])
+    return next((modules for name in edges if (modules := search(name, []))), [])
 
 
 def test_no_circle() -> None:
@@ -248,7 +248,7 @@ def test_no_circle() -> None:
     for importer, imported in CIRCLES:
         assert imported in edges.get(importer, ()), f"{importer} does not import {imported}: take it off the list"
     without = {name: {other for other in others if (name, other) not in CIRCLES} for name, others in edges.items()}
-    assert not (found := circle(without)), " -> ".join(found)
+    assert not (modules := circle(without)), " -> ".join(modules)
     for importer, imported in CIRCLES:
         again = without | {importer: without[importer] | {imported}}
         assert circle(again), f"{importer} may import {imported}, there is no circle: take it off the list"
@@ -335,12 +335,12 @@ def test_ci_installs_the_releases_of_constraints_by_hash() -> None:
         pairs = (line.split()[0].lower().replace("_", "-").split("==") for line in lines)
         return {name: version for name, version in pairs}
 
-    wanted = pins(ROOT / "constraints.txt")
-    wanted.pop("torch")  # its file depends on the index
-    found = pins(ROOT / "deploy" / "locks" / "python.txt")
-    assert {name: found.get(name) for name in wanted} == wanted, "run deploy/lock.py"
+    pinned = pins(ROOT / "constraints.txt")
+    pinned.pop("torch")  # its file depends on the index
+    locked = pins(ROOT / "deploy" / "locks" / "python.txt")
+    assert {name: locked.get(name) for name in pinned} == pinned, "run deploy/lock.py"
     arm64 = pins(ROOT / "deploy" / "locks" / "arm64.txt")
-    assert wanted | arm64 == arm64 | wanted and "onnxruntime" in arm64
+    assert pinned | arm64 == arm64 | pinned and "onnxruntime" in arm64
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only a clone knows which files are the repository's")

@@ -76,8 +76,8 @@ def test_only_what_a_family_can_hold_is_written_in_it() -> None:
 
 def test_lambda_init_is_the_layers_own_or_that_of_its_index() -> None:
     config = small_config("diff_v1")
-    given = replace(config.layers[0], mixer=replace(config.layers[0].mixer, lambda_init=0.25))
-    blocks = [models.Block(replace(config, layers=(layer,) * 2), 1) for layer in (config.layers[0], given)]
+    with_lambda_init = replace(config.layers[0], mixer=replace(config.layers[0].mixer, lambda_init=0.25))
+    blocks = [models.Block(replace(config, layers=(layer,) * 2), 1) for layer in (config.layers[0], with_lambda_init)]
     assert [block.self_attn.lambda_init for block in blocks] == [diff_v1.lambda_init(1), 0.25]
 
 

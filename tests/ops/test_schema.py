@@ -54,7 +54,7 @@ def test_types_are_those_of_every_combination() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("attributes", "sentence"),
     [
         ({"K": 8}, "TernaryMatMul: attribute N is missing"),
         ({"K": 8, "N": 8, "bits": 2}, "TernaryMatMul has no attribute bits, wanted K, N or activation_bits"),
@@ -63,9 +63,9 @@ def test_types_are_those_of_every_combination() -> None:
         ({"K": 8, "N": 8, "activation_bits": 5}, "TernaryMatMul: activation_bits is 5, wanted 8 or 4"),
     ],
 )
-def test_attributes_are_checked(given: dict[str, int], sentence: str) -> None:
+def test_attributes_are_checked(attributes: dict[str, int], sentence: str) -> None:
     with pytest.raises(DiffbitError, match=sentence):
-        schema.TERNARY_MATMUL.attributes_of(given)
+        schema.TERNARY_MATMUL.attributes_of(attributes)
     whole = schema.TERNARY_MATMUL.attributes_of({"K": 8, "N": 9})
     assert whole == {"K": 8, "N": 9, "activation_bits": 8, "spec_version": 2}
 

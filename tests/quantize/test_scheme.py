@@ -34,7 +34,7 @@ def test_defaults_keep_the_head_and_lambda():
     assert len(formats) == 2 * 7
 
 
-def test_overrides():
+def test_the_last_matching_override_decides():
     formats = FULL.formats(CONFIG)
     assert formats["lm_head"] == INT8
     assert formats["model.layers.1.self_attn.q_proj"] == INT4

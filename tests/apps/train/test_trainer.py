@@ -343,8 +343,8 @@ def test_moments_of_eight_bits(text: str, tmp_path: Path) -> None:
     optimizer.step()
     for parameter in decoder.parameters():
         state, count = optimizer.state[parameter], parameter.numel()
-        held = sum(value.nbytes for key, value in state.items() if key.startswith(("state", "absmax")))
-        assert held == (2 * count + 8 * -(-count // 256) if count >= 4096 else 8 * count)
+        nbytes = sum(value.nbytes for key, value in state.items() if key.startswith(("state", "absmax")))
+        assert nbytes == (2 * count + 8 * -(-count // 256) if count >= 4096 else 8 * count)
 
 
 @pytest.mark.gpu
@@ -356,7 +356,7 @@ def test_on_a_gpu(text: str, tmp_path: Path) -> None:
     assert gpu.losses == pytest.approx(cpu.losses, rel=2e-2)  # bf16
 
 
-def test_refusals(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for changes, sentence in (
         ({"steps": 0}, "steps is 0, wanted a whole number from 1"),
         ({"length": 33}, "length is 33, wanted 2 to 32"),

@@ -64,5 +64,5 @@ def test_transformers_js_writes_what_run_writes(artifact: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert not done.returncode, done.stderr
     session, tokenizer = Session(artifact), Tokenizer(artifact / "tokenizer.json")
-    wanted = [list(generate(session, tokenizer, text, max_tokens=24).token_ids) for text in texts]
-    assert json.loads(done.stdout) == wanted
+    expected = [list(generate(session, tokenizer, text, max_tokens=24).token_ids) for text in texts]
+    assert json.loads(done.stdout) == expected
