@@ -80,7 +80,7 @@ Mlp = Annotated[
     typer.Option(
         metavar="MLP",
         autocompletion=completion(lambda: plugins.names("diffbit.models.mlp")),
-        help="MLP: swiglu, relu2, geglu, kan, ...; default: swiglu, or that of --init.",
+        help="MLP: swiglu, relu2, geglu, kan, ista, ...; default: swiglu, or that of --init.",
     ),
 ]
 SubNorms = Annotated[

@@ -1,7 +1,7 @@
 """Presets: model sizes, each for all attention variants, of equal size, and their training options.
 
-The variants of a preset have the same number of parameters within 1 % and differ only in their heads (d = head_dim).
-With H pairs in diff_v1:
+The variants of a preset have the same number of parameters within 1 % (ttt 3 %) and differ only in their heads
+(d = head_dim). With H pairs in diff_v1:
 
     variant   query heads      key heads    value heads    weights of q + k + v + o, in units of hidden * d
     softmax   2H of d          2H of d      2H of d        2H + 2H + 2H + 2H = 8H

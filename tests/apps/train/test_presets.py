@@ -19,7 +19,10 @@ def test_variants_of_a_preset_are_of_equal_size() -> None:
         reference = table[preset, "softmax"]["parameters"]
         for attention in variants():
             row = table[preset, attention]
-            assert abs(row["parameters"] - reference) <= 0.01 * reference
+            bound = (
+                0.03 if attention == "ttt" else 0.01
+            )  # its W_0: (d + 1) d numbers per head, of small models the most
+            assert abs(row["parameters"] - reference) <= bound * reference
             same = ("hidden_size", "num_layers", "head_dim", "vocab_size", "context")
             assert [row[key] for key in same] == [table[preset, "softmax"][key] for key in same]
     for preset, size in {"pico": 0.36e6, "nano": 2.5e6, "small": 25e6, "base": 120e6}.items():
@@ -69,7 +72,7 @@ def test_train_config_takes_changes(tmp_path: Path, trained: Callable[[str], Pat
         train_config("nano", init=str(quantized))
     for arguments, sentence in {
         ("huge", "softmax"): "choose one of pico, tiny, nano",
-        ("tiny", "linear"): "choose one of diff_v1",
+        ("tiny", "linear"): "choose one of .*diff_v1",
     }.items():
         with pytest.raises(DiffbitError, match=sentence):
             model_config(*arguments)
