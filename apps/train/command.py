@@ -31,7 +31,7 @@ def _list_presets(wanted: bool) -> None:
 
 Output = Annotated[Path, typer.Option("--output", "-o", help="Output folder: the model, its log and checkpoints.")]
 Preset = Annotated[
-    Literal["pico", "tiny", "nano", "small", "base"],
+    Literal["pico", "tiny", "yoco", "nano", "small", "base"],
     typer.Option(help="Model size and training recipe; see --list-presets."),
 ]
 Attention = Annotated[
