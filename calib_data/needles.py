@@ -28,7 +28,7 @@ import numpy as np
 
 from ..io.errors import DiffbitError
 from .sources import Split
-from .tokenizer import TextTokenizer, load_tokenizer
+from .text_tokenizer import TextTokenizer, load_tokenizer
 from .window import Windows, digest, eval_windows
 
 BEFORE, BETWEEN = "\n@", " ="  # text before a key, and between a key and its value
@@ -139,5 +139,5 @@ def needle_windows(
     mask, target = np.ones(ids.shape, dtype=bool), np.zeros(ids.shape, dtype=bool)
     for offset in range(VALUE):
         np.put_along_axis(target, starts + offset, True, axis=1)
-    made = Windows(ids, mask, target, digest(ids, mask, target), source, cut.tokens, cut.unused, cut.documents)
-    return NeedleWindows(made, starts, depths, needles)
+    windows = Windows(ids, mask, target, digest(ids, mask, target), source, cut.tokens, cut.unused, cut.documents)
+    return NeedleWindows(windows, starts, depths, needles)

@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..io.errors import DiffbitError
-from .cache import KVCache
 from .config import ModelConfig
 from .graph import Cache, Graph
 from .layers.masks import causal_mask, default_positions
 from .layers.rope import Rope, RopeScaling, inverse_frequencies
 from .layers.state import Carried, State
 from .mixers import Mixer, Place, Replay
+from .torch_cache import KVCache
 
 INIT_STD = 0.02
 

@@ -1,7 +1,7 @@
 """The protocol of a decoder's ONNX graph under construction, for the `onnx` methods of mixers, MLPs and number formats.
 
-export/decoder.py implements it. A weight is written when it is passed to the graph; names of nodes and weights begin
-with the layer's name.
+export/decoder_graph.py implements it. A weight is written when it is passed to the graph; names of nodes and weights
+begin with the layer's name.
 """
 
 from __future__ import annotations

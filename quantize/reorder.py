@@ -44,12 +44,12 @@ def reordered(config: ModelConfig, read: Read, order: int) -> Read:
         module = path[-1]
         if module in NORMS:
             return tensor[stream.to(tensor.device)]
-        own = neurons[int(path[2])]
+        inner = neurons[int(path[2])]
         rows: Tensor | None = None
         columns: Tensor | None = None
         if path[3] == "mlp":
-            rows = own if module in MLP_ROWS else stream if module == "down_proj" else None
-            columns = own if module == "down_proj" else stream
+            rows = inner if module in MLP_ROWS else stream if module == "down_proj" else None
+            columns = inner if module == "down_proj" else stream
         elif module.endswith("_proj"):
             rows, columns = (stream, None) if module == "o_proj" else (None, stream)
         if rows is not None:

@@ -141,7 +141,7 @@ def test_completion(line: str, found: list[str]) -> None:
 def test_the_closed_choices_are_those_of_the_library() -> None:
     from diffbit.apps.train.config import SCHEDULES
     from diffbit.apps.train.presets import PRESETS
-    from diffbit.export.graph import FLOATS
+    from diffbit.export.onnx_graph import FLOATS
 
     def choices(command: str, option: str) -> set[str]:
         home = f"diffbit.cli.{command}" if f"diffbit.cli.{command}" in modules else f"diffbit.apps.{command}.command"

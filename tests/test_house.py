@@ -51,16 +51,10 @@ LONG_SOURCES = {
 MOST_OF_THE_CORE, MOST_OF_AN_APP = 21_000, 2_000
 LONG_APPS: dict[str, int] = {}
 MOST_NAMES = 25  # in a face
+MOST_FLOORS = 7
 WIDE_FACES: dict[str, int] = {}
-# Classes of one name in several files. Options is what each variant's file has to define
-SAME_CLASSES = {
-    "Engine", "Generation", "Graph", "Options", "Rows", "Stored", "TensorInfo",
-}  # fmt: skip
-# Files of one name in the core. command.py is what each app has
-SAME_FILES = {
-    "artifact", "bench", "cache", "chat", "checkpoint", "decoder",
-    "diffbit", "graph", "processes", "tokenizer", "verify",
-}  # fmt: skip
+SAME_CLASSES = {"Options"}  # of one name in several files: what each variant's file has to define
+SAME_FILES = {"diffbit"}  # of one name in the core: a family and a layout, found by that name
 # What apps import beside the rooms' faces: that of quantize is too wide to take these in
 DEEP = {
     "diffbit.quantize.layerwise": {"stored_config"},
@@ -89,23 +83,14 @@ def room_of(module: str) -> str:
     return module.partition(".")[2].partition(".")[0]
 
 
-def only_for_type_checkers(tree: ast.Module) -> set[ast.AST]:
-    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
-    return {inner for block in blocks for statement in block.body for inner in ast.walk(statement)}
+def imports(name: str, source: str, package: bool) -> set[str]:
+    """Modules of FILES that the module `name` imports: at its top, late, for type checkers, or by import_module.
 
-
-def imports(name: str, source: str, package: bool, types: bool = True) -> set[str]:
-    """Modules of FILES that the module `name` imports, at its top, late, or by import_module.
-
-    package: it is an __init__.py. types: those under `if TYPE_CHECKING` as well, which never run.
+    package: it is an __init__.py.
     """
-    tree = ast.parse(source)
-    ignored = set() if types else only_for_type_checkers(tree)
     here = name.split(".") if package else name.split(".")[:-1]
     found = set()
-    for node in ast.walk(tree):
-        if node in ignored:
-            continue
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             absolute = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -123,14 +108,14 @@ def imports(name: str, source: str, package: bool, types: bool = True) -> set[st
 
 
 @functools.cache
-def graph(types: bool) -> dict[str, set[str]]:
-    return {name: imports(name, file.read_text(), file.name == "__init__.py", types) for name, file in FILES.items()}
+def graph() -> dict[str, set[str]]:
+    return {name: imports(name, file.read_text(), file.name == "__init__.py") for name, file in FILES.items()}
 
 
 @pytest.mark.parametrize("room", LEVEL)
 def test_imports_lead_to_lower_levels(room: str) -> None:
     lower = {other for other in LEVEL if LEVEL[other] < LEVEL[room]}
-    found = {name: modules for name, modules in graph(types=True).items() if room_of(name) == room}
+    found = {name: modules for name, modules in graph().items() if room_of(name) == room}
     assert found
     for name, modules in found.items():
         wrong = {module for module in modules if room_of(module) not in lower | LEAVES | {room}}
@@ -195,16 +180,22 @@ def test_faces_are_small() -> None:
     assert wide.keys() == WIDE_FACES.keys() and all(wide[room] <= most for room, most in WIDE_FACES.items()), wide
 
 
+def has_command(file: Path) -> bool:
+    """Whether the file is that of a command: it says the command's examples."""
+    return file.parent == ROOT / "cli" and re.search(r"^EXAMPLES\b", file.read_text(), re.MULTILINE) is not None
+
+
 def test_one_name_is_one_thing() -> None:
-    """No two classes of one name, and no two files of one name in the core."""
+    """No two classes of one name, and no two files of one name in the core. A command's file bears the command's name,
+    also where a file of runtime/ does what the command says."""
     classes: dict[str, int] = {}
     for file in FILES.values():
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ClassDef):
                 classes[node.name] = classes.get(node.name, 0) + 1
     assert {name for name, count in classes.items() if count > 1} == SAME_CLASSES
-    stems = [file.stem for name, file in FILES.items() if room_of(name) != "apps" and file.stem != "__init__"]
-    same = {stem for stem in stems if stems.count(stem) > 1}
+    stems = [file.stem for name, file in FILES.items() if room_of(name) != "apps" and not has_command(file)]
+    same = {stem for stem in stems if stem != "__init__" and stems.count(stem) > 1}
     assert same == SAME_FILES, same ^ SAME_FILES
 
 
@@ -227,7 +218,7 @@ def test_the_check_of_imports_sees_them() -> None:
     assert imports("diffbit.models.x", "from .config import x", False) == {"diffbit.models.config"}
     assert imports("diffbit.models", "from .config import x", True) == {"diffbit.models.config"}
     typed = "if TYPE_CHECKING:\n    from .config import x"
-    assert imports("diffbit.models", typed, True, types=False) == set()
+    assert imports("diffbit.models", typed, True) == {"diffbit.models.config"}
     by_name = imports("diffbit.models.attention", "import_module(f'.{x}', __name__)", True)
     assert "diffbit.models.attention.softmax" in by_name
     with pytest.raises(AssertionError):
@@ -253,8 +244,7 @@ def circle(edges: dict[str, set[str]]) -> list[str]:
 
 
 def test_no_circle() -> None:
-    """An import for type checkers alone never runs and closes none."""
-    edges = graph(types=False)
+    edges = graph()
     for importer, imported in CIRCLES:
         assert imported in edges.get(importer, ()), f"{importer} does not import {imported}: take it off the list"
     without = {name: {other for other in others if (name, other) not in CIRCLES} for name, others in edges.items()}
@@ -262,6 +252,26 @@ def test_no_circle() -> None:
     for importer, imported in CIRCLES:
         again = without | {importer: without[importer] | {imported}}
         assert circle(again), f"{importer} may import {imported}, there is no circle: take it off the list"
+
+
+@pytest.mark.parametrize("room", LEVEL)
+def test_rooms_have_few_floors(room: str) -> None:
+    """A file stands a floor above all that it imports; a folder counts as one, and the room's face as none."""
+
+    def part(module: str) -> str:
+        return ".".join(module.split(".")[:3])
+
+    above: dict[str, set[str]] = {}
+    for name, modules in graph().items():
+        if room_of(name) == room and name != f"diffbit.{room}":
+            others = {part(module) for module in modules if room_of(module) == room and module != f"diffbit.{room}"}
+            above.setdefault(part(name), set()).update(others - {part(name)})
+
+    @functools.cache
+    def floor(name: str) -> int:
+        return 1 + max(map(floor, above[name]), default=0)
+
+    assert max(map(floor, above)) <= MOST_FLOORS, {name: floor(name) for name in above}
 
 
 def product_files() -> dict[str, str]:

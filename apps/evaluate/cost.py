@@ -27,7 +27,7 @@ import numpy as np
 
 from ...models import LayerSpec, ModelConfig
 from ...models.checkpoint import is_linear, shapes, stays_float32
-from ...quantize import EMBEDDING_MODULE, Scheme, is_low_bit, linear_shapes, step_bytes
+from ...quantize import EMBEDDING_MODULE, Scheme, linear_shapes, step_bytes
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _layer(layer: LayerSpec, scheme: Scheme, context: int, hidden_size: int) -> 
         return ()
 
     layer.mixer.buffers(kv)
-    operations = layer.mixer.operations(context, is_low_bit(attention))
+    operations = layer.mixer.operations(context, attention.is_low_bit)
     other = operations.other + layer.mlp.operations(hidden_size)
     if attention.value_format.startswith("int"):
         other += cached

@@ -128,8 +128,8 @@ class _Batch(Rows):
 
     def _ends(self) -> NDArray[np.int64]:
         """[count]: the slot after each row's last token."""
-        held = self._ids != HOLE
-        return np.where(held.any(1), self.capacity - held[:, ::-1].argmax(1), 0)
+        filled = self._ids != HOLE
+        return np.where(filled.any(1), self.capacity - filled[:, ::-1].argmax(1), 0)
 
     def _prepare(self, ids: NDArray[np.int64]) -> tuple[int, int]:
         """Put the longest prefix of a prompt that any row holds into a free row. Returns the row and the length of the
@@ -146,9 +146,9 @@ class _Batch(Rows):
         return row, int(same[source])
 
     def _common(self, row: int, ids: NDArray[np.int64]) -> int:
-        held = self._ids[row][self._ids[row] != HOLE][: len(ids)]
-        differ = held != ids[: len(held)]
-        return int(differ.argmax()) if differ.any() else len(held)
+        cached = self._ids[row][self._ids[row] != HOLE][: len(ids)]
+        differ = cached != ids[: len(cached)]
+        return int(differ.argmax()) if differ.any() else len(cached)
 
     def _keep(self, row: int, source: int, count: int) -> None:
         """Copy the first `count` tokens of `source` to the start of `row`, as its only tokens."""

@@ -87,9 +87,11 @@ def model_config(
     sub_norms: bool = False,
     head_norm: bool = True,
     lambda_bias: bool = False,
+    noise_ratio: int = 1,
 ) -> ModelConfig:
-    """The model of a preset with an attention variant; `vocab_size` None: the preset's. Raises DiffbitError for an
-    unknown name."""
+    """The model of a preset with an attention variant; `vocab_size` None: the preset's. With shared noise heads
+    (noise_ratio) it has fewer query rows, and at most one kv head for each of them. Raises DiffbitError for an unknown
+    name."""
     size = _preset(preset)
     if attention not in variants():
         raise DiffbitError(f"attention {attention!r} is unknown; choose one of {', '.join(variants())}")
@@ -99,7 +101,7 @@ def model_config(
         hidden_size=size.hidden_size,
         num_layers=size.num_layers,
         num_heads=heads,
-        num_kv_heads=kv_heads,
+        num_kv_heads=max(1, min(kv_heads, heads // noise_ratio)),
         head_dim=size.hidden_size // (2 * size.num_pairs),
         intermediate_size=size.intermediate_size,
         max_position=size.context,
@@ -109,6 +111,7 @@ def model_config(
         sub_norms=sub_norms,
         head_norm=head_norm,
         lambda_bias=lambda_bias,
+        noise_ratio=noise_ratio,
     )
     return _caches_once(model, size.window) if size.window else model
 
@@ -133,6 +136,7 @@ def train_config(
     mlp: str | None = None,
     sub_norms: bool | None = None,
     head_norm: str | None = None,
+    noise_ratio: int | None = None,
     **changes: Any,
 ) -> TrainConfig:
     """The training run of a preset; `changes` replace fields of TrainConfig.
@@ -144,6 +148,7 @@ def train_config(
     ternary `qat`. Sub-norms can be added to the model of `init`.
     head_norm: of diff_v1: "learned" (with a weight that is folded into o_proj when the model is saved, head_norm.py),
     "fixed" (without a weight) or "none"; default: as in `init`, else "learned", but "fixed" with `qat` or sub-norms.
+    noise_ratio: signal heads per noise head, of diff_v1 and diff_v2; default: 1, or that of `init`.
 
     A ternary run without `init` follows BitNet b1.58: its learning rate is TERNARY_RATE times as high, in two stages. A
     quantization-aware run from `init` has a lower learning rate than the preset: half at two bits, a fortieth above.
@@ -156,6 +161,8 @@ def train_config(
     if head_norm not in (None, *HEAD_NORMS):
         raise DiffbitError(f"head_norm {head_norm!r} is unknown; choose one of {', '.join(HEAD_NORMS)}")
     if init is not None:
+        if noise_ratio is not None:
+            raise DiffbitError(f"noise_ratio is {noise_ratio}, wanted none with init, whose heads are what they are")
         model = _model_of(init, attention, mlp, sub_norms)
         changes = {"tokenizer": init, **changes}
         if format is not None:
@@ -165,14 +172,10 @@ def train_config(
             vocab_size = load_tokenizer(changes["tokenizer"]).vocab_size
         norms = ternary if sub_norms is None else sub_norms
         model = model_config(
-            preset,
-            attention or ATTENTION,
-            vocab_size=vocab_size,
-            mlp=mlp or "swiglu",
-            sub_norms=norms,
-            head_norm=head_norm != "none",
-            lambda_bias=changes.get("lambda_bias") is not None,
-        )
+            preset, attention or ATTENTION, vocab_size=vocab_size, mlp=mlp or "swiglu", sub_norms=norms,
+            head_norm=head_norm != "none", lambda_bias=changes.get("lambda_bias") is not None,
+            noise_ratio=noise_ratio or 1,
+        )  # fmt: skip
         if head_norm is None and model.head_norm and qat is None and not norms:
             head_norm = "learned"
         if ternary:
@@ -206,23 +209,23 @@ def _preset(name: str) -> Preset:
 
 def _model_of(checkpoint: str, attention: str | None, mlp: str | None, sub_norms: bool | None) -> ModelConfig:
     """The model of a checkpoint. Raises DiffbitError if training cannot start from it."""
-    found = Checkpoint(checkpoint)
-    if found.quantization is not None:
+    start = Checkpoint(checkpoint)
+    if start.quantization is not None:
         master = Path(checkpoint) / MASTER
         source = f"start from {master}" if master.is_dir() else "start from the checkpoint it was made from"
         raise DiffbitError(f"{checkpoint}: is quantized, but training starts from float weights; {source}")
-    if attention not in (None, found.config.attention):
+    if attention not in (None, start.config.attention):
         raise DiffbitError(
-            f"{checkpoint}: its attention is {found.config.attention}, not {attention}; omit --attention, or "
+            f"{checkpoint}: its attention is {start.config.attention}, not {attention}; omit --attention, or "
             "start from another checkpoint"
         )
-    if mlp not in (None, found.config.mlp):
+    if mlp not in (None, start.config.mlp):
         raise DiffbitError(
-            f"{checkpoint}: its MLP is {found.config.mlp}, not {mlp}; omit --mlp, or start from another checkpoint"
+            f"{checkpoint}: its MLP is {start.config.mlp}, not {mlp}; omit --mlp, or start from another checkpoint"
         )
-    if sub_norms is False and found.config.sub_norms:
+    if sub_norms is False and start.config.sub_norms:
         raise DiffbitError(f"{checkpoint}: has sub-norms, which training cannot remove; omit --no-sub-norms")
-    return found.config.with_sub_norms() if sub_norms else found.config
+    return start.config.with_sub_norms() if sub_norms else start.config
 
 
 def parameters() -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from diffbit.export import export_artifact
-from diffbit.export.graph import Graph
+from diffbit.export.onnx_graph import OnnxGraph
 from diffbit.formats import QuantLinear, names, parse_format
 from diffbit.quantize import Scheme, linear_shapes, quantize_checkpoint
 from diffbit.quantize.methods.rtn import quantize as rtn
@@ -64,7 +64,7 @@ def rounded(x: np.ndarray, block: int | None) -> np.ndarray:
 
 def build(folder: Path, weight: torch.Tensor, format: str, scale: float, dtype: str) -> tuple[onnx.ModelProto, object]:
     folder.mkdir()
-    g = Graph(folder, dtype)
+    g = OnnxGraph(folder, dtype)
     x = g.input("x", g.dtype, ["rows", weight.shape[1]])
     module = QuantLinear(rtn(weight, parse_format(format)))
     g.output("y", g.linear(x, module, "proj", scale), g.dtype, ["rows", weight.shape[0]])
@@ -122,7 +122,7 @@ def test_int4_activations_are_the_layers_own_bits(tmp_path: Path, dtype: str, is
     """Two layers with and one without a Hadamard, all in one graph and of one function each."""
     generator = torch.Generator().manual_seed(5)
     widths = {"o_proj": 192, "gate_proj": 192, "down_proj": 320}
-    g = Graph(tmp_path, dtype)
+    g = OnnxGraph(tmp_path, dtype)
     x = torch.randn(5, 320, generator=generator)
     x[:, 7] *= 40
     wanted, inputs = [], {}
@@ -152,7 +152,7 @@ def test_ternary_layers_with_one_input_are_one_product(tmp_path: Path, dtype: st
         name: QuantLinear(rtn(torch.randn(rows, 200, generator=generator) * std, parse_format("ternary")))
         for name, (rows, std) in layers.items()
     }
-    g = Graph(tmp_path, dtype)
+    g = OnnxGraph(tmp_path, dtype)
     values = g.linears(g.input("x", g.dtype, ["rows", 200]), modules)
     for value, (name, (rows, _)) in zip(values, layers.items(), strict=True):
         g.output(name, value, g.dtype, ["rows", rows])

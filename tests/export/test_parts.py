@@ -77,7 +77,7 @@ def test_weights_go_on_in_another_file(checkpoint_of: Maker, tmp_path: Path, mon
     """No file is larger than a browser can load, unless one weight is; the model computes the same."""
     source, split = checkpoint_of("diff_v1", "int4_g32"), tmp_path / "split"
     whole = write_artifact(source)
-    monkeypatch.setattr("diffbit.export.graph.FILE_BYTES", 20_000)
+    monkeypatch.setattr("diffbit.export.onnx_graph.FILE_BYTES", 20_000)
     export_artifact(source, split)
     sizes = {name: entry.bytes for name, entry in Artifact.open(split).files.items() if "onnx.data" in name}
     tensors = [value.external_data for value in graph_of(split).graph.initializer if value.external_data]

@@ -8,11 +8,11 @@ import numpy as np
 import onnx
 import onnxruntime
 
-from diffbit.export.graph import MODEL, Graph
+from diffbit.export.onnx_graph import MODEL, OnnxGraph
 
 
 def test_a_loop_carries_states_and_stacks_outputs(tmp_path: Path) -> None:
-    g = Graph(tmp_path, "fp32")
+    g = OnnxGraph(tmp_path, "fp32")
     state, rows = g.input("state", np.float32, ["b", 2]), g.input("rows", np.float32, ["b", "s", 2])
     double = g.op("Add", [state, state])
     with g.scope("layer"):

@@ -12,10 +12,10 @@ from diffbit.apps.evaluate.cost import token_cost
 from diffbit.export import export_artifact
 from diffbit.formats import parse_format
 from diffbit.models import Decoder, ModelConfig, save
-from diffbit.models.cache import KVCache
 from diffbit.models.layers.arithmetic import Arithmetic
+from diffbit.models.torch_cache import KVCache
 from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint, step_bytes
-from diffbit.quantize.cache import cache_spec
+from diffbit.quantize.device_cache import cache_spec
 from diffbit.runtime import Artifact
 
 from ...configs import resized

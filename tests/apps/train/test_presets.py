@@ -20,9 +20,7 @@ def test_variants_of_a_preset_are_of_equal_size() -> None:
         reference = table[preset, "softmax"]["parameters"]
         for attention in variants():
             row = table[preset, attention]
-            bound = (
-                0.03 if attention == "ttt" else 0.01
-            )  # its W_0: (d + 1) d numbers per head, of small models the most
+            bound = 0.03 if attention == "ttt" else 0.01  # its initial state has (d + 1) d numbers per head
             assert abs(row["parameters"] - reference) <= bound * reference
             same = ("hidden_size", "num_layers", "head_dim", "vocab_size", "context")
             assert [row[key] for key in same] == [table[preset, "softmax"][key] for key in same]
@@ -94,3 +92,13 @@ def test_train_config_takes_changes(tmp_path: Path, trained: Callable[[str], Pat
     }.items():
         with pytest.raises(DiffbitError, match=sentence):
             model_config(*arguments)
+
+
+def test_noise_ratio() -> None:
+    for attention, ratio, heads in (("diff_v2", 2, (4, 2)), ("diff_v2", 4, (4, 1)), ("diff_v1", 2, (2, 1))):
+        mixer = train_config("tiny", attention, noise_ratio=ratio).model.layers[0].mixer
+        assert (mixer.num_heads, mixer.num_kv_heads, mixer.noise_ratio) == (*heads, ratio)
+    with pytest.raises(DiffbitError, match="noise_ratio is 4, wanted a divisor of 2"):
+        train_config("tiny", "diff_v1", noise_ratio=4)
+    with pytest.raises(DiffbitError, match="noise_ratio is 2, wanted none with init"):
+        train_config("tiny", init="anywhere", noise_ratio=2)

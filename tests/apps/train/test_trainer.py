@@ -17,7 +17,7 @@ import torch
 
 from diffbit.apps.train import checkpoint as checkpoint_module
 from diffbit.apps.train import trainer as trainer_module
-from diffbit.apps.train.data import Rows
+from diffbit.apps.train.data import TrainingRows
 from diffbit.apps.train.folder import read_log
 from diffbit.apps.train.initialize import initialize
 from diffbit.apps.train.presets import train_config
@@ -88,7 +88,7 @@ def test_steps_against_adamw_written_out(text: str, tmp_path: Path, attention: s
     tokenizer = load_tokenizer(tmp_path / "out")
     eos = tokenizer.eos_id
     pieces = [[eos], *([*ids, eos] for ids in tokenizer.encode(load_text(text, "train").documents))]
-    rows = Rows(np.concatenate(pieces), 16, seed=1)
+    rows = TrainingRows(np.concatenate(pieces), 16, seed=1)
     decoder = Decoder(config.model)
     initialize(decoder, 1)
     parameters = list(decoder.parameters())
@@ -134,7 +134,7 @@ def test_from_a_checkpoint_on_needles(text: str, tmp_path: Path, trained: Any) -
     loaded = load_tokenizer(tokenizer)
     eos = loaded.eos_id
     pieces = [[eos], *([*ids, eos] for ids in loaded.encode(load_text(text, "train").documents))]
-    rows, answers = Rows(np.concatenate(pieces), 64, 0, Needles.of(loaded), 0.6).take(0, 6)
+    rows, answers = TrainingRows(np.concatenate(pieces), 64, 0, Needles.of(loaded), 0.6).take(0, 6)
     decoder = load(first.path)
     ids, answer = torch.from_numpy(rows), torch.from_numpy(answers)[:, 1:]
     losses = -torch.log_softmax(decoder(ids[:, :-1]).double(), -1).gather(-1, ids[:, 1:, None])[..., 0]

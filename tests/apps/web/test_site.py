@@ -42,7 +42,7 @@ def artifacts(trained: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     (folder / "talker" / "chat_template.jinja").write_text(TEMPLATE)
     export_artifact(trained("diff_v1"), folder / "text")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("diffbit.export.graph.FILE_BYTES", 200_000)
+        patch.setattr("diffbit.export.onnx_graph.FILE_BYTES", 200_000)
         export_artifact(folder / "talker", folder / "chat")
     assert (folder / "chat" / "model.onnx.data_2").exists()
     return {"text": folder / "text", "chat": folder / "chat"}

@@ -29,7 +29,7 @@ def artifact(trained: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
     """In float: int4 weights are multiplied by int8 activations here and by float ones in a browser. The weights are in
     several files."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("diffbit.export.graph.FILE_BYTES", 200_000)
+        patch.setattr("diffbit.export.onnx_graph.FILE_BYTES", 200_000)
         return export_artifact(trained("diff_v1"), tmp_path_factory.mktemp("js") / "model", layout="transformers.js")
 
 

@@ -1,7 +1,7 @@
 """A small builder of ONNX graphs that writes weights directly to the file `model.onnx.data`, and to `model.onnx.data_1`
 and so on where it would be larger than a browser can load.
 
-    g = Graph(folder, "fp32")
+    g = OnnxGraph(folder, "fp32")
     x = g.input("x", np.int64, ["batch_size", "sequence"])
     with g.scope("layers.0"):
         y = g.op("Gather", [g.initializer("embedding", table), x])
@@ -48,7 +48,7 @@ FLOATS: dict[str, type[np.floating]] = {"fp32": np.float32, "fp16": np.float16}
 PAGE, SMALL = 4096, 1 << 20
 
 
-class Graph:
+class OnnxGraph:
     """A graph under construction. `dtype` is the type of its floating-point weights and activations.
 
     target: "cpu", "cuda" or "webgpu". On CPUs, ONNX Runtime has no float16 product and makes float32 copies at load, so
@@ -263,11 +263,11 @@ class Graph:
     def linears(self, x: ir.Value, modules: Mapping[str, nn.Module]) -> Sequence[ir.Value]:
         """Add several linear layers {name: module} with the same input x. If their weights can be concatenated, this is
         one product, named after all of them (parts.py), and a Split."""
-        each = [module for module in modules.values() if isinstance(module, nn.Linear | QuantLinear)]
-        stacked = _stacked(each)
+        layers = [module for module in modules.values() if isinstance(module, nn.Linear | QuantLinear)]
+        stacked = _stacked(layers)
         if stacked is None:
             return [self.linear(x, module, name) for name, module in modules.items()]
-        sizes = [module.out_features for module in each]
+        sizes = [module.out_features for module in layers]
         product = self.linear(x, stacked, "+".join(modules))
         return self.ops("Split", [product, self.const(sizes)], len(sizes), axis=-1)
 
@@ -322,9 +322,9 @@ def _stacked(modules: Sequence[nn.Linear | QuantLinear]) -> nn.Module | None:
         stacked.register_parameter("bias", bias)
         return stacked
     first = quantized[0]
-    if any((each.weight.format, each.rounding) != (first.weight.format, first.rounding) for each in quantized):
+    if any((layer.weight.format, layer.rounding) != (first.weight.format, first.rounding) for layer in quantized):
         return None
-    return QuantLinear(QTensor.stack([each.weight for each in quantized]), first.rounding, bias)
+    return QuantLinear(QTensor.stack([layer.weight for layer in quantized]), first.rounding, bias)
 
 
 def _type(dtype: DTypeLike) -> ir.TensorType:

@@ -14,7 +14,7 @@ import torch
 
 from diffbit import DiffbitError, runtime
 from diffbit.export import export_artifact, reference_model
-from diffbit.export.artifact import NOISE, golden_prompt
+from diffbit.export.artifact_writer import NOISE, golden_prompt
 from diffbit.formats import parse_format
 from diffbit.models import Decoder, load, save
 from diffbit.ops import diff_attention
