@@ -257,6 +257,10 @@ class DecoderGraph(OnnxGraph):
         """Add x to the residual stream, in the node of the next norm."""
         self._added = x
 
+    def set_residual(self, x: ir.Value) -> None:
+        """Replace the residual stream by x."""
+        self._x, self._added = x, None
+
     def block(self, block: Block, index: int) -> None:
         """Add decoder layer `index`; its linears are float or QuantLinear."""
         if index == self._tail:

@@ -144,7 +144,7 @@ class ModelConfig:
         """
         read(NumLayers, num_layers, "num_layers")
         options = attention_options(attention)
-        gated = options_class("mlp", mlp, MLP)(intermediate_size, bias=mlp_bias)
+        gated = options_class("mlp", mlp, MLP).of_size(others["hidden_size"], intermediate_size, mlp_bias)
         choices: dict[str, Any] = {"qkv_bias": qkv_bias, "o_bias": o_bias, "qk_norm_eps": norm_eps if qk_norm else 0.0}
         choices |= {"qk_norm_whole": qk_norm_whole, "lambda_bias": lambda_bias}
         sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}

@@ -134,6 +134,9 @@ class Graph(Builder, Protocol):
     def add_residual(self, x: ir.Value) -> None:
         """Add x to the residual stream."""
 
+    def set_residual(self, x: ir.Value) -> None:
+        """Replace the residual stream by x."""
+
     def scope(self, name: str | None) -> AbstractContextManager[None]:
         """Context manager: names inside begin with this one."""
 

@@ -29,7 +29,10 @@ def reordered(config: ModelConfig, read: Read, order: int) -> Read:
     if not order:
         return read
     stream = _permutation(config.hidden_size, order, 0)
-    neurons = [_permutation(layer.mlp.intermediate_size, order, 1 + i) for i, layer in enumerate(config.layers)]
+    neurons = [  # those of an MLP that replaces the stream are its channels
+        _permutation(layer.mlp.intermediate_size, order, 1 + i) if layer.mlp.residual else stream
+        for i, layer in enumerate(config.layers)
+    ]
 
     def permuted(name: str) -> Tensor:
         tensor = read(name)

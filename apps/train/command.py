@@ -31,7 +31,7 @@ def _list_presets(is_given: bool) -> None:
 
 Output = Annotated[Path, typer.Option("--output", "-o", help="Output folder: the model, its log and checkpoints.")]
 Preset = Annotated[
-    Literal["pico", "tiny", "nano", "small", "base"],
+    Literal["pico", "tiny", "yoco", "nano", "small", "base"],
     typer.Option(help="Model size and training recipe; see --list-presets."),
 ]
 Attention = Annotated[
@@ -80,7 +80,7 @@ Mlp = Annotated[
     typer.Option(
         metavar="MLP",
         autocompletion=completion(lambda: plugins.names("diffbit.models.mlp")),
-        help="MLP: swiglu, relu2, geglu, kan, ...; default: swiglu, or that of --init.",
+        help="MLP: swiglu, relu2, geglu, kan, ista, ...; default: swiglu, or that of --init.",
     ),
 ]
 SubNorms = Annotated[

@@ -30,6 +30,7 @@ class MLPOptions(ABC):
     scalable: ClassVar[bool] = (
         True  # only linears read x, and the output is linear in up_proj's: methods may scale both
     )
+    residual: ClassVar[bool] = True  # its output is added to the residual stream; False: replaces it
     elementwise: ClassVar[int] = 0  # operations per token for each of the intermediate_size channels, without linears
 
     def __post_init__(self) -> None:
@@ -39,6 +40,11 @@ class MLPOptions(ABC):
     def name(self) -> str:
         """The name of the MLP's file."""
         return type(self).__module__.rpartition(".")[2]
+
+    @classmethod
+    def of_size(cls, hidden_size: int, intermediate_size: int, bias: bool) -> MLPOptions:
+        """Return the options for a model of these sizes."""
+        return cls(intermediate_size, bias=bias)
 
     def operations(self, hidden_size: int) -> int:
         """Return the operations per token without the linears."""

@@ -50,11 +50,11 @@ def check_pieces_equal_the_whole(model: Decoder, atol: float = 2e-5) -> None:
 
 
 @torch.no_grad()
-def check_padding_is_as_if_it_were_not_there(model: Decoder, atol: float = 2e-5) -> None:
+def check_padding_is_as_if_it_were_not_there(model: Decoder, atol: float = 2e-5, padding: Tensor = MASK) -> None:
     """Padding in front, behind and between, in one call and in pieces; the other row of the batch has none."""
     ids = ids_of(model.config, 2, 20)
-    mask = torch.cat((MASK, torch.ones_like(MASK)))
-    alone = model(ids[:1, MASK[0].bool()]), model(ids[1:])
+    mask = torch.cat((padding, torch.ones_like(padding)))
+    alone = model(ids[:1, padding[0].bool()]), model(ids[1:])
     for chunk in (20, 6, 1):
         cache, parts = KVCache(model.config, 2, 20), [slice(at, min(at + chunk, 20)) for at in range(0, 20, chunk)]
         pieces = [model(ids[:, part], cache=cache, attention_mask=mask[:, : part.stop]) for part in parts]
