@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from diffbit.export.onnx_graph import DATA, MICROSOFT, MODEL, PAGE, OnnxGraph
 from diffbit.formats import QTensor, QuantLinear
 from diffbit.formats.packing import pack_bits
-from diffbit.ops import diff_attention, kv_cache
+from diffbit.ops import diff_attention, diff_attention_body, kv_cache
 from diffbit.runtime import native
 
 Array = NDArray[Any]
@@ -140,7 +140,7 @@ class Attention:
             inputs["query"] = g.op("Reshape", [query, g.const([0, 0, heads * d])])
         outputs = g.customs(
             diff_attention, [inputs.get(name) for name in kind.inputs], len(kind.outputs),
-            lambda name: diff_attention.function(kind, name=name), kind,
+            lambda name: diff_attention_body.function(kind, name=name), kind,
             num_heads=self.pairs, num_kv_heads=kv_heads, branches=kind.branches,
             noise_ratio=1 if repeated else self.ratio, wide_value=1, scale=self.scale,
             norm_eps=self.norm_eps, key_bits=kind.key_bits, value_bits=kind.value_bits, query_bits=kind.query_bits,

@@ -37,7 +37,7 @@ from diffbit.runtime import Artifact
 
 PROVIDER = "WebGpuExecutionProvider"
 PROGRAM = re.compile(r'Starting program "([A-Za-z0-9]+)')
-PROMPT, STEPS, CHUNK = 40, 64, 31  # CHUNK: prompt tokens at once; docs/gpu.md says why
+PROMPT, STEPS, CHUNK = 40, 64, 31  # CHUNK: prompt tokens at once; docs/devices.md says why
 CONTEXT = 1024
 BANDWIDTHS = 50, 100  # GB/s, of integrated GPUs
 VARIANTS = {"diff_v1": "DIFF v1", "diff_v2": "DIFF v2", "softmax": "Transformer"}
@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1, help="rows that artifacts are compared with, with padding")
     parser.add_argument("--work", type=Path, default=Path("out"), help="where models are made, 3 GB at a time")
     parser.add_argument("--quick", action="store_true", help="small layers, to see that everything runs")
-    add_outputs(parser, "gpu.md")
+    add_outputs(parser, "devices.md")
     chosen = parser.parse_args()
     onnxruntime.register_execution_provider_library("webgpu", onnxruntime_ep_webgpu.get_library_path())
     if chosen.artifacts:

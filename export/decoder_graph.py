@@ -34,11 +34,11 @@ from ..formats import QTensor, QuantLinear
 from ..formats.base import StoredWeight
 from ..models import Block, ModelConfig, rope_tables
 from ..models.graph import GROUP_QUERY_MULTIPLE, Cache, Heads
-from ..ops import diff_attention, float_matmul
+from ..ops import diff_attention, diff_attention_body, float_matmul
+from ..ops.body import END
 from ..ops.cache import Buffer, CacheSpec, tokens_each
-from ..ops.diff_attention_body import END
 from ..ops.kv_cache import BLOCK
-from ..quantize import AttentionScheme, is_low_bit
+from ..quantize import AttentionScheme
 from ..quantize.device_cache import operator
 from ..runtime.session import LOGITS_FROM
 from .onnx_graph import DATA, OnnxGraph
@@ -103,7 +103,7 @@ class DecoderGraph(OnnxGraph):
 
     @property
     def low_bit(self) -> bool:
-        return is_low_bit(self.scheme)
+        return self.scheme.is_low_bit
 
     @shared
     def _length(self) -> ir.Value:
@@ -155,6 +155,17 @@ class DecoderGraph(OnnxGraph):
         cos, sin = (self.const(np.full((1, heads.head_dim // 2), value), np.float32) for value in (1, 0))
         return self.op("Sub", [self.position_ids, self.position_ids]), cos, sin
 
+    def rotated(self, x: ir.Value) -> ir.Value:
+        """Add RoPE of heads x, float32 [B, S, heads, d]; attention's operator does this itself."""
+        tables = (self.op("Gather", [table, self.position_ids]) for table in (self.cos, self.sin))
+        cos, sin = (self.op("Unsqueeze", [table, self.const([2])]) for table in tables)  # [B, S, 1, d/2]
+        low, high = self.ops("Split", [x], 2, axis=-1, num_outputs=2)
+        low, high = (
+            self.op(sign, [self.op("Mul", [one, cos]), self.op("Mul", [other, sin])])
+            for sign, one, other in (("Sub", low, high), ("Add", high, low))
+        )
+        return self.op("Concat", [low, high], axis=-1)
+
     def attention(
         self,
         query: ir.Value,
@@ -188,7 +199,7 @@ class DecoderGraph(OnnxGraph):
             diff_attention,
             [values.get(name) for name in signature.inputs],
             len(signature.outputs),
-            lambda name: diff_attention.function(signature, grouped, name),
+            lambda name: diff_attention_body.function(signature, grouped, name),
             of=(signature, grouped),
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,

@@ -61,6 +61,7 @@ class OnnxGraph:
         self.dtype = FLOATS[dtype]
         self._in_place = self.dtype is np.float16 and target == "cpu"
         self._graph = ir.Graph([], [], nodes=[], opset_imports=dict(OPSETS), name="diffbit")
+        self._body = self._graph  # the graph that nodes are added to: this one, or the body of a loop
         self._functions: dict[tuple[str, Hashable], ir.Function] = {}
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
         self._scope = ""  # prefix of names
@@ -120,9 +121,31 @@ class OnnxGraph:
             num_outputs=outputs,
             name=self._name(f"{op_type}_{self._nodes}"),
         )
+        return self._add(node)
+
+    def _add(self, node: ir.Node) -> Sequence[ir.Value]:
         self._nodes += 1
-        self._graph.append(node)
+        if self._body is not self._graph:  # names of a body and of the graph around it must differ
+            for index, output in enumerate(node.outputs):
+                output.name = f"{node.name}_{index}"
+        self._body.append(node)
         return node.outputs
+
+    def scan(
+        self, step: Callable[..., Sequence[ir.Value]], states: Sequence[ir.Value], rows: Sequence[ir.Value]
+    ) -> Sequence[ir.Value]:
+        """Add a loop over axis 1 of `rows`, float32; see models/graph.py."""
+        name = self._name(f"Scan_{self._nodes}")
+        values = [ir.Value(name=f"{name}_{i}", type=_type(np.float32)) for i in range(len(states) + len(rows))]
+        outer, self._body = self._body, ir.Graph(values, [], nodes=[], name=name)
+        results = step(*values)
+        body, self._body = self._body, outer
+        body.outputs.extend(results)
+        for result in results:
+            result.type = _type(np.float32)
+        axes = {"scan_input_axes": [1] * len(rows), "scan_output_axes": [1] * (len(results) - len(states))}
+        attributes: dict[str, Any] = {"body": body, "num_scan_inputs": len(rows), **axes}
+        return self._add(ir.node("Scan", [*states, *rows], attributes, num_outputs=len(results), name=name))
 
     def custom(
         self,

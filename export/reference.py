@@ -18,7 +18,7 @@ from ..models import Block, Checkpoint, Decoder, rope_for
 from ..models.checkpoint.names import EMBEDDING, HEAD
 from ..models.layers.state import Carried
 from ..quantize import Scheme, Weights, as_exported, load, load_block, read_scheme
-from ..quantize.model import assemble
+from ..quantize.layer import assemble
 from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE
 
 COPIES = 3

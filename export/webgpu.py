@@ -41,7 +41,7 @@ from ..models.attention._attention import AttentionOptions
 from ..models.graph import GROUP_QUERY_MULTIPLE, Cache, Heads
 from ..ops.cache import Buffer, CacheSpec
 from ..quantize import AttentionScheme
-from ..quantize.device_cache import cache_spec, is_low_bit
+from ..quantize.device_cache import cache_spec
 from .decoder_graph import DecoderGraph, shared
 
 HIDDEN = -65504.0  # the bias of padding; finite, so that a query that sees nothing gives no NaN
@@ -53,7 +53,7 @@ def grouped(config: ModelConfig, scheme: AttentionScheme) -> bool:
     mixers = [layer.mixer for layer in config.layers]
     attentions = [mixer for mixer in mixers if isinstance(mixer, AttentionOptions)]
     simple = all(not (mixer.sliding_window or mixer.head_dim % GROUP_QUERY_MULTIPLE) for mixer in attentions)
-    return simple and not is_low_bit(scheme) and all(mixer.reads is None for mixer in mixers)
+    return simple and not scheme.is_low_bit and all(mixer.reads is None for mixer in mixers)
 
 
 def webgpu_cache(config: ModelConfig, scheme: AttentionScheme, dtype: str) -> CacheSpec:

@@ -17,7 +17,7 @@ format (models/families/ converts):
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -27,7 +27,7 @@ from ..io.fields import Count, Positive, bounds, check, of_length, one_of, read
 from .attention import AttentionOptions
 from .layers.norm import NORMS, LayerNorm, RMSNorm
 from .layers.rope import RopeScaling, scaling_from
-from .lookup import options_class, read_options
+from .lookup import options_class, options_dict, read_options
 from .mixers import MixerOptions, Symmetries
 from .mlp import MLPOptions
 
@@ -38,13 +38,17 @@ ATTENTION, MIXERS, MLP = (f"{__package__}.{folder}" for folder in ("attention", 
 
 
 def variants() -> tuple[str, ...]:
-    """Return the names of the attention variants: the files of models/attention/, and those added to it."""
-    return tuple(plugins.names(ATTENTION))
+    """Return the names of the attention variants: the files of models/attention/, those added to it, and other mixers
+    that can take attention's place in every layer, as their `equal_heads` says."""
+    others = [name for name in plugins.names(MIXERS) if hasattr(plugins.load(MIXERS, name).Options, "equal_heads")]
+    return tuple(sorted([*plugins.names(ATTENTION), *others]))
 
 
-def attention_options(name: str) -> type[AttentionOptions]:
+def attention_options(name: str) -> Any:
     """Return the options class of an attention variant."""
-    return options_class("attention", name, ATTENTION)
+    if name not in (known := variants()):
+        raise DiffbitError(f"attention is {name!r}, wanted one of {', '.join(known)}")
+    return options_class("attention", name, ATTENTION, MIXERS)
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class LayerSpec:
         return replace(symmetries, value_width=0, value_scales=False) if self.sub_norms else symmetries
 
     def to_dict(self) -> dict[str, Any]:
-        parts = {name: {"name": part.name} | asdict(part) for name, part in (("mixer", self.mixer), ("mlp", self.mlp))}
+        parts = {"mixer": options_dict(self.mixer), "mlp": options_dict(self.mlp)}
         return parts | {"sub_norms": self.sub_norms, "norms": self.norms}
 
 
@@ -129,25 +133,33 @@ class ModelConfig:
         o_bias: bool = False,
         mlp_bias: bool = False,
         lambda_bias: bool = False,
+        noise_ratio: int = 1,
         **others: Any,
     ) -> ModelConfig:
         """Return a model of equal layers with an attention variant and an MLP, given by name; others: other fields.
 
         norm_eps: for all norms, also those of heads, queries and keys. head_norm: False removes diff_v1's.
-        lambda_bias: whether diff_v2's lambda has a bias. norms: as in LayerSpec.
+        lambda_bias: whether diff_v2's lambda has a bias. noise_ratio: signal heads per noise head. norms: as in
+        LayerSpec.
         """
         read(NumLayers, num_layers, "num_layers")
         options = attention_options(attention)
         gated = options_class("mlp", mlp, MLP)(intermediate_size, bias=mlp_bias)
         choices: dict[str, Any] = {"qkv_bias": qkv_bias, "o_bias": o_bias, "qk_norm_eps": norm_eps if qk_norm else 0.0}
-        choices["qk_norm_whole"] = qk_norm_whole
+        choices |= {"qk_norm_whole": qk_norm_whole, "lambda_bias": lambda_bias}
+        sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         names = {field.name for field in fields(options)}
         if "norm_eps" in names:
             choices["norm_eps"] = norm_eps if head_norm else 0.0
         if lambda_bias and "lambda_bias" not in names:
             raise DiffbitError(f"lambda_bias is true, but {attention} has no projection to lambda; only diff_v2 has")
-        choices |= {"lambda_bias": True} if lambda_bias else {}
-        layer = LayerSpec(options(num_heads, num_kv_heads, head_dim, **choices), gated, sub_norms, norms)
+        if noise_ratio > 1 and "noise_ratio" not in names:
+            raise DiffbitError(f"noise_ratio is {noise_ratio}, but {attention} has no noise heads, wanted 1")
+        choices |= {"noise_ratio": noise_ratio} if noise_ratio != 1 else {}
+        if without := [name for name, value in choices.items() if value and name not in names]:
+            raise DiffbitError(f"{without[0]} is {choices[without[0]]}, but {attention} has no such option")
+        mixer = options(**{name: value for name, value in (sizes | choices).items() if name in names})
+        layer = LayerSpec(mixer, gated, sub_norms, norms)
         return cls(layers=(layer,) * num_layers, norm_eps=norm_eps, **others)
 
     def _check_reader(self, index: int, mixer: MixerOptions) -> None:

@@ -63,6 +63,16 @@ class Builder(Protocol):
     ) -> Sequence[ir.Value]:
         """Add a node with several outputs."""
 
+    def scan(
+        self, step: Callable[..., Sequence[ir.Value]], states: Sequence[ir.Value], rows: Sequence[ir.Value]
+    ) -> Sequence[ir.Value]:
+        """Add a loop over axis 1 of `rows`: step(*states, *row) returns the next states, then outputs. Returns the last
+        states, then each output of all steps, stacked on axis 1.
+
+        All are float32. The nodes that `step` adds may also use values from outside, but not the other way round; what
+        the graph makes on first use, such as `real_tokens`, must be used before.
+        """
+
     def custom(self, op: ModuleType, inputs: Sequence[ir.Value | None], **attributes: Attribute) -> ir.Value:
         """Add a node with one output of one of diffbit's own ops (a module of ops/), and its body."""
 
@@ -105,6 +115,9 @@ class Graph(Builder, Protocol):
     @property
     def past_length(self) -> ir.Value:
         """int64 [1]: T - S."""
+
+    def rotated(self, x: ir.Value) -> ir.Value:
+        """Add RoPE of heads x, float32 [B, S, heads, d], of the model's `rope_width`."""
 
     def linear(self, x: ir.Value, module: nn.Module, name: str, scale: float = 1.0, bias: bool = True) -> ir.Value:
         """Add scale * (x W^T) + bias of a linear layer, float or quantized; bias=False omits the bias."""

@@ -23,12 +23,11 @@ from ..io.resources import require
 from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig
 from ..models.checkpoint.names import shapes, stays_float32
 from .calibration.states import ALONE
-from .device_cache import is_low_bit
 from .forecast import in_shards, must_spill, quantize_demand
+from .layer import Round, assemble
 from .layerwise import Finished, quantize_layers, stored_config, tokens_for
 from .layouts import Weights
 from .methods import parse_recipe
-from .model import Round, assemble
 from .report import Report, WeightReport
 from .resume import StoredLayer, Unfinished, run
 from .scheme import Scheme
@@ -120,7 +119,7 @@ def quantize_checkpoint(
 def _formats(scheme: Scheme, config: ModelConfig) -> dict[str, Format]:
     """{module: format} of the weights that the scheme quantizes. Raises DiffbitError if it quantizes nothing."""
     formats = scheme.formats(config)
-    if not formats and not is_low_bit(scheme.attention):
+    if not formats and not scheme.attention.is_low_bit:
         raise DiffbitError(
             "the scheme quantizes nothing; name a format for the weights, such as --weights int4_g32, or for the KV "
             "cache, such as --kv int4"

@@ -61,4 +61,5 @@ def _permutation(size: int, order: int, place: int) -> Tensor:
 
 
 def _columns(tensor: Tensor, order: Tensor) -> Tensor:
-    return tensor[:, order.to(tensor.device)]
+    """Reorder columns in blocks as long as `order`: a KAN's linear reads several functions of each channel."""
+    return tensor.unflatten(1, (-1, len(order)))[:, :, order.to(tensor.device)].flatten(1)

@@ -189,16 +189,17 @@ def _plugin_devices(ort: ModuleType, provider: str) -> list[Any]:
 def _plugin_device(ort: ModuleType, device: Device) -> Any:
     """The plugin's device. Raises DiffbitError if it has none here."""
     if not _plugin_devices(ort, device.provider):
-        _register(str(device.plugin))
+        _register(device.provider, str(device.plugin))
     for one in _plugin_devices(ort, device.provider):
         return one
     raise DiffbitError(_cannot_start(ort, device, device.needs))
 
 
 @functools.cache  # a second registration would end in a crash
-def _register(plugin: str) -> None:
+def _register(provider: str, plugin: str) -> None:
+    """Register a plugin's library. Some plugins name their provider after the registration."""
     try:
-        onnxruntime().register_execution_provider_library(plugin, resolve_name(f"{plugin}:get_library_path")())
+        onnxruntime().register_execution_provider_library(provider, resolve_name(f"{plugin}:get_library_path")())
     except Exception as error:  # ONNX Runtime's exceptions have no base of their own
         package = plugin.replace("_", "-")
         raise DiffbitError(

@@ -51,6 +51,7 @@ LONG_SOURCES = {
 MOST_OF_THE_CORE, MOST_OF_AN_APP = 21_000, 2_000
 LONG_APPS: dict[str, int] = {}
 MOST_NAMES = 25  # in a face
+MOST_FLOORS = 7
 WIDE_FACES: dict[str, int] = {}
 SAME_CLASSES = {"Options"}  # of one name in several files: what each variant's file has to define
 SAME_FILES = {"diffbit"}  # of one name in the core: a family and a layout, found by that name
@@ -82,23 +83,14 @@ def room_of(module: str) -> str:
     return module.partition(".")[2].partition(".")[0]
 
 
-def only_for_type_checkers(tree: ast.Module) -> set[ast.AST]:
-    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
-    return {inner for block in blocks for statement in block.body for inner in ast.walk(statement)}
+def imports(name: str, source: str, package: bool) -> set[str]:
+    """Modules of FILES that the module `name` imports: at its top, late, for type checkers, or by import_module.
 
-
-def imports(name: str, source: str, package: bool, types: bool = True) -> set[str]:
-    """Modules of FILES that the module `name` imports, at its top, late, or by import_module.
-
-    package: it is an __init__.py. types: those under `if TYPE_CHECKING` as well, which never run.
+    package: it is an __init__.py.
     """
-    tree = ast.parse(source)
-    ignored = set() if types else only_for_type_checkers(tree)
     here = name.split(".") if package else name.split(".")[:-1]
     modules = set()
-    for node in ast.walk(tree):
-        if node in ignored:
-            continue
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             absolute = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -116,14 +108,14 @@ def imports(name: str, source: str, package: bool, types: bool = True) -> set[st
 
 
 @functools.cache
-def graph(types: bool) -> dict[str, set[str]]:
-    return {name: imports(name, file.read_text(), file.name == "__init__.py", types) for name, file in FILES.items()}
+def graph() -> dict[str, set[str]]:
+    return {name: imports(name, file.read_text(), file.name == "__init__.py") for name, file in FILES.items()}
 
 
 @pytest.mark.parametrize("room", LEVEL)
 def test_imports_lead_to_lower_levels(room: str) -> None:
     lower = {other for other in LEVEL if LEVEL[other] < LEVEL[room]}
-    imported = {name: modules for name, modules in graph(types=True).items() if room_of(name) == room}
+    imported = {name: modules for name, modules in graph().items() if room_of(name) == room}
     assert imported
     for name, modules in imported.items():
         wrong = {module for module in modules if room_of(module) not in lower | LEAVES | {room}}
@@ -226,7 +218,7 @@ def test_the_check_of_imports_sees_them() -> None:
     assert imports("diffbit.models.x", "from .config import x", False) == {"diffbit.models.config"}
     assert imports("diffbit.models", "from .config import x", True) == {"diffbit.models.config"}
     typed = "if TYPE_CHECKING:\n    from .config import x"
-    assert imports("diffbit.models", typed, True, types=False) == set()
+    assert imports("diffbit.models", typed, True) == {"diffbit.models.config"}
     by_name = imports("diffbit.models.attention", "import_module(f'.{x}', __name__)", True)
     assert "diffbit.models.attention.softmax" in by_name
     with pytest.raises(AssertionError):
@@ -252,8 +244,7 @@ def circle(edges: dict[str, set[str]]) -> list[str]:
 
 
 def test_no_circle() -> None:
-    """An import for type checkers alone never runs and closes none."""
-    edges = graph(types=False)
+    edges = graph()
     for importer, imported in CIRCLES:
         assert imported in edges.get(importer, ()), f"{importer} does not import {imported}: take it off the list"
     without = {name: {other for other in others if (name, other) not in CIRCLES} for name, others in edges.items()}
@@ -261,6 +252,26 @@ def test_no_circle() -> None:
     for importer, imported in CIRCLES:
         again = without | {importer: without[importer] | {imported}}
         assert circle(again), f"{importer} may import {imported}, there is no circle: take it off the list"
+
+
+@pytest.mark.parametrize("room", LEVEL)
+def test_rooms_have_few_floors(room: str) -> None:
+    """A file stands a floor above all that it imports; a folder counts as one, and the room's face as none."""
+
+    def part(module: str) -> str:
+        return ".".join(module.split(".")[:3])
+
+    above: dict[str, set[str]] = {}
+    for name, modules in graph().items():
+        if room_of(name) == room and name != f"diffbit.{room}":
+            others = {part(module) for module in modules if room_of(module) == room and module != f"diffbit.{room}"}
+            above.setdefault(part(name), set()).update(others - {part(name)})
+
+    @functools.cache
+    def floor(name: str) -> int:
+        return 1 + max(map(floor, above[name]), default=0)
+
+    assert max(map(floor, above)) <= MOST_FLOORS, {name: floor(name) for name in above}
 
 
 def product_files() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Presets: model sizes, each for three attention variants of equal size, and their training options.
+"""Presets: model sizes, each for all attention variants, of equal size, and their training options.
 
 The variants of a preset have the same number of parameters within 1 % and differ only in their heads (d = head_dim).
 With H pairs in diff_v1:
@@ -23,7 +23,6 @@ from ...calib_data import load_tokenizer
 from ...formats import parse_format
 from ...io.errors import DiffbitError
 from ...models import Checkpoint, ModelConfig, attention_options, num_parameters, variants
-from ...models.attention import AttentionOptions
 from .config import TrainConfig
 from .folder import MASTER
 
@@ -76,9 +75,11 @@ def model_config(
     sub_norms: bool = False,
     head_norm: bool = True,
     lambda_bias: bool = False,
+    noise_ratio: int = 1,
 ) -> ModelConfig:
-    """The model of a preset with an attention variant; `vocab_size` None: the preset's. Raises DiffbitError for an
-    unknown name."""
+    """The model of a preset with an attention variant; `vocab_size` None: the preset's. With shared noise heads
+    (noise_ratio) it has fewer query rows, and at most one kv head for each of them. Raises DiffbitError for an unknown
+    name."""
     size = _preset(preset)
     if attention not in variants():
         raise DiffbitError(f"attention {attention!r} is unknown; choose one of {', '.join(variants())}")
@@ -88,7 +89,7 @@ def model_config(
         hidden_size=size.hidden_size,
         num_layers=size.num_layers,
         num_heads=heads,
-        num_kv_heads=kv_heads,
+        num_kv_heads=max(1, min(kv_heads, heads // noise_ratio)),
         head_dim=size.hidden_size // (2 * size.num_pairs),
         intermediate_size=size.intermediate_size,
         max_position=size.context,
@@ -98,6 +99,7 @@ def model_config(
         sub_norms=sub_norms,
         head_norm=head_norm,
         lambda_bias=lambda_bias,
+        noise_ratio=noise_ratio,
     )
 
 
@@ -111,6 +113,7 @@ def train_config(
     mlp: str | None = None,
     sub_norms: bool | None = None,
     head_norm: str | None = None,
+    noise_ratio: int | None = None,
     **changes: Any,
 ) -> TrainConfig:
     """The training run of a preset; `changes` replace fields of TrainConfig.
@@ -122,6 +125,7 @@ def train_config(
     ternary `qat`. Sub-norms can be added to the model of `init`.
     head_norm: of diff_v1: "learned" (with a weight that is folded into o_proj when the model is saved, head_norm.py),
     "fixed" (without a weight) or "none"; default: as in `init`, else "learned", but "fixed" with `qat` or sub-norms.
+    noise_ratio: signal heads per noise head, of diff_v1 and diff_v2; default: 1, or that of `init`.
 
     A ternary run without `init` follows BitNet b1.58: its learning rate is TERNARY_RATE times as high, in two stages. A
     quantization-aware run from `init` has a lower learning rate than the preset: half at two bits, a fortieth above.
@@ -134,6 +138,8 @@ def train_config(
     if head_norm not in (None, *HEAD_NORMS):
         raise DiffbitError(f"head_norm {head_norm!r} is unknown; choose one of {', '.join(HEAD_NORMS)}")
     if init is not None:
+        if noise_ratio is not None:
+            raise DiffbitError(f"noise_ratio is {noise_ratio}, wanted none with init, whose heads are what they are")
         model = _model_of(init, attention, mlp, sub_norms)
         changes = {"tokenizer": init, **changes}
         if format is not None:
@@ -143,14 +149,10 @@ def train_config(
             vocab_size = load_tokenizer(changes["tokenizer"]).vocab_size
         norms = ternary if sub_norms is None else sub_norms
         model = model_config(
-            preset,
-            attention or ATTENTION,
-            vocab_size=vocab_size,
-            mlp=mlp or "swiglu",
-            sub_norms=norms,
-            head_norm=head_norm != "none",
-            lambda_bias=changes.get("lambda_bias") is not None,
-        )
+            preset, attention or ATTENTION, vocab_size=vocab_size, mlp=mlp or "swiglu", sub_norms=norms,
+            head_norm=head_norm != "none", lambda_bias=changes.get("lambda_bias") is not None,
+            noise_ratio=noise_ratio or 1,
+        )  # fmt: skip
         if head_norm is None and model.head_norm and qat is None and not norms:
             head_norm = "learned"
         if ternary:
@@ -210,9 +212,8 @@ def parameters() -> list[dict[str, Any]]:
         for attention in variants():
             config = model_config(preset, attention)
             mixer = config.layers[0].mixer
-            assert isinstance(mixer, AttentionOptions)
             row = {"preset": preset, "attention": attention, "parameters": num_parameters(config)}
             row |= {"hidden_size": config.hidden_size, "num_layers": config.num_layers}
-            row |= {name: getattr(mixer, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
+            row |= {name: getattr(mixer, name, None) for name in ("num_heads", "num_kv_heads", "head_dim")}
             rows.append(row | {"vocab_size": config.vocab_size, "context": config.max_position})
     return rows

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ...io.errors import DiffbitError
 from ...io.fields import NotNegative, bounds
 from ...ops.cache import TOKENS, Buffer
+from ...ops.diff_attention_reference import in_pairs
 from ..graph import Cache, Graph, Heads, Value
 from ..layers.arithmetic import Arithmetic, LogitsHook, attend, explicit_softmax
 from ..layers.masks import within
@@ -59,6 +60,11 @@ class AttentionOptions(MixerOptions):
             raise DiffbitError(
                 f"num_heads is {self.num_heads}, wanted a multiple of num_kv_heads, which is {self.num_kv_heads}"
             )
+        shared = self.num_heads // self.num_kv_heads
+        if shared % self.noise_ratio:
+            raise DiffbitError(
+                f"noise_ratio is {self.noise_ratio}, wanted a divisor of {shared}, the number of heads per kv head"
+            )
         if self.head_dim % 2:
             raise DiffbitError(f"head_dim is {self.head_dim}, wanted an even number: rotary embedding rotates pairs")
         if self.sliding_window and self.keys_of is not None:
@@ -68,6 +74,11 @@ class AttentionOptions(MixerOptions):
     @abstractmethod
     def equal_heads(pairs: int) -> tuple[int, int]:
         """Return (num_heads, num_kv_heads) of a model of the same size as diff_v1 with `pairs` pairs of heads."""
+
+    @property
+    def noise_ratio(self) -> int:
+        """Signal heads per noise head, in variants that have noise heads."""
+        return 1
 
     @property
     def query_rows(self) -> int:
@@ -269,13 +280,22 @@ Fused = Callable[..., Tensor | None]
 
 
 class Differential(Attention):
-    """The difference of a pair's branches, signal - lambda * noise, and the head norm if norm_eps is not 0."""
+    """The difference of a pair's branches, signal - lambda * noise, and the head norm if norm_eps is not 0.
+
+    Grouped (arXiv 2510.06949): noise_ratio = R neighbouring heads share one noise head; the noise of head i is that of
+    noise head i // R. Rows of q_proj are in groups of R signal heads followed by their noise head: H + H/R sub-heads.
+    """
 
     norm_eps = 0.0
 
     def __init__(self, options: AttentionOptions, place: Place) -> None:
         super().__init__(options, place)
+        self.noise_ratio = options.noise_ratio
         self.fused: Fused | None = None  # computes both branches and the norm, without mask, state, window or hook
+
+    def queries(self, x: Tensor) -> Tensor:
+        queries = super().queries(x)
+        return queries if self.noise_ratio == 1 else in_pairs(queries, self.noise_ratio)
 
     def lambda_of(self, x: Tensor) -> Tensor:
         """Return lambda, fp32: a scalar, or [B, H, S, 1] for each head and token of x."""

@@ -85,7 +85,7 @@ def change_rows(layer: Layer, weight: str, change: Callable[[Tensor], Tensor]) -
 
 
 def mlp_readers(layer: Layer) -> list[str]:
-    """Return the MLP's weights that multiply its normed input."""
+    """Return the gated MLP's weights that multiply its normed input."""
     return [f"{layer.prefix}mlp.{name}_proj.weight" for name in ("gate", "up")]
 
 
@@ -107,18 +107,20 @@ class Group:
 def groups(layer: Layer) -> list[Group]:
     """Return the groups of a layer that can be scaled channel by channel without changing its function.
 
-    They are the norms' weights with the layers after them, up_proj with down_proj (act(gate) * up is linear in up), and
-    v_proj with o_proj if the attention variant lets scales pass and there is no norm between them.
+    They are the norms' weights with the layers after them, up_proj with down_proj (act(gate) * up is linear in up; not
+    in other MLPs), and v_proj with o_proj if the attention variant lets scales pass and there is no norm between them.
     """
     start, tensors = layer.prefix, layer.tensors
     pairs: list[tuple[str, list[str]]] = []
     if layer.is_layer:
         if layer.spec.norms != "after":
             pairs.append((f"{start}input_layernorm.weight", attention_readers(layer)))
-            pairs.append((f"{start}post_attention_layernorm.weight", mlp_readers(layer)))
         norm = layer.spec.sub_norms  # before down_proj and o_proj
-        maker = "mlp.ffn_sub_norm" if norm else "mlp.up_proj"
-        pairs.append((f"{start}{maker}.weight", [f"{start}mlp.down_proj.weight"]))
+        if layer.spec.mlp.scalable:
+            if layer.spec.norms != "after":
+                pairs.append((f"{start}post_attention_layernorm.weight", mlp_readers(layer)))
+            maker = "mlp.ffn_sub_norm" if norm else "mlp.up_proj"
+            pairs.append((f"{start}{maker}.weight", [f"{start}mlp.down_proj.weight"]))
         if norm:
             pairs.append((f"{start}self_attn.attn_sub_norm.weight", [f"{start}self_attn.o_proj.weight"]))
         elif layer.symmetries.value_scales:

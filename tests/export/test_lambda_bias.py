@@ -1,4 +1,5 @@
-"""The bias of diff_v2's lambda: its formula in float64, and in every graph that computes it."""
+"""The bias of diff_v2's lambda, with and without shared noise heads: its formula in float64, and in every graph that
+computes it."""
 
 from __future__ import annotations
 
@@ -24,6 +25,13 @@ CASES: dict[str, tuple[dict[str, Any], Scheme]] = {
     "rounded lambda": ({}, Scheme(parse_format("int8"), overrides=(("*.lambda_proj", parse_format("int8")),))),
     "int4 cache": ({}, Scheme(attention=AttentionScheme(keys="int4", values="int4"))),
     "narrow heads": ({"head_dim": 12}, Scheme()),
+    "noise of 2": ({"num_heads": 4, "num_kv_heads": 2, "noise_ratio": 2}, Scheme()),
+    "noise of 4": ({"num_heads": 4, "noise_ratio": 4}, Scheme(parse_format("int4_g32"))),
+    "noise of 4, int4 cache": (
+        {"num_heads": 8, "num_kv_heads": 2, "noise_ratio": 4},
+        Scheme(attention=AttentionScheme(keys="int4", values="int4")),
+    ),
+    "narrow heads, noise of 2": ({"head_dim": 12, "noise_ratio": 2}, Scheme()),
 }
 
 
@@ -38,6 +46,9 @@ def test_artifact_matches_torch(case: str, tmp_path: Path) -> None:
     if scheme != Scheme():
         quantize_checkpoint(source, tmp_path / "q", scheme)
         source = tmp_path / "q"
+    assert (
+        Checkpoint(source).config.layers[0].mixer == config_of("diff_v2", lambda_bias=True, **changes).layers[0].mixer
+    )
     artifact = export_artifact(source, tmp_path / "onnx")
     assert verify(artifact).passed
     ids = torch.arange(12)[None] * 7 % 61
@@ -46,7 +57,9 @@ def test_artifact_matches_torch(case: str, tmp_path: Path) -> None:
     for native in (True, False):
         session = Session(artifact, native=native)
         logits = [session.prefill(ids[:, :8].numpy()), *(session.step(ids[:, i : i + 1].numpy()) for i in range(8, 12))]
-        assert relative_error(np.concatenate(logits), expected).max() < 1e-4
+        # a last bit of a key may round to another float16 number in a low-bit cache's residual window
+        bound = 1e-3 if scheme.attention.has_window else 1e-4
+        assert relative_error(np.concatenate(logits), expected).max() < bound
 
 
 def test_formula_and_checkpoint(tmp_path: Path) -> None:

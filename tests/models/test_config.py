@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from diffbit import DiffbitError, models
+from diffbit.io import plugins
 from diffbit.models.families import read_config, write_config
 from diffbit.models.layers.rope import Llama3, NoPositions, inverse_frequencies
 
@@ -140,8 +141,8 @@ def test_llama3_tables_against_transformers() -> None:
         ({"vocab_size": True}, "vocab_size is True"),
         ({"head_dim": 7}, "head_dim is 7, wanted an even number"),
         ({"num_kv_heads": 3}, "num_heads is 4, wanted a multiple of num_kv_heads, which is 3"),
-        ({"attention": "linear"}, "attention is 'linear', wanted one of diff_v1, diff_v2, softmax"),
-        ({"mlp": "gelu"}, "mlp is 'gelu', wanted one of geglu, polynorm, relu2, swiglu"),
+        ({"attention": "linear"}, f"attention is 'linear', wanted one of {', '.join(models.variants())}"),
+        ({"mlp": "gelu"}, f"mlp is 'gelu', wanted one of {', '.join(plugins.names('diffbit.models.mlp'))}"),
         ({"sub_norms": 1}, "sub_norms is 1, wanted true or false"),
         ({"rope_theta": 0.0}, "rope_theta is 0.0"),
         ({"norm_eps": float("nan")}, "norm_eps is nan"),

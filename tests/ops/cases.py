@@ -260,6 +260,7 @@ ATTENTION_CASES = [
     replace(_GROUPED, name="grouped_decode", steps=1, past=300, beyond=3, d=64, batch=2, padding="left", seed=111),
     replace(_GROUPED, name="grouped_fp16", noise_ratio=2, kv_heads=2, steps=2, past=19, dtype=torch.float16, seed=112),
     replace(_V2, name="grouped_v2", heads=6, kv_heads=2, noise_ratio=3, steps=3, past=9, batch=2, seed=113),
+    _low("grouped_v2_int4_decode", 4, 4, base=_V2, heads=8, kv_heads=2, noise_ratio=4, steps=1, past=99, seed=119),
     _low("grouped_int8_decode", 8, 8, base=_GROUPED, steps=1, past=70, beyond=1, d=128, seed=114),
     _low("grouped_int8_query8", 8, 8, 8, base=_GROUPED, steps=1, past=300, d=64, seed=115),
     _low("grouped_int4_decode", 4, 4, base=_GROUPED, steps=1, past=300, beyond=3, d=64, seed=116),

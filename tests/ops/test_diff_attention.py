@@ -23,7 +23,7 @@ import torch
 from onnx import helper
 
 from diffbit.io.errors import DiffbitError
-from diffbit.ops import diff_attention, diff_attention_reference
+from diffbit.ops import diff_attention, diff_attention_body, diff_attention_reference
 from diffbit.ops.signature import DOMAIN
 from diffbit.runtime import native
 
@@ -227,7 +227,7 @@ def run(
     case: AttentionCase, x: dict[str, np.ndarray | None], isa: str | None = None, threads: int = 1
 ) -> list[np.ndarray]:
     outputs, kinds = outputs_of(case)
-    body = body_of(diff_attention.function, case.signature())
+    body = body_of(diff_attention_body.function, case.signature())
     return run_node(body, x, case.attributes(), outputs, isa=isa, threads=threads, kinds=kinds)
 
 

@@ -219,7 +219,7 @@ def test_what_webgpu_lacks_is_named(
     ort = fake_ort(devices, "Failed to get a WebGPU adapter: No supported adapters")
     monkeypatch.setattr(providers, "onnxruntime", lambda: ort)
     monkeypatch.setattr(providers, "find_spec", lambda name: installed or None)
-    monkeypatch.setattr(providers, "_register", lambda plugin: None)
+    monkeypatch.setattr(providers, "_register", lambda provider, plugin: None)
     monkeypatch.setattr(providers.ctypes, "CDLL", load)
     monkeypatch.setattr(sys, "platform", "linux")
     with pytest.raises(DiffbitError, match=message):

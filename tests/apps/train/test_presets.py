@@ -19,7 +19,8 @@ def test_variants_of_a_preset_are_of_equal_size() -> None:
         reference = table[preset, "softmax"]["parameters"]
         for attention in variants():
             row = table[preset, attention]
-            assert abs(row["parameters"] - reference) <= 0.01 * reference
+            bound = 0.03 if attention == "ttt" else 0.01  # its initial state has (d + 1) d numbers per head
+            assert abs(row["parameters"] - reference) <= bound * reference
             same = ("hidden_size", "num_layers", "head_dim", "vocab_size", "context")
             assert [row[key] for key in same] == [table[preset, "softmax"][key] for key in same]
     for preset, size in {"pico": 0.36e6, "nano": 2.5e6, "small": 25e6, "base": 120e6}.items():
@@ -34,7 +35,7 @@ def test_counts_against_the_sum_written_out() -> None:
     attention = layers * 8 * size.num_pairs * hidden * d
     extra = {"softmax": 0, "diff_v1": layers * 4 * d, "diff_v2": layers * 2 * size.num_pairs * hidden}
     counted = {row["attention"]: row["parameters"] for row in parameters() if row["preset"] == "nano"}
-    assert counted == {name: shared + attention + more for name, more in extra.items()}
+    assert {name: counted[name] for name in extra} == {name: shared + attention + more for name, more in extra.items()}
 
 
 def test_groups_of_every_format_come_out_even() -> None:
@@ -73,3 +74,13 @@ def test_train_config_takes_changes(tmp_path: Path, trained: Callable[[str], Pat
     }.items():
         with pytest.raises(DiffbitError, match=sentence):
             model_config(*arguments)
+
+
+def test_noise_ratio() -> None:
+    for attention, ratio, heads in (("diff_v2", 2, (4, 2)), ("diff_v2", 4, (4, 1)), ("diff_v1", 2, (2, 1))):
+        mixer = train_config("tiny", attention, noise_ratio=ratio).model.layers[0].mixer
+        assert (mixer.num_heads, mixer.num_kv_heads, mixer.noise_ratio) == (*heads, ratio)
+    with pytest.raises(DiffbitError, match="noise_ratio is 4, wanted a divisor of 2"):
+        train_config("tiny", "diff_v1", noise_ratio=4)
+    with pytest.raises(DiffbitError, match="noise_ratio is 2, wanted none with init"):
+        train_config("tiny", init="anywhere", noise_ratio=2)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ..mixers import Cache, Carried, Graph, Place, Rope, State, Value
-from . import softmax
+from diffbit.models.attention import softmax
+from diffbit.models.mixers import Cache, Carried, Graph, Place, Rope, State, Value
 
 
 @dataclass(frozen=True)
