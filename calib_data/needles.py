@@ -90,15 +90,15 @@ class Needles:
         ]
         kept = len(text) - (count + queries) * self.size
         positions = ((np.arange(count) + generator.random(count)) / count * (kept + 1)).astype(np.int64)
-        asked = generator.choice(count, queries, replace=False)
+        chosen = generator.choice(count, queries, replace=False)
         parts, begin = [], 0
         for position, needle in zip(positions, needles, strict=True):
             parts += [text[begin:position], needle]
             begin = position
-        parts += [text[begin:kept], *(needles[number] for number in asked)]
+        parts += [text[begin:kept], *(needles[number] for number in chosen)]
         lead = self.size - VALUE - len(self.after)
         starts = len(text) - queries * self.size + lead + self.size * np.arange(queries)
-        return np.concatenate(parts), starts, positions[asked] / max(kept, 1)
+        return np.concatenate(parts), starts, positions[chosen] / max(kept, 1)
 
 
 @dataclass(frozen=True)

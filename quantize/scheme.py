@@ -158,9 +158,9 @@ class Scheme:
     def _check_int4(self) -> None:
         """Raise DiffbitError if int4 activations, which only TernaryMatMul supports, are used with another format."""
         named = [("the scheme", self.weights), *((f"override {glob!r}", format) for glob, format in self.overrides)]
-        nothing = all(format is None for _, format in named)
+        all_float = all(format is None for _, format in named)
         for what, format in named:
-            if nothing if format is None else "int4" not in format.activations:
+            if all_float if format is None else "int4" not in format.activations:
                 raise DiffbitError(
                     f"activations 'int4' need ternary weights, but {what} has {_name(format)}; use ternary for all "
                     "quantized weights, or activations 'int8'"

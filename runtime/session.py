@@ -165,8 +165,8 @@ class Session:
         if self._batch != 1:
             self.reset()
         most = min(self._length, len(token_ids) - 1)
-        same = self._ids[:1, :most] == np.asarray(token_ids[:most], np.int64)
-        kept = most if same.all() else int(same.argmin())
+        equal = self._ids[:1, :most] == np.asarray(token_ids[:most], np.int64)
+        kept = most if equal.all() else int(equal.argmin())
         if kept < self._length:
             can_be_cut = all(self._in_place) and self.artifact.cache.holds(kept, self._length)
             self._length = kept if can_be_cut else 0

@@ -81,9 +81,9 @@ class DiffbitQuantizer(HfQuantizer):
         super().__init__(quantization_config, **options)
         self.scheme = Scheme.from_entry(quantization_config.to_dict(), "config.json: quantization_config")
         if attention := self.scheme.attention.to_dict():
-            told = ", ".join(f"{name} {value}" for name, value in attention.items())
+            parts = ", ".join(f"{name} {value}" for name, value in attention.items())
             raise DiffbitError(
-                f"the checkpoint's attention is quantized ({told}), which transformers cannot compute; use "
+                f"the checkpoint's attention is quantized ({parts}), which transformers cannot compute; use "
                 "diffbit.load, or `diffbit export` and `diffbit run`"
             )
 

@@ -134,16 +134,16 @@ class _Batch(Rows):
     def _prepare(self, ids: NDArray[np.int64]) -> tuple[int, int]:
         """Put the longest prefix of a prompt that any row holds into a free row. Returns the row and the length of the
         prefix, which leaves at least one token to compute."""
-        same = np.array([self._common(row, ids[:-1]) for row in range(self.count)])
+        common = np.array([self._common(row, ids[:-1]) for row in range(self.count)])
         free = np.flatnonzero(~self._taken)
-        longest = free[same[free] == same[free].max()]
+        longest = free[common[free] == common[free].max()]
         row = int(longest[self._used[longest].argmin()])
-        best = int(same.argmax())
-        source = best if same[best] >= same[row] + WORTH_COPYING else row
-        self._keep(row, source, int(same[source]))
+        best = int(common.argmax())
+        source = best if common[best] >= common[row] + WORTH_COPYING else row
+        self._keep(row, source, int(common[source]))
         self._texts += 1
         self._used[row] = self._texts
-        return row, int(same[source])
+        return row, int(common[source])
 
     def _common(self, row: int, ids: NDArray[np.int64]) -> int:
         cached = self._ids[row][self._ids[row] != HOLE][: len(ids)]

@@ -40,13 +40,13 @@ class Teacher:
         assert config.distill is not None
         checkpoint = Checkpoint(config.distill)
         path, teacher, student = checkpoint.path, checkpoint.config, config.model
-        same = "but they must be equal; start the student with --tokenizer or --init from this folder"
+        advice = "but they must be equal; start the student with --tokenizer or --init from this folder"
         if teacher.vocab_size != student.vocab_size:
             raise DiffbitError(
-                f"{path}: its vocabulary has {teacher.vocab_size} ids, the student's has {student.vocab_size}, {same}"
+                f"{path}: its vocabulary has {teacher.vocab_size} ids, the student's has {student.vocab_size}, {advice}"
             )
         if load_tokenizer(path).backend.get_vocab() != tokenizer.backend.get_vocab():
-            raise DiffbitError(f"{path}: its tokenizer and the student's give different ids, {same}")
+            raise DiffbitError(f"{path}: its tokenizer and the student's give different ids, {advice}")
         if teacher.max_position < config.length:
             raise DiffbitError(
                 f"{path}: its context is {teacher.max_position} tokens and the rows have {config.length}; "

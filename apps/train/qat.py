@@ -52,8 +52,8 @@ class QATLinear(nn.Linear):
         self.codes: Tensor  # uint8 [N, K]
         self.scale: Tensor  # fp32, format.scale_shape
         self.refresh()
-        nothing = torch.zeros(1, self.in_features, device=self.weight.device)
-        self.zero = int(format.encode(nothing, self.scale[:1], None)[0, 0])  # the code of 0
+        zeros = torch.zeros(1, self.in_features, device=self.weight.device)
+        self.zero = int(format.encode(zeros, self.scale[:1], None)[0, 0])  # the code of 0
 
     @torch.no_grad()
     def refresh(self) -> int:

@@ -57,10 +57,10 @@ def test_kan_is_its_equations() -> None:
     module = kan.Options(6, grid_size=4, grid_range=2.0).module(Place(0, 5))
     x = torch.randn(1, 8, 5) * 1.5  # some numbers are outside the grid
     assert (x.abs() > 2).any()
-    for token, found in zip(x[0], module(x)[0], strict=True):
+    for token, output in zip(x[0], module(x)[0], strict=True):
         hidden = layer_by_the_book(token.double(), module.up_proj.weight)
         torch.testing.assert_close(
-            found.double(), layer_by_the_book(hidden, module.down_proj.weight), rtol=0, atol=1e-5
+            output.double(), layer_by_the_book(hidden, module.down_proj.weight), rtol=0, atol=1e-5
         )
 
 
