@@ -1,7 +1,7 @@
 """Which attention survives low bits? The table and the plot of docs/variants.md.
 
     python benchmarks/variants.py --work DIR --markdown     # trains and measures what DIR lacks, and renews the page
-    python benchmarks/variants.py --work DIR --quick        # pico, two variants, two runs of 8 steps: does everything run?
+    python benchmarks/variants.py --work DIR --quick        # pico, two variants, short runs: does everything run?
 
 Every attention that `diffbit train` knows, in models of one preset with equal numbers of parameters, from several
 seeds; runs of one seed see the same batches in the same order. Each model is then rounded: weights by rtn and GPTQ,
@@ -17,16 +17,25 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from accuracy import texts
 from machine import describe
 from report import (
-    DOCS, Row, add_outputs, command_line, increase, interval, say, table, write_json, write_outputs,
+    Row,
+    add_outputs,
+    command_line,
+    increase,
+    interval,
+    say,
+    table,
+    write_json,
+    write_outputs,
 )  # fmt: skip
 from runs import QUICK, losses, over_runs, train
 
@@ -38,11 +47,12 @@ from diffbit.io.errors import DiffbitError
 from diffbit.io.files import read_json
 from diffbit.io.progress import set_quiet, track
 from diffbit.models import Checkpoint, Decoder, ModelConfig, load, num_parameters, save, variants
+from diffbit.models.attention import AttentionOptions
 from diffbit.quantize import AttentionScheme, Scheme, sizes
 from diffbit.runtime import bench
 
 MLP = {"crate": "ista"}  # CRATE's layer is its attention and a step of ISTA
-KAN = "softmax, KAN"
+KAN = "softmax-kan"
 REPEATS = 2
 ROUNDED = {"weights": ("4", "3", "2"), "kv": ("8", "4", "2"), "logits": ("4",)}
 METHODS = ("rtn", "gptq")
@@ -60,8 +70,13 @@ def options(name: str) -> list[str]:
 def low_bits(paths: Sequence[Path], name: str, quick: bool) -> list[Row]:
     """Results of `diffbit compare`, over runs; a variant without keys and values, or logits, has none for these."""
     windows, calibration = texts([Checkpoint(path) for path in paths], quick, REPEATS)
+    config = Checkpoint(paths[0]).config
+    cached = cache(config)
+    there = {"weights": True, "kv": cached["int8"] != cached["float"], "logits": has_attention(config)}
     rows: list[Row] = []
     for what, bits in ROUNDED.items():
+        if not there[what]:
+            continue
         try:
             comparison = compare(
                 paths, windows, bits[-1:] if quick else bits, [what], METHODS, calibration=calibration,
@@ -74,27 +89,31 @@ def low_bits(paths: Sequence[Path], name: str, quick: bool) -> list[Row]:
     return rows
 
 
+def has_attention(config: ModelConfig) -> bool:
+    return any(isinstance(layer.mixer, AttentionOptions) for layer in config.layers)
+
+
 def cache(config: ModelConfig) -> Row:
     """{format: [bytes that a token adds to the cache, bytes of states of fixed size]}; None: not for this variant."""
-    found: Row = {}
+    by_format: Row = {}
     for format in ("float", "int8", "int4"):
         low = {} if format == "float" else {"keys": format, "values": format}
         try:
             scheme = Scheme(attention=AttentionScheme(**low))
-            scheme.check(config)
+            scheme.attention.check(config)
             total = sizes(config, scheme)
-            found[format] = [total.kv_bytes_per_1k_tokens / 1024, total.kv_fixed_bytes]
+            by_format[format] = [total.kv_bytes_per_1k_tokens / 1000, total.kv_fixed_bytes]
         except DiffbitError:
-            found[format] = None
-    return found
+            by_format[format] = None
+    return by_format
 
 
-def speed(config: ModelConfig, contexts: Sequence[int]) -> Row:
+def speed(config: ModelConfig, tokenizer: Path, contexts: Sequence[int]) -> Row:
     """{context: tokens per second of decoding after so many tokens}, one thread."""
     longest = replace(config, max_position=max(contexts) + NEW_TOKENS)
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        save(Decoder(longest), Path(folder, "model"))
+        save(Decoder(longest), Path(folder, "model"), tokenizer_from=tokenizer)
         artifact = export_artifact(Path(folder, "model"), Path(folder, "artifact"))
         rows = {context: bench(artifact, context, NEW_TOKENS, 3, threads=1) for context in contexts}
     return {str(context): row["decode_tokens_per_s"] for context, row in rows.items()}
@@ -102,13 +121,13 @@ def speed(config: ModelConfig, contexts: Sequence[int]) -> Row:
 
 def measured(work: Path, preset: str, name: str, paths: Sequence[Path], quick: bool) -> Row:
     """A variant's numbers, from its file if it has been measured."""
-    file = work / f"{preset}-{name.replace(', ', '-')}.json"
+    file = work / f"{preset}-{name}.json"
     about = {"seeds": len(paths), "log": [read_json(path / "training.json")["result"] for path in paths]}
     if file.is_file() and (known := read_json(file))["about"] == about:
         return known
     checkpoint = Checkpoint(paths[0])
     windows, _ = texts([checkpoint], quick, 1)
-    reports = [measure(load(path), windows, name=name).to_dict() for path in paths]
+    reports = [measure(load(path), windows, name=name) for path in paths]
     row = {
         "name": name,
         "about": about,
@@ -116,9 +135,12 @@ def measured(work: Path, preset: str, name: str, paths: Sequence[Path], quick: b
         "losses": list(losses(paths)),
         "low_bits": low_bits(paths, name, quick),
         "cache": cache(checkpoint.config),
-        "hidden": {key: [report["hidden_states"][key] for report in reports] for key in ("kurtosis", "max")},
-        "logits": [report["attention_logits"]["max"] for report in reports if report["attention_logits"]["count"]],
-        "speed": speed(checkpoint.config, CONTEXTS[:1] if quick else CONTEXTS),
+        "hidden": {
+            "kurtosis": [report.hidden_states.kurtosis for report in reports],
+            "max": [report.hidden_states.max for report in reports],
+        },
+        "logits": [report.attention_logits.max for report in reports if report.attention_logits is not None],
+        "speed": speed(checkpoint.config, paths[0], CONTEXTS[:1] if quick else CONTEXTS),
     }
     write_json(file, row)
     return row
@@ -132,9 +154,9 @@ def losses_table(rows: Sequence[Row]) -> str:
     keys = list(dict.fromkeys((r["what"], r["format"], r["method"]) for row in rows for r in row["low_bits"]))
     lines = []
     for row in rows:
-        found = {(r["what"], r["format"], r["method"]): r["ratio"] for r in row["low_bits"]}
-        loss = interval(over_runs(row["losses"]), "{:.3f}".format)
-        lines.append([row["name"], f"{row['parameters']:,}", loss, *(increase(found.get(key)) or "–" for key in keys)])
+        ratios = {(r["what"], r["format"], r["method"]): r["ratio"] for r in row["low_bits"]}
+        loss = interval(over_runs(np.array(row["losses"])), "{:.3f}".format)
+        lines.append([row["name"], f"{row['parameters']:,}", loss, *(increase(ratios.get(key)) or "–" for key in keys)])
     header = [" ".join(part for part in key if part not in ("none", "weights")) for key in keys]
     return table(["attention", "parameters", "loss, nats", *header], lines)
 
@@ -201,14 +223,14 @@ def main() -> None:
     names = [*variants(), KAN] if arguments.only is None else arguments.only.split(",")
     names = ["softmax", "retention"] if arguments.quick else sorted(names, key=lambda name: name != "softmax")
     steps = ["--steps", str(arguments.steps)] if arguments.steps else []
-    extra: Callable[[str], list[str]] = lambda name: [*options(name), *(QUICK if arguments.quick else steps)]
+    steps = QUICK if arguments.quick else steps
     with ThreadPoolExecutor(arguments.jobs) as pool:
         tasks = {
             (name, seed): pool.submit(
-                train, arguments.work, preset, "softmax" if name == KAN else name, seed, extra(name), name
+                train, arguments.work, preset, name.partition("-")[0], seed, [*options(name), *steps], name
             )
-            for name in names
             for seed in range(seeds)
+            for name in names
         }
         paths = {key: task.result() for key, task in track(list(tasks.items()), "training")}
     torch.set_num_threads(1)
@@ -216,14 +238,15 @@ def main() -> None:
         measured(arguments.work, preset, name, [paths[name, seed] for seed in range(seeds)], arguments.quick)
         for name in track(names, "measuring")
     ]
+    length = f"{arguments.steps} steps" if arguments.steps else "its own number of steps"
     about = (
-        f"{describe()}. Preset {preset}{f', {arguments.steps} steps' if arguments.steps else ''}; {seeds} runs of each, "
-        f"{REPEATS} roundings of each run. `{command_line('variants.py', sys.argv[1:])}`"
+        f"{describe()}. Preset {preset}, {length}; {seeds} runs of each, {REPEATS} roundings of each run. "
+        f"`{command_line('variants.py', sys.argv[1:])}`"
     )
     tables = {"losses": f"{about}\n\n{losses_table(rows)}", "device": device_table(rows)}
     print("\n\n".join(tables.values()))
     if arguments.markdown:
-        plot(rows, (DOCS if arguments.markdown.parent == DOCS else arguments.markdown.parent) / "variants.svg")
+        plot(rows, arguments.markdown.with_suffix(".svg"))
     write_outputs(arguments, rows, tables)
 
 
