@@ -116,7 +116,7 @@ def quantize_checkpoint(
     )
 
 
-def _formats(scheme: Scheme, config: ModelConfig) -> dict[str, Format]:
+def _formats(scheme: Scheme, config: ModelConfig) -> Mapping[str, Format]:
     """{module: format} of the weights that the scheme quantizes. Raises DiffbitError if it quantizes nothing."""
     formats = scheme.formats(config)
     if not formats and not scheme.attention.is_low_bit:

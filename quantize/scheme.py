@@ -28,7 +28,9 @@ import tomllib
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from .. import formats
@@ -202,7 +204,8 @@ class Scheme:
         """Whether the model ties embedding and head, and the scheme keeps them tied."""
         return config.tie_embeddings and self.format_for(EMBEDDING_MODULE) == self.format_for(HEAD_MODULE)
 
-    def formats(self, config: ModelConfig) -> dict[str, Format]:
+    @lru_cache(maxsize=16)  # noqa: B019 (a scheme is a value, so equal ones share an entry)
+    def formats(self, config: ModelConfig) -> Mapping[str, Format]:
         """Return {module: format} of all quantized weights of a model, in the model's order: the embedding, the linear
         layers, and the head unless it is tied.
 
@@ -222,7 +225,7 @@ class Scheme:
         for module, format in chosen.items():
             with located(module):
                 (format.check_table if module == EMBEDDING_MODULE else format.check)(layers[module])
-        return chosen
+        return MappingProxyType(chosen)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the scheme as plain JSON; `from_dict` is the inverse."""

@@ -113,7 +113,7 @@ def one_format(config: ModelConfig, scheme: Scheme, method: str) -> tuple[Format
     return next(iter(formats.values())), [module for module in linear_shapes(config) if module not in formats]
 
 
-def weights_only(config: ModelConfig, scheme: Scheme, method: str) -> dict[str, Format]:
+def weights_only(config: ModelConfig, scheme: Scheme, method: str) -> Mapping[str, Format]:
     """{linear layer: format} of a scheme that quantizes the decoder's linear layers and nothing else."""
     formats = scheme.formats(config)
     if not formats:
