@@ -19,7 +19,7 @@ add their nodes in their `onnx` methods, through the protocol in models/graph.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -35,7 +35,7 @@ from ..formats.base import Stored
 from ..models import Block, ModelConfig, rope_tables
 from ..models.graph import GROUP_QUERY_MULTIPLE, Cache, Heads
 from ..ops import diff_attention, float_matmul
-from ..ops.body import END
+from ..ops.body import END, GraphNodes
 from ..ops.cache import Buffer, CacheSpec, tokens_each
 from ..ops.kv_cache import BLOCK
 from ..quantize import AttentionScheme, is_low_bit
@@ -205,6 +205,15 @@ class DecoderGraph(Graph):
             else:
                 value.name = ""  # marks an omitted output in ONNX
         return found["out"], {name: found[f"present_{name}"] for name in past} if appends else {}
+
+    def cache_nodes(
+        self, inputs: Mapping[str, ir.Value], past: Cache, heads: Heads, branches: int
+    ) -> tuple[diff_attention.Signature, GraphNodes]:
+        position_ids, cos, sin = self._rope(heads)
+        values = {"past_length": self.past_length, "position_ids": position_ids, "cos": cos, "sin": sin}
+        values |= {"attention_mask": self.attention_mask, **{f"past_{name}": buffer for name, buffer in past.items()}}
+        signature = operator(self.scheme, branches, heads.noise_ratio, heads.sliding_window)
+        return signature, GraphNodes(self, {**inputs, **values}, {"window": self.scheme.window})
 
     def embed(self, table: Tensor | QTensor) -> None:
         """Add the embedding [V, E]. A float32 graph keeps a 16-bit table: half the bytes, the same numbers."""

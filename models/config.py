@@ -129,14 +129,15 @@ class ModelConfig:
         o_bias: bool = False,
         mlp_bias: bool = False,
         lambda_bias: bool = False,
-        noise_ratio: int = 1,
+        noise_ratio: int | None = None,
+        sizes: Mapping[str, int] | None = None,
         **others: Any,
     ) -> ModelConfig:
         """Return a model of equal layers with an attention variant and an MLP, given by name; others: other fields.
 
         norm_eps: for all norms, also those of heads, queries and keys. head_norm: False removes diff_v1's.
-        lambda_bias: whether diff_v2's lambda has a bias. noise_ratio: signal heads per noise head. norms: as in
-        LayerSpec.
+        lambda_bias: whether diff_v2's lambda has a bias. noise_ratio: signal heads per noise head; None: the
+        variant's default. sizes: further options of the variant. norms: as in LayerSpec.
         """
         read(NumLayers, num_layers, "num_layers")
         options = attention_options(attention)
@@ -148,10 +149,11 @@ class ModelConfig:
             choices["norm_eps"] = norm_eps if head_norm else 0.0
         if lambda_bias and "lambda_bias" not in names:
             raise DiffbitError(f"lambda_bias is true, but {attention} has no projection to lambda; only diff_v2 has")
-        if noise_ratio > 1 and "noise_ratio" not in names:
-            raise DiffbitError(f"noise_ratio is {noise_ratio}, but {attention} has no noise heads, wanted 1")
+        if noise_ratio is not None and "noise_ratio" not in names:
+            raise DiffbitError(f"noise_ratio is {noise_ratio}, but {attention} has no noise heads; leave it out")
         choices |= {"lambda_bias": True} if lambda_bias else {}
-        choices |= {"noise_ratio": noise_ratio} if noise_ratio != 1 else {}
+        choices |= {} if noise_ratio is None else {"noise_ratio": noise_ratio}
+        choices |= sizes or {}
         layer = LayerSpec(options(num_heads, num_kv_heads, head_dim, **choices), gated, sub_norms, norms)
         return cls(layers=(layer,) * num_layers, norm_eps=norm_eps, **others)
 

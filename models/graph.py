@@ -19,6 +19,9 @@ from torch import nn
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from ..ops.body import GraphNodes
+    from ..ops.diff_attention import Signature
+
 Value: TypeAlias = "ir.Value"
 Cache = dict[str, Value]  # a layer's cache, by the names of its buffers
 
@@ -143,4 +146,13 @@ class Graph(Builder, Protocol):
         attention of query [B, S, num_heads * d], key and value [B, S, num_kv_heads * d] -> [B, S, num_heads * d], a
         DiffAttention of one branch. Without key and value, `past` is another layer's present, which is only read:
         query [B, Q, ...] is for the last Q of all tokens, and no cache is returned.
+        """
+
+    def cache_nodes(
+        self, inputs: Mapping[str, ir.Value], past: Cache, heads: Heads, branches: int
+    ) -> tuple[Signature, GraphNodes]:
+        """Return what a mixer needs to write an attention of its own over the scheme's cache (ops/cache_body.py).
+
+        That is the signature, and nodes whose inputs are these, past_length, position_ids, cos, sin, attention_mask and
+        past_* of the buffers. heads: head_dim is the width that RoPE rotates.
         """

@@ -1,5 +1,5 @@
 """The part of an attention's body that appends to a cache and reads it, in ONNX operators. ops/diff_attention.py says
-what a cache holds; diff_attention_body.py and latent_attention.py are bodies.
+what a cache holds; diff_attention_body.py is that operator's body. Other mixers can write theirs with it, too.
 
 Shapes are in comments: n = branches, w = 1 + wide_value, G = kv heads that hold a value, r = H/G heads that share one.
 In a cache of 4 or 2 bits, `before` tokens are codes before the call and `after` tokens after it; those in between are

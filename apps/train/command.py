@@ -39,7 +39,7 @@ Attention = Annotated[
     typer.Option(
         metavar="VARIANT",
         autocompletion=completion(lambda: plugins.names("diffbit.models.attention")),
-        help="Attention variant: diff_v1, diff_v2, softmax, ...; default: diff_v1, or that of --init.",
+        help="Attention variant: diff_v1, diff_v2, softmax, mla, gdla, ...; default: diff_v1, or that of --init.",
     ),
 ]
 Init = Annotated[Path | None, typer.Option(help="Checkpoint to start from: its weights, sizes and tokenizer.")]

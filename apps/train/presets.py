@@ -76,7 +76,7 @@ def model_config(
     sub_norms: bool = False,
     head_norm: bool = True,
     lambda_bias: bool = False,
-    noise_ratio: int = 1,
+    noise_ratio: int | None = None,
 ) -> ModelConfig:
     """The model of a preset with an attention variant; `vocab_size` None: the preset's. With shared noise heads
     (noise_ratio) it has fewer query rows, and at most one kv head for each of them. Raises DiffbitError for an unknown
@@ -84,14 +84,15 @@ def model_config(
     size = _preset(preset)
     if attention not in variants():
         raise DiffbitError(f"attention {attention!r} is unknown; choose one of {', '.join(variants())}")
-    heads, kv_heads = attention_options(attention).equal_heads(size.num_pairs)
+    options, head_dim = attention_options(attention), size.hidden_size // (2 * size.num_pairs)
+    heads, kv_heads = options.equal_heads(size.num_pairs)
     return ModelConfig.uniform(
         vocab_size=vocab_size or size.vocab_size,
         hidden_size=size.hidden_size,
         num_layers=size.num_layers,
         num_heads=heads,
-        num_kv_heads=max(1, min(kv_heads, heads // noise_ratio)),
-        head_dim=size.hidden_size // (2 * size.num_pairs),
+        num_kv_heads=max(1, min(kv_heads, heads // (noise_ratio or 1))),
+        head_dim=head_dim,
         intermediate_size=size.intermediate_size,
         max_position=size.context,
         attention=attention,
@@ -101,6 +102,7 @@ def model_config(
         head_norm=head_norm,
         lambda_bias=lambda_bias,
         noise_ratio=noise_ratio,
+        sizes=options.equal_sizes(size.num_pairs, head_dim),
     )
 
 
@@ -157,7 +159,7 @@ def train_config(
             sub_norms=norms,
             head_norm=head_norm != "none",
             lambda_bias=changes.get("lambda_bias") is not None,
-            noise_ratio=noise_ratio or 1,
+            noise_ratio=noise_ratio,
         )
         if head_norm is None and model.head_norm and qat is None and not norms:
             head_norm = "learned"

@@ -6,7 +6,7 @@ A variant is one file in models/attention/, which defines its heads (models/mixe
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar
 
@@ -80,6 +80,11 @@ class AttentionOptions(MixerOptions):
         """Signal heads per noise head, in variants that have noise heads."""
         return 1
 
+    @staticmethod
+    def equal_sizes(pairs: int, head_dim: int) -> dict[str, int]:
+        """Return the variant's other options for such a model, whose heads are head_dim wide."""
+        return {}
+
     @property
     def query_rows(self) -> int:
         """Rows of q_proj."""
@@ -149,10 +154,12 @@ class Attention(Mixer):
     k_proj: nn.Module
     v_proj: nn.Module
 
-    def __init__(self, options: AttentionOptions, place: Place) -> None:
-        rows = {"q_proj": options.query_rows}
-        if options.keys_of is None:
-            rows |= dict.fromkeys(("k_proj", "v_proj"), options.cache_heads * options.head_dim)
+    def __init__(self, options: AttentionOptions, place: Place, rows: Mapping[str, int] | None = None) -> None:
+        """rows: of the linears that read x, in a variant with others than q_proj, k_proj and v_proj."""
+        if rows is None:
+            rows = {"q_proj": options.query_rows}
+            if options.keys_of is None:
+                rows |= dict.fromkeys(("k_proj", "v_proj"), options.cache_heads * options.head_dim)
         super().__init__(place, options.width, bias=options.qkv_bias, o_bias=options.o_bias, **rows)
         self.rope, self.local_rope, self.keys_of = options.rope, options.local_rope, options.keys_of
         eps, self.norms_whole = options.qk_norm_eps, options.qk_norm_whole
@@ -161,6 +168,7 @@ class Attention(Mixer):
         self.q_norm, self.k_norm = (RMSNorm(width, eps) if eps else nn.Identity() for width in widths)
         self.num_heads, self.num_kv_heads, self.head_dim = options.num_heads, options.num_kv_heads, options.head_dim
         self.scale = self.head_dim**-0.5
+        self.cached_width = self.head_dim  # of a row of values in the cache
         self.sliding_window = options.sliding_window
         self.logits_hook: LogitsHook | None = None  # gets the scaled logits and returns the logits to use
         self.arithmetic: Arithmetic | None = None  # replaces the two matrix products
@@ -251,14 +259,18 @@ class Attention(Mixer):
         count = len(keys)
         if self.explicit:
             arithmetic = self.arithmetic or Arithmetic()
-            parts = [arithmetic.logits(query[:, i::count], keys[i], self.scale, i) for i in range(count)]
+            parts = [self.logits(arithmetic, query[:, i::count], keys[i], i) for i in range(count)]
             logits = torch.stack(parts, dim=2).flatten(1, 2)  # the hook sees those of all sub-heads at once
             probabilities = explicit_softmax(logits, mask, self.logits_hook)  # [B, softmaxes, S, T]
-            return [arithmetic.mix(probabilities[:, i::count], value, self.head_dim) for i in range(count)]
+            return [arithmetic.mix(probabilities[:, i::count], value, self.cached_width) for i in range(count)]
         if keys[0] is keys[-1]:  # one call for all branches
             out = attend(query, keys[0], value, mask, self.scale)
             return [out[:, i::count] for i in range(count)]
         return [attend(query[:, i::count], keys[i], value, mask, self.scale) for i in range(count)]
+
+    def logits(self, arithmetic: Arithmetic, query: Tensor, key: Tensor, branch: int) -> Tensor:
+        """Return the scaled logits [B, H, S, T] of a branch of the explicit form."""
+        return arithmetic.logits(query, key, self.scale, branch)
 
     def _branches_of_rows(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, real: Tensor) -> list[Tensor]:
         """`branches` row by row, of the tokens that are `real`, bool [B, T]; zeros for the others."""

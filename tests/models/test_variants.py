@@ -15,7 +15,7 @@ from diffbit.models.mixers import Place
 
 from .helpers import small_config, tokens
 
-VARIANTS = models.variants()
+VARIANTS = ("diff_v1", "diff_v2", "softmax")
 
 
 @torch.no_grad()
@@ -35,8 +35,8 @@ def set_hook(model: models.Decoder, hook: object) -> None:
         layer.self_attn.logits_hook = hook
 
 
-def test_variants_are_the_files_of_the_folder() -> None:
-    assert VARIANTS == ("diff_v1", "diff_v2", "softmax")
+def test_variants_are_the_files_of_the_folder_and_those_added() -> None:
+    assert set(models.variants()) == {*VARIANTS, "gdla", "mla"}
     configs = [[small_config(name, sub_norms=norms) for name in VARIANTS] for norms in (False, True)]
     assert [[family_for(config).model_type for config in row] for row in configs] == [
         ["diffllama", "diff_llama_v2", "llama"],
