@@ -4,6 +4,13 @@
     o_i = a_i - sigmoid(lambda_i(x)) a_noise(i),     lambda(x) = W x + b: one number per token and signal head
     o_i = o_i * sigmoid(W_g c_q)                     with a gate, number by number
 
+Motif-3's names of these weights (MotifTechnologies' vLLM, vllm/model_executor/models/motif.py):
+
+    wq_a, q_norm, wq_b       q_a_proj, q_a_layernorm, q_b_proj         wq_b_gate      g_proj
+    wkv_a, kv_norm, wkv_b    kv_a_proj, kv_a_layernorm, kv_b_proj      lambda_proj    lambda_proj      wo    o_proj
+
+Its sliding_window does not count the token itself; the option of that name does.
+
 num_heads counts signal heads, H, and softmaxes are H + H/R. All heads of a group read one kv head. Lambda is float32.
 """
 

@@ -32,9 +32,8 @@ class DeepSeek(Family):
     query_factor: float = 1.0
 
     def opened(self, values: Mapping[str, Any]) -> DeepSeek:
-        rope = get(values, "rope_scaling", Mapping[str, Any], {}) or get(
-            values, "rope_parameters", Mapping[str, Any], {}
-        )
+        ropes = (get(values, name, Mapping[str, Any], {}) for name in ("rope_scaling", "rope_parameters"))
+        rope = next(filter(None, ropes), {})
         scale, factor = get(rope, "mscale_all_dim", float, 0.0), get(rope, "factor", Positive, 1.0)
         grown = 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
         interleave = get(values, "rope_interleave", bool, True)
@@ -44,8 +43,8 @@ class DeepSeek(Family):
         dense, layers = get(values, "first_k_dense_replace", int, 0), get(values, "num_hidden_layers", Count)
         if get(values, "n_routed_experts", int, 0) and dense < layers:
             raise DiffbitError(
-                f"layers from first_k_dense_replace, {dense}, to the last of {layers} have experts, wanted dense layers "
-                "only: diffbit does not support experts"
+                f"first_k_dense_replace is {dense}, and later ones of the {layers} layers have experts, wanted dense "
+                "layers only: diffbit does not support experts"
             )
         config = BASE.read({**values, "head_dim": get(values, "qk_nope_head_dim", Count)})
         base = attention_of(config)
