@@ -33,7 +33,7 @@ class DeepSeek(Family):
 
     def opened(self, values: Mapping[str, Any]) -> DeepSeek:
         ropes = (get(values, name, Mapping[str, Any], {}) for name in ("rope_scaling", "rope_parameters"))
-        rope = next(filter(None, ropes), {})
+        rope: Mapping[str, Any] = next(filter(None, ropes), {})
         scale, factor = get(rope, "mscale_all_dim", float, 0.0), get(rope, "factor", Positive, 1.0)
         grown = 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
         interleave = get(values, "rope_interleave", bool, True)
