@@ -23,11 +23,11 @@ from typing import Annotated, Any
 
 from ..io import plugins
 from ..io.errors import DiffbitError
-from ..io.fields import Count, Positive, bounds, check, of_length, one_of, read, to_dict
+from ..io.fields import Count, Positive, bounds, check, of_length, one_of, read
 from .attention import AttentionOptions
 from .layers.norm import NORMS, LayerNorm, RMSNorm
 from .layers.rope import RopeScaling, scaling_from
-from .lookup import options_class, read_options
+from .lookup import options_class, options_dict, read_options
 from .mixers import MixerOptions, Symmetries
 from .mlp import MLPOptions
 
@@ -38,13 +38,17 @@ ATTENTION, MIXERS, MLP = (f"{__package__}.{folder}" for folder in ("attention", 
 
 
 def variants() -> tuple[str, ...]:
-    """Return the names of the attention variants: the files of models/attention/, and those added to it."""
-    return tuple(plugins.names(ATTENTION))
+    """Return the names of the attention variants: the files of models/attention/, those added to it, and other mixers
+    that can take attention's place in every layer, as their `equal_heads` says."""
+    others = [name for name in plugins.names(MIXERS) if hasattr(plugins.load(MIXERS, name).Options, "equal_heads")]
+    return tuple(sorted([*plugins.names(ATTENTION), *others]))
 
 
-def attention_options(name: str) -> type[AttentionOptions]:
+def attention_options(name: str) -> Any:
     """Return the options class of an attention variant."""
-    return options_class("attention", name, ATTENTION)
+    if name not in (known := variants()):
+        raise DiffbitError(f"attention is {name!r}, wanted one of {', '.join(known)}")
+    return options_class("attention", name, ATTENTION, MIXERS)
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class LayerSpec:
         return replace(symmetries, value_width=0, value_scales=False) if self.sub_norms else symmetries
 
     def to_dict(self) -> dict[str, Any]:
-        parts = {name: {"name": part.name} | to_dict(part) for name, part in (("mixer", self.mixer), ("mlp", self.mlp))}
+        parts = {"mixer": options_dict(self.mixer), "mlp": options_dict(self.mlp)}
         return parts | {"sub_norms": self.sub_norms, "norms": self.norms}
 
 
@@ -141,20 +145,17 @@ class ModelConfig:
         """
         read(NumLayers, num_layers, "num_layers")
         options = attention_options(attention)
-        gated = options_class("mlp", mlp, MLP)(intermediate_size, bias=mlp_bias)
+        gated = options_class("mlp", mlp, MLP).of_size(others["hidden_size"], intermediate_size, mlp_bias)
         choices: dict[str, Any] = {"qkv_bias": qkv_bias, "o_bias": o_bias, "qk_norm_eps": norm_eps if qk_norm else 0.0}
-        choices["qk_norm_whole"] = qk_norm_whole
+        choices |= {"qk_norm_whole": qk_norm_whole, "lambda_bias": lambda_bias, "noise_ratio": noise_ratio}
+        counts = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, **(sizes or {})}
         names = {field.name for field in fields(options)}
         if "norm_eps" in names:
             choices["norm_eps"] = norm_eps if head_norm else 0.0
-        if lambda_bias and "lambda_bias" not in names:
-            raise DiffbitError(f"lambda_bias is true, but {attention} has no projection to lambda; only diff_v2 has")
-        if noise_ratio is not None and "noise_ratio" not in names:
-            raise DiffbitError(f"noise_ratio is {noise_ratio}, but {attention} has no noise heads; leave it out")
-        choices |= {"lambda_bias": True} if lambda_bias else {}
-        choices |= {} if noise_ratio is None else {"noise_ratio": noise_ratio}
-        choices |= sizes or {}
-        layer = LayerSpec(options(num_heads, num_kv_heads, head_dim, **choices), gated, sub_norms, norms)
+        if without := [name for name, value in choices.items() if value and name not in names]:
+            raise DiffbitError(f"{without[0]} is {choices[without[0]]}, but {attention} has no such option")
+        mixer = options(**{name: x for name, x in (counts | choices).items() if name in names and x is not None})
+        layer = LayerSpec(mixer, gated, sub_norms, norms)
         return cls(layers=(layer,) * num_layers, norm_eps=norm_eps, **others)
 
     def _check_reader(self, index: int, mixer: MixerOptions) -> None:
@@ -164,10 +165,10 @@ class ModelConfig:
             raise DiffbitError(f"layer {index} reads from layer {mixer.reads}, wanted an earlier layer")
         giver = self.layers[mixer.reads].mixer
         if giver.reads is not None or giver.carried != mixer.carried:
-            given = giver.carried if giver.reads is None else "nothing of its own"
+            provided = giver.carried if giver.reads is None else "nothing of its own"
             raise DiffbitError(
                 f"layer {index} ({mixer.name}) reads {mixer.carried} from layer {mixer.reads} ({giver.name}), "
-                f"which provides {given}"
+                f"which provides {provided}"
             )
 
     @property

@@ -1,7 +1,7 @@
 """The protocol of a decoder's ONNX graph under construction, for the `onnx` methods of mixers, MLPs and number formats.
 
-export/decoder.py implements it. A weight is written when it is passed to the graph; names of nodes and weights begin
-with the layer's name.
+export/decoder_graph.py implements it. A weight is written when it is passed to the graph; names of nodes and weights
+begin with the layer's name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import nn
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ..ops.body import GraphNodes
     from ..ops.diff_attention import Signature
 
 Value: TypeAlias = "ir.Value"
@@ -66,6 +65,16 @@ class Builder(Protocol):
     ) -> Sequence[ir.Value]:
         """Add a node with several outputs."""
 
+    def scan(
+        self, step: Callable[..., Sequence[ir.Value]], states: Sequence[ir.Value], rows: Sequence[ir.Value]
+    ) -> Sequence[ir.Value]:
+        """Add a loop over axis 1 of `rows`: step(*states, *row) returns the next states, then outputs. Returns the last
+        states, then each output of all steps, stacked on axis 1.
+
+        All are float32. The nodes that `step` adds may also use values from outside, but not the other way round; what
+        the graph makes on first use, such as `real_tokens`, must be used before.
+        """
+
     def custom(self, op: ModuleType, inputs: Sequence[ir.Value | None], **attributes: Attribute) -> ir.Value:
         """Add a node with one output of one of diffbit's own ops (a module of ops/), and its body."""
 
@@ -109,6 +118,9 @@ class Graph(Builder, Protocol):
     def past_length(self) -> ir.Value:
         """int64 [1]: T - S."""
 
+    def rotated(self, x: ir.Value) -> ir.Value:
+        """Add RoPE of heads x, float32 [B, S, heads, d], of the model's `rope_width`."""
+
     def linear(self, x: ir.Value, module: nn.Module, name: str, scale: float = 1.0, bias: bool = True) -> ir.Value:
         """Add scale * (x W^T) + bias of a linear layer, float or quantized; bias=False omits the bias."""
 
@@ -123,6 +135,9 @@ class Graph(Builder, Protocol):
 
     def add_residual(self, x: ir.Value) -> None:
         """Add x to the residual stream."""
+
+    def set_residual(self, x: ir.Value) -> None:
+        """Replace the residual stream by x."""
 
     def scope(self, name: str | None) -> AbstractContextManager[None]:
         """Context manager: names inside begin with this one."""
@@ -148,11 +163,6 @@ class Graph(Builder, Protocol):
         query [B, Q, ...] is for the last Q of all tokens, and no cache is returned.
         """
 
-    def cache_nodes(
-        self, inputs: Mapping[str, ir.Value], past: Cache, heads: Heads, branches: int
-    ) -> tuple[Signature, GraphNodes]:
-        """Return what a mixer needs to write an attention of its own over the scheme's cache (ops/cache_body.py).
-
-        That is the signature, and nodes whose inputs are these, past_length, position_ids, cos, sin, attention_mask and
-        past_* of the buffers. heads: head_dim is the width that RoPE rotates.
-        """
+    def attention_inputs(self, past: Cache, heads: Heads, branches: int) -> tuple[Signature, int, Cache]:
+        """Return what a mixer needs for an attention of its own over the scheme's cache (ops/cache_body.py): a
+        signature, the residual window, and the inputs past_length, position_ids, cos, sin, attention_mask, past_*."""

@@ -15,7 +15,7 @@ import re
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TypeAlias
 
 END = 9223372036854775807  # of a slice: the last
 
@@ -184,52 +184,6 @@ class Nodes:
         if isinstance(parts, int):
             return self.several(parts, "Split", x, axis=axis, num_outputs=parts)
         return self.several(len(parts), "Split", x, self.shape(parts), axis=axis)
-
-
-class Writer(Protocol):
-    """What a graph under construction offers to GraphNodes (models/graph.py)."""
-
-    def ops(
-        self, op_type: str, inputs: Sequence[Any], outputs: int, *, domain: str = "", **attributes: Any
-    ) -> Sequence[Any]: ...
-
-    def const(self, values: Any, dtype: Any = ...) -> Any: ...
-
-
-class GraphNodes(Nodes):
-    """Nodes that are written into a graph, in place of a function.
-
-    inputs: {name: the graph's value}; settings: {name: value} of what a function would have as attributes.
-    """
-
-    def __init__(self, graph: Writer, inputs: Mapping[str, Any], settings: Mapping[str, int]) -> None:
-        super().__init__(list(inputs), {})
-        self._graph, self._settings = graph, settings
-        self._values = dict(inputs)
-
-    def value_of(self, x: Value) -> Any:
-        """Return the graph's value."""
-        return self._values[x.name]
-
-    def several(self, outputs: int, op: str, *inputs: Operand | None, **attributes: Attribute) -> list[Value]:
-        takes = [None if x is None else self._value(x).name for x in inputs]
-        text = f"{op} {attributes} {takes}"
-        if text not in self._written:
-            if op == "Constant":
-                ((kind, value),) = attributes.items()
-                results = [self._graph.const(value, "float32" if kind == "value_float" else "int64")]
-            else:
-                domain, _, name = op.rpartition(".")
-                values = [None if x is None else self._values[x] for x in takes]
-                settings = {key: int(x) if isinstance(x, int) else x for key, x in attributes.items()}  # of an IntEnum
-                results = list(self._graph.ops(name, values, outputs, domain=domain, **settings))
-            names = [f"%{len(self._values) + i}" for i in range(outputs)]
-            self._values.update(zip(names, results, strict=True))
-            self._written[text] = [Value(self, name) for name in names]
-        return self._written[text]
-
-    def attribute(self, name: str) -> Value:
-        return self.scalar(self._settings[name])
 
 
 def _listed(outputs: Outputs) -> Sequence[Value]:

@@ -94,15 +94,9 @@ reference and in kernels; the body does not define it. All other arithmetic is i
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import partial
-from typing import TYPE_CHECKING
 
 from ..io.errors import DiffbitError
 from . import kv_cache, schema
-from .diff_attention_body import body, grouped_body
-
-if TYPE_CHECKING:
-    import onnx_ir
 
 OP = schema.DIFF_ATTENTION
 INPUTS = tuple(tensor.name for tensor in OP.inputs)
@@ -173,15 +167,3 @@ class Signature:
         while not used[-1]:
             used.pop()
         return tuple(used)
-
-
-def function(of: Signature = Signature(), grouped: bool = False, name: str | None = None) -> onnx_ir.Function:
-    """Return the op's body as an ONNX model-local function, which runs if no native library is registered.
-
-    A model's nodes of one `name` share it and have the same signature. It declares as many inputs and outputs as they
-    have; ONNX Runtime inlines it only if it computes all of them, including omitted ones. grouped: a body of ONNX
-    Runtime's own operators, which write into a buffer shared by past and present; for a float cache, one branch and
-    heads whose width is a multiple of 8.
-    """
-    write = grouped_body if grouped else partial(body, of)
-    return OP.function(write, INPUTS[: len(of.inputs)], of.declared_outputs, name)

@@ -5,14 +5,16 @@ cache_body.py has the cache, and explains the shapes in comments.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from .body import Nodes, Value
 from .cache_body import CacheBody
+from .diff_attention import INPUTS, OP, Signature
 from .signature import Type
 
 if TYPE_CHECKING:
-    from .diff_attention import Signature
+    import onnx_ir
 
 
 def grouped_body(op: Nodes) -> list[Value]:
@@ -38,6 +40,18 @@ def grouped_body(op: Nodes) -> list[Value]:
         "scale": op.reference("scale"),
     }
     return op.several(3, "com.microsoft.GroupQueryAttention", *inputs, **attributes)
+
+
+def function(of: Signature = Signature(), grouped: bool = False, name: str | None = None) -> onnx_ir.Function:  # noqa: B008 (frozen)
+    """Return the op's body as an ONNX model-local function, which runs if no native library is registered.
+
+    A model's nodes of one `name` share it and have the same signature. It declares as many inputs and outputs as they
+    have; ONNX Runtime inlines it only if it computes all of them, including omitted ones. grouped: a body of ONNX
+    Runtime's own operators, which write into a buffer shared by past and present; for a float cache, one branch and
+    heads whose width is a multiple of 8.
+    """
+    write = grouped_body if grouped else partial(body, of)
+    return OP.function(write, INPUTS[: len(of.inputs)], of.declared_outputs, name)
 
 
 def body(of: Signature, op: Nodes) -> list[Value]:

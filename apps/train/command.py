@@ -21,8 +21,8 @@ EXAMPLES = {
 }
 
 
-def _list_presets(wanted: bool) -> None:
-    if wanted:
+def _list_presets(is_given: bool) -> None:
+    if is_given:
         from .presets import parameters
 
         print_table(parameters())
@@ -31,7 +31,7 @@ def _list_presets(wanted: bool) -> None:
 
 Output = Annotated[Path, typer.Option("--output", "-o", help="Output folder: the model, its log and checkpoints.")]
 Preset = Annotated[
-    Literal["pico", "tiny", "nano", "small", "base"],
+    Literal["pico", "tiny", "yoco", "nano", "small", "base"],
     typer.Option(help="Model size and training recipe; see --list-presets."),
 ]
 Attention = Annotated[
@@ -39,7 +39,8 @@ Attention = Annotated[
     typer.Option(
         metavar="VARIANT",
         autocompletion=completion(lambda: plugins.names("diffbit.models.attention")),
-        help="Attention variant: diff_v1, diff_v2, softmax, mla, gdla, ...; default: diff_v1, or that of --init.",
+        help="Attention variant: diff_v1, diff_v2, softmax, ... (--list-presets lists all); default: diff_v1, or that "
+        "of --init.",
     ),
 ]
 Init = Annotated[Path | None, typer.Option(help="Checkpoint to start from: its weights, sizes and tokenizer.")]
@@ -74,7 +75,14 @@ DistillWeight = Annotated[
     float | None,
     typer.Option(help="Weight of the teacher's loss; the loss on the text has weight 1. Default: 100."),
 ]
-Mlp = Annotated[str | None, typer.Option(metavar="MLP", help="swiglu or relu2; default: swiglu, or that of --init.")]
+Mlp = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MLP",
+        autocompletion=completion(lambda: plugins.names("diffbit.models.mlp")),
+        help="MLP: swiglu, relu2, geglu, kan, ista, ...; default: swiglu, or that of --init.",
+    ),
+]
 SubNorms = Annotated[
     bool | None,
     typer.Option(
@@ -189,9 +197,9 @@ def train(
         accumulate=accumulate, learning_rate=learning_rate, schedule=schedule, optimizer=optimizer, seed=seed,
         eval_every=eval_every, checkpoint_every=checkpoint_every, device=device, compile=compiled, precision=precision,
     )  # fmt: skip
-    given = {name: value for name, value in changes.items() if value is not None}
-    given |= {name: str(value) for name, value in given.items() if isinstance(value, Path)}
-    config = train_config(preset, attention, **given)
+    settings = {name: value for name, value in changes.items() if value is not None}
+    settings |= {name: str(value) for name, value in settings.items() if isinstance(value, Path)}
+    config = train_config(preset, attention, **settings)
     result = run_training(config, output, resume=resume, overwrite=overwrite)
     if os.environ.get("RANK", "0") != "0":  # under torchrun only one process reports
         return

@@ -1,7 +1,7 @@
-"""Presets: model sizes, each for three attention variants of equal size, and their training options.
+"""Presets: model sizes, each for all attention variants, of equal size, and their training options.
 
-The variants of a preset have the same number of parameters within 1 % and differ only in their heads (d = head_dim).
-With H pairs in diff_v1:
+The variants of a preset have the same number of parameters within 1 % (ttt 3 %) and differ only in their heads
+(d = head_dim). With H pairs in diff_v1:
 
     variant   query heads      key heads    value heads    weights of q + k + v + o, in units of hidden * d
     softmax   2H of d          2H of d      2H of d        2H + 2H + 2H + 2H = 8H
@@ -11,6 +11,14 @@ With H pairs in diff_v1:
 softmax and diff_v1 are the paper's pair: they have the same d, and diff_v1 has half as many (double) heads (arXiv
 2410.05258, section 2.1), so all weights have the same names and shapes. diff_v2 has twice the query heads of softmax,
 as in its authors' models, and fewer key-value heads (grouped queries, 4 query heads each).
+
+Preset yoco is YOCO (You Only Cache Once, arXiv 2405.05254): the lower half of the layers attends within a window, the
+first layer of the upper half makes keys and values of all tokens, and those after it have only queries (`keys_of`):
+
+    X^l = attention(X^(l-1)) with a window,  l <= L / 2;    K = LN(X^(L/2)) W_K,  V = LN(X^(L/2)) W_V
+    X^l = attention(LN(X^(l-1)) W_Q^l, K, V),  l > L / 2           both with residual sums and MLPs
+
+So one layer's cache grows with the context. Its variants are those with keys and values, and not of equal size.
 """
 
 from __future__ import annotations
@@ -52,6 +60,7 @@ class Preset:
     learning_rate: float
     warmup: int
     head_gain: float  # initial weight of diff_v1's learned head norm, relative size of o_proj (docs/training.md)
+    window: int = 0  # of the lower half's attention, in a model whose upper half shares keys and values; 0: all alike
 
 
 PRESETS = {
@@ -59,6 +68,8 @@ PRESETS = {
     "pico": Preset(1024, 128, 2, 2, 128, 256, 800, 8, 1, 5e-3, 60, 0.1),
     # Trains a matched pair in a few minutes on two CPU cores.
     "tiny": Preset(1024, 128, 4, 2, 256, 128, 1200, 8, 1, 5e-3, 60, 0.1),
+    # The same with keys and values of one layer for the upper half.
+    "yoco": Preset(1024, 128, 4, 2, 256, 128, 1200, 8, 1, 5e-3, 60, 0.1, window=32),
     # The size of the published Diff_NanoGPT: 2.5 M parameters, context 256.
     "nano": Preset(1024, 256, 3, 4, 640, 256, 3000, 32, 1, 2e-3, 100, 1.0),
     # For a GPU.
@@ -86,7 +97,7 @@ def model_config(
         raise DiffbitError(f"attention {attention!r} is unknown; choose one of {', '.join(variants())}")
     options, head_dim = attention_options(attention), size.hidden_size // (2 * size.num_pairs)
     heads, kv_heads = options.equal_heads(size.num_pairs)
-    return ModelConfig.uniform(
+    model = ModelConfig.uniform(
         vocab_size=vocab_size or size.vocab_size,
         hidden_size=size.hidden_size,
         num_layers=size.num_layers,
@@ -102,8 +113,19 @@ def model_config(
         head_norm=head_norm,
         lambda_bias=lambda_bias,
         noise_ratio=noise_ratio,
-        sizes=options.equal_sizes(size.num_pairs, head_dim),
+        sizes=options.equal_sizes(size.num_pairs, head_dim) if hasattr(options, "equal_sizes") else {},
     )
+    return _caches_once(model, size.window) if size.window else model
+
+
+def _caches_once(model: ModelConfig, window: int) -> ModelConfig:
+    """A model of equal layers as YOCO's."""
+    layer, half = model.layers[0], model.num_layers // 2
+    if not isinstance(layer.mixer, AttentionOptions):
+        raise DiffbitError(f"preset yoco shares keys and values, which {layer.mixer.name} does not have")
+    lower = replace(layer, mixer=replace(layer.mixer, sliding_window=window))
+    upper = replace(layer, mixer=replace(layer.mixer, keys_of=half))
+    return replace(model, layers=(lower,) * half + (layer,) + (upper,) * (model.num_layers - half - 1))
 
 
 def train_config(
@@ -152,15 +174,10 @@ def train_config(
             vocab_size = load_tokenizer(changes["tokenizer"]).vocab_size
         norms = ternary if sub_norms is None else sub_norms
         model = model_config(
-            preset,
-            attention or ATTENTION,
-            vocab_size=vocab_size,
-            mlp=mlp or "swiglu",
-            sub_norms=norms,
-            head_norm=head_norm != "none",
-            lambda_bias=changes.get("lambda_bias") is not None,
+            preset, attention or ATTENTION, vocab_size=vocab_size, mlp=mlp or "swiglu", sub_norms=norms,
+            head_norm=head_norm != "none", lambda_bias=changes.get("lambda_bias") is not None,
             noise_ratio=noise_ratio,
-        )
+        )  # fmt: skip
         if head_norm is None and model.head_norm and qat is None and not norms:
             head_norm = "learned"
         if ternary:
@@ -194,35 +211,38 @@ def _preset(name: str) -> Preset:
 
 def _model_of(checkpoint: str, attention: str | None, mlp: str | None, sub_norms: bool | None) -> ModelConfig:
     """The model of a checkpoint. Raises DiffbitError if training cannot start from it."""
-    found = Checkpoint(checkpoint)
-    if found.quantization is not None:
+    start = Checkpoint(checkpoint)
+    if start.quantization is not None:
         master = Path(checkpoint) / MASTER
         source = f"start from {master}" if master.is_dir() else "start from the checkpoint it was made from"
         raise DiffbitError(f"{checkpoint}: is quantized, but training starts from float weights; {source}")
-    if attention not in (None, found.config.attention):
+    if attention not in (None, start.config.attention):
         raise DiffbitError(
-            f"{checkpoint}: its attention is {found.config.attention}, not {attention}; omit --attention, or "
+            f"{checkpoint}: its attention is {start.config.attention}, not {attention}; omit --attention, or "
             "start from another checkpoint"
         )
-    if mlp not in (None, found.config.mlp):
+    if mlp not in (None, start.config.mlp):
         raise DiffbitError(
-            f"{checkpoint}: its MLP is {found.config.mlp}, not {mlp}; omit --mlp, or start from another checkpoint"
+            f"{checkpoint}: its MLP is {start.config.mlp}, not {mlp}; omit --mlp, or start from another checkpoint"
         )
-    if sub_norms is False and found.config.sub_norms:
+    if sub_norms is False and start.config.sub_norms:
         raise DiffbitError(f"{checkpoint}: has sub-norms, which training cannot remove; omit --no-sub-norms")
-    return found.config.with_sub_norms() if sub_norms else found.config
+    return start.config.with_sub_norms() if sub_norms else start.config
 
 
 def parameters() -> list[dict[str, Any]]:
-    """A row for each preset and variant, with its sizes and number of parameters (a tied embedding counts once)."""
+    """A row for each preset and variant that it has, with its sizes and number of parameters (a tied embedding counts
+    once)."""
     rows = []
     for preset in PRESETS:
         for attention in variants():
-            config = model_config(preset, attention)
+            try:
+                config = model_config(preset, attention)
+            except DiffbitError:  # yoco has only variants that can read another layer's keys
+                continue
             mixer = config.layers[0].mixer
-            assert isinstance(mixer, AttentionOptions)
             row = {"preset": preset, "attention": attention, "parameters": num_parameters(config)}
             row |= {"hidden_size": config.hidden_size, "num_layers": config.num_layers}
-            row |= {name: getattr(mixer, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
+            row |= {name: getattr(mixer, name, None) for name in ("num_heads", "num_kv_heads", "head_dim")}
             rows.append(row | {"vocab_size": config.vocab_size, "context": config.max_position})
     return rows

@@ -6,7 +6,7 @@ A variant is one file in models/attention/, which defines its heads (models/mixe
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar
 
@@ -80,15 +80,16 @@ class AttentionOptions(MixerOptions):
         """Signal heads per noise head, in variants that have noise heads."""
         return 1
 
-    @staticmethod
-    def equal_sizes(pairs: int, head_dim: int) -> dict[str, int]:
-        """Return the variant's other options for such a model, whose heads are head_dim wide."""
-        return {}
-
     @property
     def query_rows(self) -> int:
-        """Rows of q_proj."""
+        """Rows of queries."""
         return self.softmaxes * self.head_dim
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Rows of the linears that read x."""
+        keys = {} if self.keys_of is not None else dict.fromkeys(("k_proj", "v_proj"), self.cache_heads * self.head_dim)
+        return {"q_proj": self.query_rows} | keys
 
     @property
     def width(self) -> int:
@@ -154,21 +155,14 @@ class Attention(Mixer):
     k_proj: nn.Module
     v_proj: nn.Module
 
-    def __init__(self, options: AttentionOptions, place: Place, rows: Mapping[str, int] | None = None) -> None:
-        """rows: of the linears that read x, in a variant with others than q_proj, k_proj and v_proj."""
-        if rows is None:
-            rows = {"q_proj": options.query_rows}
-            if options.keys_of is None:
-                rows |= dict.fromkeys(("k_proj", "v_proj"), options.cache_heads * options.head_dim)
-        super().__init__(place, options.width, bias=options.qkv_bias, o_bias=options.o_bias, **rows)
+    def __init__(self, options: AttentionOptions, place: Place) -> None:
+        super().__init__(place, options.width, bias=options.qkv_bias, o_bias=options.o_bias, **options.rows)
         self.rope, self.local_rope, self.keys_of = options.rope, options.local_rope, options.keys_of
-        eps, self.norms_whole = options.qk_norm_eps, options.qk_norm_whole
-        width = options.head_dim
+        eps, width, self.norms_whole = options.qk_norm_eps, options.head_dim, options.qk_norm_whole
         widths = (options.query_rows, options.cache_heads * width) if self.norms_whole else (width, width)
         self.q_norm, self.k_norm = (RMSNorm(width, eps) if eps else nn.Identity() for width in widths)
         self.num_heads, self.num_kv_heads, self.head_dim = options.num_heads, options.num_kv_heads, options.head_dim
-        self.scale = self.head_dim**-0.5
-        self.cached_width = self.head_dim  # of a row of values in the cache
+        self.scale, self.cached_width = self.head_dim**-0.5, self.head_dim  # the latter: of a row of cached values
         self.sliding_window = options.sliding_window
         self.logits_hook: LogitsHook | None = None  # gets the scaled logits and returns the logits to use
         self.arithmetic: Arithmetic | None = None  # replaces the two matrix products

@@ -3,9 +3,10 @@
 from .arithmetic import Arithmetic, LogitsHook
 from .masks import real_tokens
 from .norm import LayerNorm, RMSNorm
-from .rope import Rope
+from .rope import Rope, apply_rope
 from .state import Carried, NoState, State
 
 __all__ = [
-    "Arithmetic", "Carried", "LayerNorm", "LogitsHook", "NoState", "RMSNorm", "Rope", "State", "real_tokens",
+    "Arithmetic", "Carried", "LayerNorm", "LogitsHook", "NoState", "RMSNorm", "Rope", "State", "apply_rope",
+    "real_tokens",
 ]  # fmt: skip

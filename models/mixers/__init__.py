@@ -6,10 +6,10 @@ apps/variants/ has Mamba, and docs/extending.md shows another. A file needs noth
 
 from ...ops.cache import TOKENS, Buffer
 from ..graph import Cache, Graph, Value
-from ..layers import Carried, NoState, Rope, State, real_tokens
+from ..layers import Carried, NoState, Rope, State, apply_rope, real_tokens
 from ._mixer import KVBuffers, Mixer, MixerOptions, Operations, Place, Replay, Symmetries
 
 __all__ = [
     "TOKENS", "Buffer", "Cache", "Carried", "Graph", "KVBuffers", "Mixer", "MixerOptions", "NoState", "Operations",
-    "Place", "Replay", "Rope", "State", "Symmetries", "Value", "real_tokens",
+    "Place", "Replay", "Rope", "State", "Symmetries", "Value", "apply_rope", "real_tokens",
 ]  # fmt: skip

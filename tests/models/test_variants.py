@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from diffbit.models.mixers import Place
 
 from .helpers import small_config, tokens
 
-VARIANTS = ("diff_v1", "diff_v2", "softmax")
+VARIANTS = ("diff_v1", "diff_v2", "softmax")  # of the core; tests/apps/variants has the others
 
 
 @torch.no_grad()
@@ -35,8 +36,10 @@ def set_hook(model: models.Decoder, hook: object) -> None:
         layer.self_attn.logits_hook = hook
 
 
-def test_variants_are_the_files_of_the_folder_and_those_added() -> None:
-    assert set(models.variants()) == {*VARIANTS, "gdla", "mla"}
+def test_variants_are_the_files_of_the_folder_and_what_packages_add() -> None:
+    files = (Path(models.__file__).parent / "attention").glob("[!_]*.py")
+    assert tuple(sorted(file.stem for file in files)) == VARIANTS
+    assert {*VARIANTS, "retention"} <= set(models.variants()) and "mamba" not in models.variants()
     configs = [[small_config(name, sub_norms=norms) for name in VARIANTS] for norms in (False, True)]
     assert [[family_for(config).model_type for config in row] for row in configs] == [
         ["diffllama", "diff_llama_v2", "llama"],
@@ -142,7 +145,7 @@ def test_diff_v2_is_its_equations(kv_heads: int, ratio: int, bias: bool) -> None
 def test_noise_heads_are_shared_within_a_kv_head() -> None:
     with pytest.raises(DiffbitError, match="noise_ratio is 4, wanted a divisor of 2, the number of heads per kv head"):
         small_config("diff_v2", noise_ratio=4)
-    with pytest.raises(DiffbitError, match="noise_ratio is 2, but softmax has no noise heads"):
+    with pytest.raises(DiffbitError, match="noise_ratio is 2, but softmax has no such option"):
         small_config("softmax", noise_ratio=2)
     shared, paired = (small_config("diff_v2", noise_ratio=ratio) for ratio in (2, 1))
     assert family_for(shared).model_type == "diffbit"

@@ -76,14 +76,14 @@ class AttentionCase:
         """Slots of a sliding window's buffer; 0: it is no ring."""
         return -(-self.sliding_window // 32) * 32 if bits < 8 else self.sliding_window
 
-    def held(self, present: str) -> int:
+    def filled(self, present: str) -> int:
         """Slots of an output that hold tokens (or blocks of them, for scales), along its third dimension."""
         bits = self.key_bits if "key" in present else self.value_bits
         quantized = self.total if bits >= 8 else self.quantized(self.total)
         if present.endswith("recent"):
             return self.total - quantized
-        held = min(quantized, self.ring(bits)) if self.sliding_window else quantized
-        return held // 32 if present.endswith("scale") and bits < 8 else held
+        tokens = min(quantized, self.ring(bits)) if self.sliding_window else quantized
+        return tokens // 32 if present.endswith("scale") and bits < 8 else tokens
 
     def inputs(self) -> dict[str, torch.Tensor | None]:
         """Random inputs in the op's order, None those that the node has no use for.
@@ -166,7 +166,7 @@ class AttentionCase:
 
     def attributes(self) -> dict[str, int | float]:
         """The node's attributes."""
-        given = {
+        values = {
             "num_heads": self.heads,
             "num_kv_heads": self.kv_heads,
             "branches": self.branches,
@@ -180,7 +180,7 @@ class AttentionCase:
             "window": self.window,
             "sliding_window": self.sliding_window,
         }
-        return diff_attention.OP.attributes_of(given)
+        return diff_attention.OP.attributes_of(values)
 
 
 _V1 = AttentionCase("v1_prefill")

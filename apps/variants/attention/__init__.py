@@ -1,1 +1,1 @@
-"""Attention over a cache of latents, without and with a difference."""
+"""Attention beyond the core's variants: other positions, patterns, and compositions of heads."""

@@ -15,27 +15,63 @@ Formats of the cache are those of ops/diff_attention.py: p is its "key", c is in
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from ....models.attention import Heads
 from ....models.mixers import Cache, Graph, Value
 from ....ops import body, cache_body, diff_attention, signature
 
 
+class GraphNodes(body.Nodes):
+    """Nodes that are written into a graph, in place of a function.
+
+    inputs: {name: the graph's value}; settings: {name: value} of what a function would have as attributes.
+    """
+
+    def __init__(self, graph: Graph, inputs: Mapping[str, Any], settings: Mapping[str, int]) -> None:
+        super().__init__(list(inputs), {})
+        self._graph, self._settings = graph, settings
+        self._values = dict(inputs)
+
+    def value_of(self, x: body.Value) -> Any:
+        """Return the graph's value."""
+        return self._values[x.name]
+
+    def several(
+        self, outputs: int, op: str, *inputs: body.Operand | None, **attributes: body.Attribute
+    ) -> list[body.Value]:
+        takes = [None if x is None else self._value(x).name for x in inputs]
+        text = f"{op} {attributes} {takes}"
+        if text not in self._written:
+            if op == "Constant":
+                ((kind, value),) = attributes.items()
+                results = [self._graph.const(value, "float32" if kind == "value_float" else "int64")]
+            else:
+                domain, _, name = op.rpartition(".")
+                values = [None if x is None else self._values[x] for x in takes]
+                settings = {key: int(x) if isinstance(x, int) else x for key, x in attributes.items()}  # of an IntEnum
+                results = list(self._graph.ops(name, values, outputs, domain=domain, **settings))
+            names = [f"%{len(self._values) + i}" for i in range(outputs)]
+            self._values.update(zip(names, results, strict=True))
+            self._written[text] = [body.Value(self, name) for name in names]
+        return self._written[text]
+
+    def attribute(self, name: str) -> body.Value:
+        return self.scalar(self._settings[name])
+
+
 class _Part(cache_body.CacheBody):
     """The rotated keys, or the latents: one row of width d per token, which all heads read."""
 
-    def __init__(self, of: diff_attention.Signature, op: body.GraphNodes, heads: int, width: int) -> None:
+    def __init__(self, of: diff_attention.Signature, op: GraphNodes, heads: int, width: int) -> None:
         super().__init__(of, op)
         self.Hk = op.ints(1)
         self.w = self.n = self.G = 1
-        self.r, self.width = op.ints(heads), width
-        self._begin()
+        self.r = op.ints(heads)
+        self._begin(op.ints(width))
         self._visible()
         if self.blockwise:
             self._lengths()
-
-    def _width(self) -> body.Value:
-        return self.op.ints(self.width)
 
     def append(self, name: str, rows: body.Value, bits: int) -> cache_body.Side:
         """Append rows [B, S, d]."""
@@ -65,7 +101,8 @@ def latent_attention(
     lambda float [B, S, signal heads] if there are noise heads. heads: head_dim is d', num_heads counts signal heads.
     softmaxes: H.
     """
-    of, op = g.cache_nodes(inputs, past, heads, 1 + ("lambda" in inputs))
+    of, window, shared = g.attention_inputs(past, heads, 1 + ("lambda" in inputs))
+    op = GraphNodes(g, {**inputs, **shared}, {"window": window})
     key, latent = (_Part(of, op, softmaxes, width) for width in (heads.head_dim, latent_width))
     nodes, count, ratio = key.inputs, heads.num_heads, heads.noise_ratio
     keys = key.append("key", key.rotated("key", 1), of.key_bits)

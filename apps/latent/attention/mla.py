@@ -73,7 +73,9 @@ class Options(AttentionOptions):
 
     @staticmethod
     def equal_sizes(pairs: int, head_dim: int) -> dict[str, int]:
-        """With E = 2 pairs head_dim, weights of q_a + q_b + kv_a + kv_b + o are E times
+        """Return the other sizes of a model equal to diff_v1 with `pairs` pairs of heads, head_dim wide.
+
+        With E = 2 pairs head_dim, weights of q_a + q_b + kv_a + kv_b + o are E times
 
         query_rank + 2 query_rank + (latent_rank + d) + 2 latent_rank + E = 4 E
         """
@@ -89,6 +91,11 @@ class Options(AttentionOptions):
     @property
     def query_rows(self) -> int:
         return self.softmaxes * self.query_width
+
+    @property
+    def rows(self) -> dict[str, int]:
+        queries = {"q_a_proj": self.query_rank} if self.query_rank else {"q_proj": self.query_rows}
+        return queries | {"kv_a_proj": self.latent_rank + self.rope_head_dim}
 
     @property
     def softmaxes(self) -> int:
@@ -150,8 +157,7 @@ class LatentAttention(Attention):
 
     def __init__(self, options: Options, place: Place) -> None:
         rank, latent = options.query_rank, options.latent_rank
-        rows = {"q_a_proj": rank} if rank else {"q_proj": options.query_rows}
-        super().__init__(options, place, rows | {"kv_a_proj": latent + options.rope_head_dim})
+        super().__init__(options, place)
         self.options = options
         if rank:
             self.q_a_layernorm = RMSNorm(rank, options.latent_norm_eps)
