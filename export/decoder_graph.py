@@ -217,6 +217,13 @@ class DecoderGraph(OnnxGraph):
                 value.name = ""  # marks an omitted output in ONNX
         return by_name["out"], {name: by_name[f"present_{name}"] for name in past} if appends else {}
 
+    def attention_inputs(self, past: Cache, heads: Heads, branches: int) -> tuple[diff_attention.Signature, int, Cache]:
+        position_ids, cos, sin = self._rope(heads)
+        values = {"past_length": self.past_length, "position_ids": position_ids, "cos": cos, "sin": sin}
+        values |= {"attention_mask": self.attention_mask, **{f"past_{name}": buffer for name, buffer in past.items()}}
+        signature = operator(self.scheme, branches, heads.noise_ratio, heads.sliding_window)
+        return signature, self.scheme.window, values
+
     def embed(self, table: Tensor | QTensor) -> None:
         """Add the embedding [V, E]. A float32 graph keeps a 16-bit table: half the bytes, the same numbers."""
         if isinstance(table, QTensor):

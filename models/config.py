@@ -40,7 +40,7 @@ ATTENTION, MIXERS, MLP = (f"{__package__}.{folder}" for folder in ("attention", 
 def variants() -> tuple[str, ...]:
     """Return the names of the attention variants: the files of models/attention/, those added to it, and other mixers
     that can take attention's place in every layer, as their `equal_heads` says."""
-    others = [name for name in plugins.names(MIXERS) if hasattr(plugins.load(MIXERS, name).Options, "equal_heads")]
+    others = [name for name in plugins.names(MIXERS) if plugins.load(MIXERS, name).Options.equal_heads(1) is not None]
     return tuple(sorted([*plugins.names(ATTENTION), *others]))
 
 
@@ -133,32 +133,28 @@ class ModelConfig:
         o_bias: bool = False,
         mlp_bias: bool = False,
         lambda_bias: bool = False,
-        noise_ratio: int = 1,
+        noise_ratio: int | None = None,
+        sizes: Mapping[str, int] | None = None,
         **others: Any,
     ) -> ModelConfig:
         """Return a model of equal layers with an attention variant and an MLP, given by name; others: other fields.
 
         norm_eps: for all norms, also those of heads, queries and keys. head_norm: False removes diff_v1's.
-        lambda_bias: whether diff_v2's lambda has a bias. noise_ratio: signal heads per noise head. norms: as in
-        LayerSpec.
+        lambda_bias: whether diff_v2's lambda has a bias. noise_ratio: signal heads per noise head; None: the
+        variant's default. sizes: further options of the variant. norms: as in LayerSpec.
         """
         read(NumLayers, num_layers, "num_layers")
         options = attention_options(attention)
         gated = options_class("mlp", mlp, MLP).of_size(others["hidden_size"], intermediate_size, mlp_bias)
         choices: dict[str, Any] = {"qkv_bias": qkv_bias, "o_bias": o_bias, "qk_norm_eps": norm_eps if qk_norm else 0.0}
-        choices |= {"qk_norm_whole": qk_norm_whole, "lambda_bias": lambda_bias}
-        sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        choices |= {"qk_norm_whole": qk_norm_whole, "lambda_bias": lambda_bias, "noise_ratio": noise_ratio}
+        counts = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, **(sizes or {})}
         names = {field.name for field in fields(options)}
         if "norm_eps" in names:
             choices["norm_eps"] = norm_eps if head_norm else 0.0
-        if lambda_bias and "lambda_bias" not in names:
-            raise DiffbitError(f"lambda_bias is true, but {attention} has no projection to lambda; only diff_v2 has")
-        if noise_ratio > 1 and "noise_ratio" not in names:
-            raise DiffbitError(f"noise_ratio is {noise_ratio}, but {attention} has no noise heads, wanted 1")
-        choices |= {"noise_ratio": noise_ratio} if noise_ratio != 1 else {}
         if without := [name for name, value in choices.items() if value and name not in names]:
             raise DiffbitError(f"{without[0]} is {choices[without[0]]}, but {attention} has no such option")
-        mixer = options(**{name: value for name, value in (sizes | choices).items() if name in names})
+        mixer = options(**{name: x for name, x in (counts | choices).items() if name in names and x is not None})
         layer = LayerSpec(mixer, gated, sub_norms, norms)
         return cls(layers=(layer,) * num_layers, norm_eps=norm_eps, **others)
 

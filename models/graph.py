@@ -19,6 +19,8 @@ from torch import nn
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from ..ops.diff_attention import Signature
+
 Value: TypeAlias = "ir.Value"
 Cache = dict[str, Value]  # a layer's cache, by the names of its buffers
 
@@ -160,3 +162,7 @@ class Graph(Builder, Protocol):
         DiffAttention of one branch. Without key and value, `past` is another layer's present, which is only read:
         query [B, Q, ...] is for the last Q of all tokens, and no cache is returned.
         """
+
+    def attention_inputs(self, past: Cache, heads: Heads, branches: int) -> tuple[Signature, int, Cache]:
+        """Return what a mixer needs for an attention of its own over the scheme's cache (ops/cache_body.py): a
+        signature, the residual window, and the inputs past_length, position_ids, cos, sin, attention_mask, past_*."""

@@ -1,5 +1,5 @@
 """The part of an attention's body that appends to a cache and reads it, in ONNX operators. ops/diff_attention.py says
-what a cache holds; diff_attention_body.py and latent_attention.py are bodies.
+what a cache holds; diff_attention_body.py is that operator's body. Other mixers can write theirs with it, too.
 
 Shapes are in comments: n = branches, w = 1 + wide_value, G = kv heads that hold a value, r = H/G heads that share one.
 In a cache of 4 or 2 bits, `before` tokens are codes before the call and `after` tokens after it; those in between are
@@ -8,9 +8,8 @@ available as codes and as floats.
 With a sliding window, the `base` tokens before the first one that the call's first token sees are dropped, and
 past_length, T, `before` and `after` count from there. With 4 and 2 bits, `base` is a multiple of 32.
 
-There is one mask for all heads, and for S = 1 no tensor grows faster than T: the cost of a decode step is linear in the
-context. It uses only widely supported operators, for browsers too: no float16 arithmetic, and products of codes are
-computed in float32, exact up to 2^24.
+There is one mask for all heads, and the cost of a decode step is linear in the context. It uses only widely supported
+operators, for browsers too: no float16 arithmetic, and float32 products of codes, exact up to 2^24.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ class CacheBody:
     """The nodes of one attention for a signature. A subclass sets the sizes below (int64 [1]), then calls `_begin`,
     `_visible`, `_lengths` if it is `blockwise`, `_append` or `_read`, `_scores`, `_mixed`."""
 
-    H: Value  # heads
     Hk: Value  # heads of the cache
     w: Value | int
     n: Value | int
@@ -52,8 +50,8 @@ class CacheBody:
         self.inputs = {value.name: value for value in op.inputs}
         self.outputs: dict[str, Value] = {}
 
-    def _begin(self) -> None:
-        """Compute the lengths of the call."""
+    def _begin(self, width: Value | None = None) -> None:
+        """Compute the lengths of the call. width: of the cache's rows; None: RoPE's."""
         query, self.past_length = self.inputs["query"], self.inputs["past_length"]
         self.B, self.S = query.size(0), query.size(1)
         self.block, self.blockwise = self.op.ints(BLOCK), min(self.of.key_bits, self.of.value_bits) < 8
@@ -62,14 +60,8 @@ class CacheBody:
             self.past_length = self.past_length - self.base
         self.T = self.past_length + self.S
         self.rS = self.r * self.S
-        self.d = self._width()
+        self.d = self.inputs["cos"].size(1) * 2 if width is None else width
         self.zero_f, self.one_f = self.op.number(0), self.op.number(1)
-
-    def _width(self) -> Value:
-        """Return the width of a row of the cache."""
-        return self.inputs["cos"].size(1) * 2
-
-    # ---- the new tokens ----
 
     def _rotate(self, name: str, heads: Operand) -> Value:
         """Apply RoPE to query or key [B, S, heads, d]."""

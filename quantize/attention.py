@@ -50,9 +50,10 @@ class LowBitAttention(Arithmetic):
     def __init__(self, scheme: AttentionScheme) -> None:
         self.scheme = scheme
 
-    def logits(self, query: Tensor, key: Tensor, scale: float, branch: int) -> Tensor:
+    def logits(self, query: Tensor, key: Tensor, scale: float, branch: int, of_values: bool = False) -> Tensor:
         scheme = self.scheme
-        keys = cached(key.float(), query.shape[2], scheme.key_format, scheme.window)
+        format = scheme.value_format if of_values else scheme.key_format
+        keys = cached(key.float(), query.shape[2], format, scheme.window)
         queries = (query.float() * scale).unflatten(1, (key.shape[1], -1))  # [B, G, r, S, d]
         return scores(queries, keys, scheme.query_bits).flatten(1, 2)
 

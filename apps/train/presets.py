@@ -78,19 +78,20 @@ def model_config(
     attention: str,
     *,
     vocab_size: int | None = None,
-    noise_ratio: int = 1,
+    noise_ratio: int | None = None,
     **options: Any,
 ) -> ModelConfig:
     """The model of a preset with an attention variant; `vocab_size` None: the preset's. With shared noise heads
     (noise_ratio) it has fewer query rows, and at most one kv head for each of them. options: of ModelConfig.uniform.
     Raises DiffbitError for an unknown name."""
     size = _preset(preset)
-    heads, kv_heads = attention_options(attention).equal_heads(size.num_pairs)
+    kind, head_dim = attention_options(attention), size.hidden_size // (2 * size.num_pairs)
+    heads, kv_heads = kind.equal_heads(size.num_pairs)
     model = ModelConfig.uniform(
         vocab_size=vocab_size or size.vocab_size, hidden_size=size.hidden_size, num_layers=size.num_layers,
-        num_heads=heads, num_kv_heads=max(1, min(kv_heads, heads // noise_ratio)),
-        head_dim=size.hidden_size // (2 * size.num_pairs), intermediate_size=size.intermediate_size,
-        max_position=size.context, attention=attention, tie_embeddings=True, noise_ratio=noise_ratio, **options,
+        num_heads=heads, num_kv_heads=max(1, min(kv_heads, heads // (noise_ratio or 1))), head_dim=head_dim,
+        intermediate_size=size.intermediate_size, max_position=size.context, attention=attention, tie_embeddings=True,
+        noise_ratio=noise_ratio, sizes=kind.equal_sizes(size.num_pairs, head_dim), **options,
     )  # fmt: skip
     return _caches_once(model, size.window) if size.window else model
 
@@ -153,7 +154,7 @@ def train_config(
         model = model_config(
             preset, attention or ATTENTION, vocab_size=vocab_size, mlp=mlp or "swiglu", sub_norms=norms,
             head_norm=head_norm != "none", lambda_bias=changes.get("lambda_bias") is not None,
-            noise_ratio=noise_ratio or 1,
+            noise_ratio=noise_ratio,
         )  # fmt: skip
         if head_norm is None and model.head_norm and qat is None and not norms:
             head_norm = "learned"

@@ -72,8 +72,7 @@ class AttentionOptions(MixerOptions):
 
     @staticmethod
     @abstractmethod
-    def equal_heads(pairs: int) -> tuple[int, int]:
-        """Return (num_heads, num_kv_heads) of a model of the same size as diff_v1 with `pairs` pairs of heads."""
+    def equal_heads(pairs: int) -> tuple[int, int]: ...
 
     @property
     def noise_ratio(self) -> int:
@@ -82,8 +81,14 @@ class AttentionOptions(MixerOptions):
 
     @property
     def query_rows(self) -> int:
-        """Rows of q_proj."""
+        """Rows of queries."""
         return self.softmaxes * self.head_dim
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Rows of the linears that read x."""
+        keys = {} if self.keys_of is not None else dict.fromkeys(("k_proj", "v_proj"), self.cache_heads * self.head_dim)
+        return {"q_proj": self.query_rows} | keys
 
     @property
     def width(self) -> int:
@@ -150,17 +155,13 @@ class Attention(Mixer):
     v_proj: nn.Module
 
     def __init__(self, options: AttentionOptions, place: Place) -> None:
-        rows = {"q_proj": options.query_rows}
-        if options.keys_of is None:
-            rows |= dict.fromkeys(("k_proj", "v_proj"), options.cache_heads * options.head_dim)
-        super().__init__(place, options.width, bias=options.qkv_bias, o_bias=options.o_bias, **rows)
+        super().__init__(place, options.width, bias=options.qkv_bias, o_bias=options.o_bias, **options.rows)
         self.rope, self.local_rope, self.keys_of = options.rope, options.local_rope, options.keys_of
-        eps, self.norms_whole = options.qk_norm_eps, options.qk_norm_whole
-        width = options.head_dim
+        eps, width, self.norms_whole = options.qk_norm_eps, options.head_dim, options.qk_norm_whole
         widths = (options.query_rows, options.cache_heads * width) if self.norms_whole else (width, width)
         self.q_norm, self.k_norm = (RMSNorm(width, eps) if eps else nn.Identity() for width in widths)
         self.num_heads, self.num_kv_heads, self.head_dim = options.num_heads, options.num_kv_heads, options.head_dim
-        self.scale = self.head_dim**-0.5
+        self.scale, self.cached_width = self.head_dim**-0.5, self.head_dim  # the latter: of a row of cached values
         self.sliding_window = options.sliding_window
         self.logits_hook: LogitsHook | None = None  # gets the scaled logits and returns the logits to use
         self.arithmetic: Arithmetic | None = None  # replaces the two matrix products
@@ -251,14 +252,18 @@ class Attention(Mixer):
         count = len(keys)
         if self.explicit:
             arithmetic = self.arithmetic or Arithmetic()
-            parts = [arithmetic.logits(query[:, i::count], keys[i], self.scale, i) for i in range(count)]
+            parts = [self.logits(arithmetic, query[:, i::count], keys[i], i) for i in range(count)]
             logits = torch.stack(parts, dim=2).flatten(1, 2)  # the hook sees those of all sub-heads at once
             probabilities = explicit_softmax(logits, mask, self.logits_hook)  # [B, softmaxes, S, T]
-            return [arithmetic.mix(probabilities[:, i::count], value, self.head_dim) for i in range(count)]
+            return [arithmetic.mix(probabilities[:, i::count], value, self.cached_width) for i in range(count)]
         if keys[0] is keys[-1]:  # one call for all branches
             out = attend(query, keys[0], value, mask, self.scale)
             return [out[:, i::count] for i in range(count)]
         return [attend(query[:, i::count], keys[i], value, mask, self.scale) for i in range(count)]
+
+    def logits(self, arithmetic: Arithmetic, query: Tensor, key: Tensor, branch: int) -> Tensor:
+        """Return the scaled logits [B, H, S, T] of a branch of the explicit form."""
+        return arithmetic.logits(query, key, self.scale, branch)
 
     def _branches_of_rows(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, real: Tensor) -> list[Tensor]:
         """`branches` row by row, of the tokens that are `real`, bool [B, T]; zeros for the others."""

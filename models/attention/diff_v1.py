@@ -6,8 +6,7 @@
     lambda_init = 0.8 - 0.6 exp(-0.3 l),   l = 0, 1, ... the layer
 
 The head norm has no weight (a learned weight is folded into o_proj) and is computed in float32, as is lambda: rounding
-each exp() to bfloat16 changes lambda by up to 9e-3. Rows of q_proj and k_proj are in adjacent pairs (signal, noise);
-with a noise_ratio, those of q_proj are in groups (_attention.Differential).
+each exp() to bfloat16 changes lambda by up to 9e-3. Rows of q_proj and k_proj are in adjacent pairs (signal, noise).
 """
 
 from __future__ import annotations

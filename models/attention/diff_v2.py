@@ -6,8 +6,7 @@
 It has no head norm and no lambda_init: it is grouped-query attention with twice the query heads, then a subtraction.
 The authors' lambda has no b. With b = -6 a model starts with hardly any subtraction, which training then opens.
 
-With noise_ratio = R, R neighbouring heads share a noise head (arXiv 2510.06949; Motif-3's ratio is 4), and there are
-H + H/R sub-heads, in groups of R signal heads and their noise head. Each head still has its own lambda.
+With shared noise heads (_attention.Differential), each head still has its own lambda; Motif-3's noise_ratio is 4.
 """
 
 from __future__ import annotations

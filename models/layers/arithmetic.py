@@ -37,7 +37,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     length, total, extra = query.shape[2], key.shape[2], value.shape[-1] - key.shape[-1]
     if query.is_cuda and (query.dtype == torch.float32 or mask is not None or value.shape[-1] > FLASH_WIDEST):
         key, value = ungrouped(query, key, value)
-    elif extra and length > 1:
+    elif extra > 0 and length > 1:
         query, key = F.pad(query, (0, extra)), F.pad(key, (0, extra))
     return F.scaled_dot_product_attention(
         query,
@@ -60,8 +60,9 @@ def ungrouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
 class Arithmetic:
     """The two products of the explicit form, in float32; quantize/attention.py has low-bit ones."""
 
-    def logits(self, query: Tensor, key: Tensor, scale: float, branch: int) -> Tensor:
-        """Return scaled logits [B, H, S, T] of query [B, H, S, d] and key [B, G, T, d]; branch 1 is the noise."""
+    def logits(self, query: Tensor, key: Tensor, scale: float, branch: int, of_values: bool = False) -> Tensor:
+        """Return scaled logits [B, H, S, T] of query [B, H, S, d] and key [B, G, T, d]; branch 1 is the noise.
+        of_values: the keys are cached in the format of values, which they are, too (latents)."""
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         return (query.float() @ key.float().transpose(-1, -2)) * scale
 

@@ -133,6 +133,17 @@ class MixerOptions(ABC):
         """Linears other than o_proj that do not read x."""
         return ()
 
+    @staticmethod
+    def equal_heads(pairs: int) -> tuple[int, int] | None:
+        """Return (num_heads, num_kv_heads) of a model of the same size as diff_v1 with `pairs` pairs of heads. None: the
+        mixer does not take attention's place in every layer."""
+        return None
+
+    @staticmethod
+    def equal_sizes(pairs: int, head_dim: int) -> dict[str, int]:
+        """Return other sizes of that model."""
+        return {}
+
     @property
     def float_linears(self) -> tuple[str, ...]:
         """Linears that a scheme leaves float unless an override names them, such as a gate or a router: few parameters

@@ -292,9 +292,9 @@ class _StraightArithmetic(Arithmetic):
     def __init__(self, low: Arithmetic) -> None:
         self.low = low
 
-    def logits(self, query: Tensor, key: Tensor, scale: float, branch: int) -> Tensor:
+    def logits(self, query: Tensor, key: Tensor, scale: float, branch: int, of_values: bool = False) -> Tensor:
         exact = super().logits(query, key, scale, branch)
-        return exact + (self.low.logits(query.detach(), key.detach(), scale, branch) - exact.detach())
+        return exact + (self.low.logits(query.detach(), key.detach(), scale, branch, of_values) - exact.detach())
 
     def mix(self, probabilities: Tensor, value: Tensor, head_dim: int) -> Tensor:
         exact = super().mix(probabilities, value, head_dim)

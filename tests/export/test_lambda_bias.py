@@ -74,5 +74,5 @@ def test_formula_and_checkpoint(tmp_path: Path) -> None:
 
 
 def test_only_diff_v2_has_it() -> None:
-    with pytest.raises(DiffbitError, match="lambda_bias is true, but softmax has no projection to lambda"):
+    with pytest.raises(DiffbitError, match="lambda_bias is True, but softmax has no such option"):
         config_of("softmax", lambda_bias=True)

@@ -68,7 +68,7 @@ def test_eos(eos: Any) -> None:
     assert write_config(config, "float32")["eos_token_id"] == eos
 
 
-@pytest.mark.parametrize("attention", models.variants())
+@pytest.mark.parametrize("attention", ["diff_v1", "diff_v2", "softmax"])
 @pytest.mark.parametrize("sub_norms", [False, True])
 @pytest.mark.parametrize("mlp", ["swiglu", "relu2"])
 def test_round_trips(attention: str, sub_norms: bool, mlp: str) -> None:

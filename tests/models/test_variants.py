@@ -145,7 +145,7 @@ def test_diff_v2_is_its_equations(kv_heads: int, ratio: int, bias: bool) -> None
 def test_noise_heads_are_shared_within_a_kv_head() -> None:
     with pytest.raises(DiffbitError, match="noise_ratio is 4, wanted a divisor of 2, the number of heads per kv head"):
         small_config("diff_v2", noise_ratio=4)
-    with pytest.raises(DiffbitError, match="noise_ratio is 2, but softmax has no noise heads"):
+    with pytest.raises(DiffbitError, match="noise_ratio is 2, but softmax has no such option"):
         small_config("softmax", noise_ratio=2)
     shared, paired = (small_config("diff_v2", noise_ratio=ratio) for ratio in (2, 1))
     assert family_for(shared).model_type == "diffbit"

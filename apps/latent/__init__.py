@@ -1,0 +1,1 @@
+"""Attention over a cache of latents: variants, and families of checkpoints that have it."""

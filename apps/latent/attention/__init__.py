@@ -1,0 +1,1 @@
+"""Attention over a cache of latents, without and with a difference."""
