@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from ..formats import QTensor, QuantLinear
 from ..formats.base import Stored
 from ..models import Block, ModelConfig, rope_tables
-from ..models.graph import GROUP_QUERY_MULTIPLE, Cache, Heads
+from ..models.graph import GROUP_QUERY_MULTIPLE, Cache, Change, Heads
 from ..ops import diff_attention, float_matmul
 from ..ops.cache import Buffer, CacheSpec, tokens_each
 from ..ops.diff_attention_body import END
@@ -174,11 +174,12 @@ class DecoderGraph(Graph):
         lambda_: ir.Value | None,
         past: Cache,
         heads: Heads,
+        change: Change | None = None,
     ) -> tuple[ir.Value, Cache]:
         branches, appends = 1 if lambda_ is None else 2, key is not None
         signature = operator(self.scheme, branches, heads.noise_ratio, heads.sliding_window, appends)
         simple = appends and heads.rope and not (self.low_bit or self._rings)
-        grouped = branches == 1 and simple and not heads.head_dim % GROUP_QUERY_MULTIPLE
+        grouped = branches == 1 and simple and not change and not heads.head_dim % GROUP_QUERY_MULTIPLE
         past_length = self.past_length
         if not appends:  # queries may be only the last of the new tokens
             past_length = self.op("Sub", [self._total, self.op("Shape", [query], start=1, end=2)])
@@ -195,11 +196,12 @@ class DecoderGraph(Graph):
             "attention_mask": self.attention_mask,
         }
         values |= {f"past_{name}": buffer for name, buffer in past.items()}
+        op, more = (diff_attention, ()) if change is None else change
         made = self.customs(
-            diff_attention,
-            [values.get(name) for name in signature.inputs],
+            op,
+            [*(values.get(name) for name in signature.inputs), *more],
             len(signature.outputs),
-            lambda name: diff_attention.function(signature, grouped, name),
+            lambda name: op.function(signature, grouped, name),
             of=(signature, grouped),
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,

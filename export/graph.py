@@ -34,6 +34,7 @@ from ..io.errors import DiffbitError
 from ..models.graph import Attribute
 from ..models.layers.norm import LayerNorm, RMSNorm
 from ..ops import float_matmul
+from ..ops.diff_attention import Changed
 from ..ops.signature import DOMAIN, DOMAIN_VERSION
 from ..runtime.artifact import FILE_BYTES
 
@@ -128,7 +129,7 @@ class Graph:
         self,
         op: ModuleType,
         inputs: Sequence[ir.Value | None],
-        **attributes: Attribute,
+        **attributes: int | float,
     ) -> ir.Value:
         """Add a node with one output of one of diffbit's own ops (a module of ops/), and its body."""
         (output,) = self.customs(op, inputs, 1, lambda name: op.function(), **attributes)
@@ -136,12 +137,12 @@ class Graph:
 
     def customs(
         self,
-        op: ModuleType,
+        op: ModuleType | Changed,
         inputs: Sequence[ir.Value | None],
         outputs: int,
         body: Callable[[str], ir.Function],
         of: Hashable = None,
-        **attributes: Attribute,
+        **attributes: int | float,
     ) -> Sequence[ir.Value]:
         """Add a node of one of diffbit's own ops with several outputs. The op's nodes with equal `of` share a name and
         a body, which `body` makes."""

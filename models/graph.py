@@ -19,10 +19,15 @@ from torch import nn
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from ..ops.diff_attention import Changed
+
 Value: TypeAlias = "ir.Value"
 Cache = dict[str, Value]  # a layer's cache, by the names of its buffers
 
 GROUP_QUERY_MULTIPLE = 8  # ONNX Runtime's GroupQueryAttention takes heads whose width is a multiple of this
+
+Change: TypeAlias = "tuple[Changed, Sequence[Value]]"
+"""A change of DiffAttention's scores or weights, and its inputs (ops/diff_attention.py)."""
 
 Attribute = int | float | str | Sequence[int] | Sequence[float]
 
@@ -63,16 +68,16 @@ class Builder(Protocol):
     ) -> Sequence[ir.Value]:
         """Add a node with several outputs."""
 
-    def custom(self, op: ModuleType, inputs: Sequence[ir.Value | None], **attributes: Attribute) -> ir.Value:
+    def custom(self, op: ModuleType, inputs: Sequence[ir.Value | None], **attributes: int | float) -> ir.Value:
         """Add a node with one output of one of diffbit's own ops (a module of ops/), and its body."""
 
     def customs(
         self,
-        op: ModuleType,
+        op: ModuleType | Changed,
         inputs: Sequence[ir.Value | None],
         outputs: int,
         body: Callable[[str], ir.Function],
-        **attributes: Attribute,
+        **attributes: int | float,
     ) -> Sequence[ir.Value]:
         """Add a node of one of diffbit's own ops with several outputs, and the body that all its nodes share."""
 
@@ -139,6 +144,7 @@ class Graph(Builder, Protocol):
         lambda_: ir.Value | None,
         past: Cache,
         heads: Heads,
+        change: Change | None = None,
     ) -> tuple[ir.Value, Cache]:
         """Add attention of heads that are not yet rotated; returns its output and the cache with the new tokens.
 
@@ -146,4 +152,6 @@ class Graph(Builder, Protocol):
         attention of query [B, S, num_heads * d], key and value [B, S, num_kv_heads * d] -> [B, S, num_heads * d], a
         DiffAttention of one branch. Without key and value, `past` is another layer's present, which is only read:
         query [B, Q, ...] is for the last Q of all tokens, and no cache is returned.
+
+        change: what a variant does with scores or weights, which no kernel computes.
         """

@@ -93,13 +93,16 @@ reference and in kernels; the body does not define it. All other arithmetic is i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ..io.errors import DiffbitError
 from . import kv_cache, schema
-from .diff_attention_body import body, grouped_body
+from .body import END, Value
+from .diff_attention_body import AttentionBody, body, grouped_body
+from .signature import Op, Tensor, Type
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -185,3 +188,43 @@ def function(of: Signature = Signature(), grouped: bool = False, name: str | Non
     """
     write = grouped_body if grouped else partial(body, of)
     return OP.function(write, INPUTS[: len(of.inputs)], of.declared_outputs, name)
+
+
+Change = Callable[[AttentionBody, Value], Value]
+
+
+@dataclass(frozen=True)
+class Changed:
+    """DiffAttention with other scores or weights, for attention variants: a body without kernels, whose cache cannot be
+    written in place.
+
+    inputs: names of float32 inputs that follow DiffAttention's. scores: changes scores [B, G, n, r, S, T] before the
+    mask. weights: changes weights [B, G, r, S, T], 0 where the mask hides, or the differences of two branches'.
+    With a sliding window, T begins with token `base` of the body.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    scores: Change = lambda body, scores: scores
+    weights: Change = lambda body, weights: weights
+
+    @property
+    def OP(self) -> Op:
+        more = tuple(Tensor(name, Type.FLOAT32) for name in self.inputs)
+        return replace(OP, name=self.name, inputs=OP.inputs + more)
+
+    def function(self, of: Signature, grouped: bool = False, name: str | None = None) -> onnx_ir.Function:
+        """Return the body as an ONNX model-local function; never `grouped`."""
+        inputs = INPUTS[: len(of.inputs)] + self.inputs
+        return self.OP.function(partial(body, of, change=self), inputs, of.declared_outputs, name)
+
+
+def _add_bias(body: AttentionBody, scores: Value) -> Value:
+    bias = body.inputs["bias"]
+    if body.of.sliding_window:
+        bias = bias.slice(body.base, END, 3)
+    return scores + bias.expand(1, body.H, 1, 1).reshape(0, body.G, 1, body.r, body.S, body.T)
+
+
+# bias [1 or B, 1 or H, S, all tokens]: the same for both branches of a pair
+BIASED = Changed("BiasedAttention", ("bias",), _add_bias)

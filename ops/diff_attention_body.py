@@ -21,7 +21,7 @@ from .kv_cache import BLOCK
 from .signature import Type
 
 if TYPE_CHECKING:
-    from .diff_attention import Signature
+    from .diff_attention import Changed, Signature
 
 
 def grouped_body(op: Nodes) -> list[Value]:
@@ -59,15 +59,15 @@ class _Side(NamedTuple):
     zero: Value | None = None
 
 
-def body(of: Signature, op: Nodes) -> list[Value]:
+def body(of: Signature, op: Nodes, change: Changed | None = None) -> list[Value]:
     """Write the nodes of the function for a signature; returns its declared outputs."""
-    attention = _DiffAttention(of, op)
+    attention = AttentionBody(of, op, change)
     return [attention.outputs[name] for name in of.declared_outputs]
 
 
-class _DiffAttention:
-    def __init__(self, of: Signature, op: Nodes) -> None:
-        self.of, self.op = of, op
+class AttentionBody:
+    def __init__(self, of: Signature, op: Nodes, change: Changed | None) -> None:
+        self.of, self.op, self.change = of, op, change
         self.inputs = {value.name: value for value in op.inputs}
         self.outputs: dict[str, Value] = {}
         for dim in (1, -1):  # many nodes share them; an artifact has them first
@@ -103,7 +103,10 @@ class _DiffAttention:
         else:
             keys, values = self._read("key", of.key_bits), self._read("value", of.value_bits)
         self.outputs |= {name: op.unused() for name in of.declared_outputs if name not in of.outputs}
-        self.outputs["out"] = self._finish(self._mixed(self._weights(self._scores(keys)), values))
+        weights = self._weights(self._scores(keys))
+        if change:
+            weights = change.weights(self, weights)
+        self.outputs["out"] = self._finish(self._mixed(weights, values))
 
     # ---- the new tokens ----
 
@@ -332,6 +335,8 @@ class _DiffAttention:
 
     def _weights(self, scores: Value) -> Value:
         """Return A1 - lambda A2 [B, G, r, S, T]; 0 for a row that sees nothing."""
+        if self.change:
+            scores = self.change.scores(self, scores)
         scores = self.op("Where", self.visible.unsqueeze(1), scores, -1e30)
         shares = self.op("Softmax", scores, axis=-1)
         if self.of.branches == 1:

@@ -61,14 +61,14 @@ def buffers(
 ) -> tuple[Buffer, ...]:
     """Return an attention layer's buffers in the operator's order, keys and values first.
 
-    dtype, in_place: of float buffers. DiffAttention's kernel always writes low-bit buffers in place.
+    dtype, in_place: of float buffers. DiffAttention's kernel always writes low-bit buffers in place, bodies never do.
     """
 
     def tokens(format: str, block: int = 1) -> str:
         dim = TOKENS if block == 1 else f"{TOKENS}/{block}"
         return f"{dim}%{ring_rows(sliding_window, BITS[format]) // block}" if sliding_window else dim
 
-    if is_low_bit(scheme):
+    if is_low_bit(scheme) and in_place != "never":
         in_place = "native"
     formats = {"key": scheme.key_format, "value": scheme.value_format}
     rows: list[tuple[str, str, tuple[int | str, ...]]] = []

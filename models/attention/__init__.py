@@ -8,4 +8,4 @@ sub-heads. Files on disk may have another order, which families/ converts.
 
 from ._attention import Attention, AttentionOptions, Differential
 
-__all__ = ["Attention", "AttentionOptions", "Differential", "diff_v1"]
+__all__ = ["Attention", "AttentionOptions", "Differential", "diff_v1", "diff_v2", "softmax"]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ...io.errors import DiffbitError
 from ...io.fields import NotNegative, bounds
 from ...ops.cache import TOKENS, Buffer
+from ...ops.diff_attention import BIASED
 from ..graph import Cache, Graph, Heads, Value
 from ..layers.arithmetic import Arithmetic, LogitsHook, attend, explicit_softmax
 from ..layers.masks import within
@@ -159,6 +160,16 @@ class Attention(Mixer):
         """Whether the logits must be computed explicitly."""
         return self.logits_hook is not None or self.arithmetic is not None
 
+    def bias(self, mask: Tensor | None, length: int, total: int, device: torch.device) -> Tensor | None:
+        """Return what a variant adds to the scaled logits, fp32 [1 or B, 1 or num_heads, S, T], the same for a pair's
+        branches; None: nothing. mask: of `heads`. A variant with a bias must be `explicit`, its cache never in_place,
+        and `onnx_bias` the same in ONNX."""
+        return None
+
+    def onnx_bias(self, g: Graph, x: Value) -> Value | None:
+        """Add `bias` as ONNX nodes, for queries of x [B, S, E]."""
+        return None
+
     def lambda_value(self) -> Tensor | None:
         """Return lambda as an fp32 scalar; None if there is none, or if it depends on the token."""
         return None
@@ -217,7 +228,9 @@ class Attention(Mixer):
         projected = self.onnx_projected(g, x)
         source = past if self.keys_of is None else g.carried[self.keys_of]
         heads = replace(heads, rope=self.rope, local_rope=self.local_rope, sliding_window=self.sliding_window)
-        out, present = g.attention(*projected, lambda_, source, heads)
+        bias = self.onnx_bias(g, x)
+        change = None if bias is None else (BIASED, (bias,))
+        out, present = g.attention(*projected, lambda_, source, heads, change)
         if self.gives:
             g.carried[self.layer_index] = present
         return out, present
@@ -235,14 +248,18 @@ class Attention(Mixer):
         real = None if mask is None or self.arithmetic is None else mask[:, 0].any(1)  # [B, T]
         if mask is not None and real is not None and not real.all():
             return self._branches_of_rows(query, key, value, mask, real)
-        mask = within(mask, query.shape[2], key.shape[2], self.sliding_window, query.device)
+        sizes = query.shape[2], key.shape[2]
+        bias = self.bias(mask, *sizes, query.device)
+        mask = within(mask, *sizes, self.sliding_window, query.device)
         keys, value = self.by_branch(key, value)
         count = len(keys)
         if self.explicit:
             arithmetic = self.arithmetic or Arithmetic()
             parts = [arithmetic.logits(query[:, i::count], keys[i], self.scale, i) for i in range(count)]
             logits = torch.stack(parts, dim=2).flatten(1, 2)  # the hook sees those of all sub-heads at once
-            probabilities = explicit_softmax(logits, mask, self.logits_hook)  # [B, softmaxes, S, T]
+            if bias is not None and bias.shape[1] > 1:
+                bias = bias.repeat_interleave(count, 1)
+            probabilities = explicit_softmax(logits, mask, self.logits_hook, bias)  # [B, softmaxes, S, T]
             return [arithmetic.mix(probabilities[:, i::count], value, self.head_dim) for i in range(count)]
         if keys[0] is keys[-1]:  # one call for all branches
             out = attend(query, keys[0], value, mask, self.scale)
