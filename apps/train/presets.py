@@ -10,7 +10,8 @@ With H pairs in diff_v1:
 
 softmax and diff_v1 are the paper's pair: they have the same d, and diff_v1 has half as many (double) heads (arXiv
 2410.05258, section 2.1), so all weights have the same names and shapes. diff_v2 has twice the query heads of softmax,
-as in its authors' models, and fewer key-value heads (grouped queries, 4 query heads each).
+as in its authors' models, and fewer key-value heads (grouped queries, 4 query heads each). Variants that apps add have
+the heads of one of these; the composition of dcmha's heads has 2 to 6 % more weights.
 """
 
 from __future__ import annotations

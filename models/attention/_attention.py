@@ -18,7 +18,7 @@ from ...io.errors import DiffbitError
 from ...io.fields import NotNegative, bounds
 from ...ops.cache import TOKENS, Buffer
 from ...ops.diff_attention import BIASED
-from ..graph import Cache, Graph, Heads, Value
+from ..graph import Cache, Change, Graph, Heads, Value
 from ..layers.arithmetic import Arithmetic, LogitsHook, attend, explicit_softmax
 from ..layers.masks import within
 from ..layers.norm import RMSNorm
@@ -222,14 +222,14 @@ class Attention(Mixer):
         return query, self._onnx_normed(g, key, self.k_norm, "k_norm"), value
 
     def onnx_attention(
-        self, g: Graph, x: Value, lambda_: Value | None, past: Cache, heads: Heads
+        self, g: Graph, x: Value, lambda_: Value | None, past: Cache, heads: Heads, change: Change | None = None
     ) -> tuple[Value, Cache]:
         """Add Graph.attention of x with these heads, and with the layer's own or another layer's keys and values."""
         projected = self.onnx_projected(g, x)
         source = past if self.keys_of is None else g.carried[self.keys_of]
         heads = replace(heads, rope=self.rope, local_rope=self.local_rope, sliding_window=self.sliding_window)
-        bias = self.onnx_bias(g, x)
-        change = None if bias is None else (BIASED, (bias,))
+        if (bias := self.onnx_bias(g, x)) is not None:
+            change = BIASED, (bias,)
         out, present = g.attention(*projected, lambda_, source, heads, change)
         if self.gives:
             g.carried[self.layer_index] = present
