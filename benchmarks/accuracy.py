@@ -72,8 +72,8 @@ def work(
     begin = time.process_time()
     arithmetic = "artifact"
     if part == INPUTS:
-        own = FLOAT_INPUTS[1:] if quick else FLOAT_INPUTS
-        rounded = [variants([format], ["weights"], [recipe])[0] for format, recipe in own]
+        inputs = FLOAT_INPUTS[1:] if quick else FLOAT_INPUTS
+        rounded = [variants([format], ["weights"], [recipe])[0] for format, recipe in inputs]
         chosen, arithmetic = [replace(variant, what=INPUTS) for variant in rounded], "float"
     elif part == MIXED:
         chosen = [mixed(path, calibration[0], "rtn" if quick else "gptq")]
@@ -88,11 +88,11 @@ def work(
 def mixed(path: Path, calibration: Windows, method: str) -> Variant:
     """A format for each layer within a number of bits a weight; embedding and head as beside uniform ones."""
     embedding, head = table_formats(True, None, None)
-    found = allocate(
+    allocation = allocate(
         path, bits=MIXED_BITS, scheme=Scheme(None, embedding, head), method=method,
         calibration=calibration.ids, calibration_mask=calibration.mask,
     )  # fmt: skip
-    return Variant(MIXED, f"mixed, {MIXED_BITS:g} bits", method, MIXED_BITS, found.scheme)
+    return Variant(MIXED, f"mixed, {MIXED_BITS:g} bits", method, MIXED_BITS, allocation.scheme)
 
 
 def run(paths: Sequence[Path], quick: bool, jobs: int, repeats: int) -> tuple[Comparison, float]:
@@ -106,15 +106,15 @@ def run(paths: Sequence[Path], quick: bool, jobs: int, repeats: int) -> tuple[Co
             for part in (*(QUICK_RECIPES if quick else RECIPES), INPUTS, MIXED)
             for path, name in zip(paths, names, strict=True)
         ]
-        found = [(name, *task.result()) for name, task in track(tasks, "measuring")]
+        results = [(name, *task.result()) for name, task in track(tasks, "measuring")]
     measured: dict[str, list[Measurement]] = {}
-    for name, own, *_ in found:  # as it is once, then its variants
-        measured[name] = measured.get(name, own[:1]) + own[1:]
+    for name, measurements, *_ in results:  # as it is once, then its variants
+        measured[name] = measured.get(name, measurements[:1]) + measurements[1:]
     measured = {name: [whole, *sorted(rest, key=_place)] for name, (whole, *rest) in measured.items()}
-    skipped = [one for *_, left_out, _ in found for one in left_out]
+    skipped = [one for *_, left_out, _ in results for one in left_out]
     setup = Setup(windows, calibration, repeats=len(calibration))
     comparison = conclude([[one] for one in checkpoints], measured, skipped, setup)
-    return comparison, sum(seconds for *_, seconds in found)
+    return comparison, sum(seconds for *_, seconds in results)
 
 
 def texts(checkpoints: Sequence[Checkpoint], quick: bool, repeats: int) -> tuple[Windows, list[Windows]]:
@@ -172,12 +172,12 @@ def contrasts_table(comparison: Row) -> str:
     others = [model["name"] for model in comparison["models"][1:]]
     if not others:
         return "One model: nothing to hold it against."
-    found = {(c["format"], c["method"], c["model"]): c for c in comparison["contrasts"] if c["what"] == "weights"}
+    contrasts = {(c["format"], c["method"], c["model"]): c for c in comparison["contrasts"] if c["what"] == "weights"}
     lines = []
-    for format, method in dict.fromkeys((c[0], c[1]) for c in found):
+    for format, method in dict.fromkeys((c[0], c[1]) for c in contrasts):
         line = [format, method]
         for other in others:
-            contrast = found.get((format, method, other))
+            contrast = contrasts.get((format, method, other))
             if contrast is None:
                 line += ["", ""]
             else:
@@ -190,8 +190,8 @@ def contrasts_table(comparison: Row) -> str:
 def mixed_table(comparison: Row) -> str:
     lines = []
     for model in (model["name"] for model in comparison["models"]):
-        found = of(comparison, MIXED, model=model)
-        for row in [*of(comparison, "weights", model=model, method=found[0]["method"]), *found] if found else []:
+        mix = of(comparison, MIXED, model=model)
+        for row in [*of(comparison, "weights", model=model, method=mix[0]["method"]), *mix] if mix else []:
             if row["what"] == MIXED or row["format"] in UNIFORM:
                 size = f"{row['bits_per_weight']:.3f}", f"{row['nbytes'] / 1e6:.2f}"
                 lines.append([model, row["format"], row["method"], *size, increase(row["ratio"]), divergence(row)])
@@ -244,10 +244,10 @@ def main() -> None:
     )
     command = shlex.join(["python", "benchmarks/accuracy.py", *sys.argv[1:]])
     comparison = result.to_dict() | {"machine": describe(), "minutes": seconds / 60, "command": command}
-    found = tables(comparison)
-    for name, text in found.items():
+    texts_by_name = tables(comparison)
+    for name, text in texts_by_name.items():
         print(f"\n## {name}\n\n{text}")
-    write_outputs(arguments, comparison, found)
+    write_outputs(arguments, comparison, texts_by_name)
 
 
 if __name__ == "__main__":

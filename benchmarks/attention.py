@@ -115,28 +115,28 @@ def run(paths: Sequence[Path], count: int, rows: int, quick: bool, jobs: int) ->
     names = [NAMES[checkpoint.config.attention] for checkpoint in checkpoints]
     length = min(checkpoint.config.max_position for checkpoint in checkpoints)
     windows = eval_windows("stdlib", paths[0], length, count)
-    each = length // SPACING
-    needles = [needle_windows("stdlib", paths[0], length, each, each, rows)] if rows else []
+    needle_count = length // SPACING
+    needles = [needle_windows("stdlib", paths[0], length, needle_count, needle_count, rows)] if rows else []
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         tasks = [
             (name, pool.submit(work, path, name, part, windows, needles, quick))
             for part in PARTS
             for path, name in zip(paths, names, strict=True)
         ]
-        found = [(name, *task.result()) for name, task in track(tasks, f"measuring at {length} tokens")]
+        results = [(name, *task.result()) for name, task in track(tasks, f"measuring at {length} tokens")]
     measured: dict[str, list[Measurement]] = {}
-    for name, part, _ in found:
+    for name, part, _ in results:
         measured[name] = measured.get(name, part[:1]) + part[1:]
     comparison = conclude([[one] for one in checkpoints], measured, [], Setup(windows, needles=needles))
-    minutes = sum(seconds for *_, seconds in found) / 60
+    minutes = sum(seconds for *_, seconds in results) / 60
     return comparison.to_dict() | {"losses": _losses(measured), "minutes": minutes}
 
 
 def _losses(measured: Mapping[str, Sequence[Measurement]]) -> list[Row]:
     """By how many nats a token more logits cost a model than others cost the first one, paired."""
     by_bits = {
-        name: {one.variant.scheme.attention.logits: one.scores for one in own if one.variant.what != UNCHANGED}
-        for name, own in measured.items()
+        name: {one.variant.scheme.attention.logits: one.scores for one in measurements if one.variant.what != UNCHANGED}
+        for name, measurements in measured.items()
     }
     first, *others = measured
     losses = []
@@ -217,12 +217,12 @@ def about(comparison: Row, command: str) -> str:
 
 def tables(short: Row, long: Row | None, command: str) -> dict[str, str]:
     """By the name of their place in docs/attention.md."""
-    found = {"about": about(short, command), "losses": losses_table(short)}
-    found |= {part: cost_table(short, part) for part in PARTS}
+    texts = {"about": about(short, command), "losses": losses_table(short)}
+    texts |= {part: cost_table(short, part) for part in PARTS}
     if long is not None:
-        found |= {"about_1k": about(long, command), "needles_1k": needles_table(long)}
-        found |= {f"{part}_1k": cost_table(long, part) for part in PARTS}
-    return found
+        texts |= {"about_1k": about(long, command), "needles_1k": needles_table(long)}
+        texts |= {f"{part}_1k": cost_table(long, part) for part in PARTS}
+    return texts
 
 
 def main() -> None:
@@ -242,10 +242,10 @@ def main() -> None:
     if options.long:
         rows, windows = (QUICK, QUICK) if quick else (ROWS, LONG_WINDOWS)
         long = run(options.long, windows, rows, quick, options.jobs)
-    found = tables(short, long, shlex.join(["python", "benchmarks/attention.py", *sys.argv[1:]]))
-    for name, text in found.items():
+    texts = tables(short, long, shlex.join(["python", "benchmarks/attention.py", *sys.argv[1:]]))
+    for name, text in texts.items():
         print(f"\n## {name}\n\n{text}")
-    write_outputs(options, {"short": short, "long": long, "machine": describe()}, found)
+    write_outputs(options, {"short": short, "long": long, "machine": describe()}, texts)
 
 
 if __name__ == "__main__":

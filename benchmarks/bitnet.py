@@ -60,22 +60,24 @@ class Model:
 
 def find(runs: Path, floats: Path | None) -> list[Model]:
     """All models of RUNS and --floats, variant by variant."""
-    found = []
+    models = []
     for attention in VARIANTS:
-        own = {
+        folders = {
             path.name.removeprefix(attention).removeprefix("_") or FLOAT: path for path in runs.glob(f"{attention}*")
         }
         if floats is not None:
-            own.setdefault(FLOAT, floats / attention)
-        ranked = sorted(own, key=lambda kind: (KINDS.index(kind) if kind in KINDS else len(KINDS), kind))
-        found += [Model(attention, kind, own[kind]) for kind in ranked if (own[kind] / "config.json").is_file()]
-    if not found:
+            folders.setdefault(FLOAT, floats / attention)
+        ranked = sorted(folders, key=lambda kind: (KINDS.index(kind) if kind in KINDS else len(KINDS), kind))
+        models += [
+            Model(attention, kind, folders[kind]) for kind in ranked if (folders[kind] / "config.json").is_file()
+        ]
+    if not models:
         raise DiffbitError(f"{runs}: holds no model named like diff_v1 or softmax_ternary; train some first")
-    tokenizers = {(model.path / "tokenizer.json").read_bytes(): model.path for model in found}
+    tokenizers = {(model.path / "tokenizer.json").read_bytes(): model.path for model in models}
     if len(tokenizers) > 1:
         paths = " and ".join(map(str, tokenizers.values()))
         raise DiffbitError(f"{paths}: other tokenizers, so perplexities cannot be compared; train with --tokenizer")
-    return found
+    return models
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
@@ -94,16 +96,16 @@ def facts(model: Model, context: int, scores: dict[tuple[str, str], Scores], fol
     checkpoint = Checkpoint(model.path)
     cost = token_cost(checkpoint.config, read_scheme(checkpoint), context)
     artifact = Artifact.open(export_artifact(model.path, folder / f"{model.path.name}_fp16", dtype="fp16"))
-    own, exact, ternary = (scores.get((model.attention, kind)) for kind in (model.kind, FLOAT, TERNARY))
-    assert own is not None
+    of_model, exact, ternary = (scores.get((model.attention, kind)) for kind in (model.kind, FLOAT, TERNARY))
+    assert of_model is not None
     row: Row = {
         "model": VARIANTS[model.attention], "kind": model.kind, "sha256": checkpoint.sha256(),
         "nbytes": artifact.nbytes, "moved": cost.nbytes, "operations": cost.operations,
-        "perplexity": own.perplexity().to_dict(), "ratio": None, "closed": None,
+        "perplexity": of_model.perplexity().to_dict(), "ratio": None, "closed": None,
     }  # fmt: skip
     if exact is not None and model.kind != FLOAT:
-        row["ratio"] = perplexity_ratio(own, exact).to_dict()
-        if ternary is not None and model.kind != TERNARY and (closed := recovered(own, ternary, exact)):
+        row["ratio"] = perplexity_ratio(of_model, exact).to_dict()
+        if ternary is not None and model.kind != TERNARY and (closed := recovered(of_model, ternary, exact)):
             row["closed"] = closed.to_dict()
     if (model.path / "training.json").is_file():
         run = read_json(model.path / "training.json")
@@ -119,8 +121,8 @@ def run(models: Sequence[Model], quick: bool, jobs: int | None, folder: Path) ->
     windows = eval_windows("stdlib", models[0].path, length, QUICK_WINDOWS if quick else None)
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         tasks = [pool.submit(score, model.path, windows) for model in models]
-        found = [task.result() for task in track(tasks, "scoring")]
-    scores = {(model.attention, model.kind): own for model, own in zip(models, found, strict=True)}
+        results = [task.result() for task in track(tasks, "scoring")]
+    scores = {(model.attention, model.kind): result for model, result in zip(models, results, strict=True)}
     rows = [facts(model, length, scores, folder) for model in track(models, "exporting")]
     artifacts = [export_artifact(model.path, folder / f"{model.path.name}_fp32", dtype="fp32") for model in models]
     rates: list[list[float]] = [[] for _ in models]
@@ -138,7 +140,7 @@ def run(models: Sequence[Model], quick: bool, jobs: int | None, folder: Path) ->
 def contrasts(models: Sequence[Model], scores: dict[tuple[str, str], Scores]) -> list[Row]:
     """What each kind costs a variant more than the first one, paired: nats a token of log(ratio) - log(ratio)."""
     first = models[0].attention
-    found = []
+    rows = []
     for model in models:
         places = [(a, k) for a in (model.attention, first) for k in (model.kind, FLOAT)]
         if model.kind == FLOAT or model.attention == first or not all(place in scores for place in places):
@@ -147,23 +149,23 @@ def contrasts(models: Sequence[Model], scores: dict[tuple[str, str], Scores]) ->
         estimate = mean(
             paired(low, exact) - paired(other, other_exact), exact.tokens, document=exact.document
         ).to_dict()
-        found.append({"model": VARIANTS[model.attention], "against": VARIANTS[first], "kind": model.kind,
+        rows.append({"model": VARIANTS[model.attention], "against": VARIANTS[first], "kind": model.kind,
                       "difference": estimate})  # fmt: skip
-    return found
+    return rows
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def tables(found: Row) -> str:
+def tables(result: Row) -> str:
     """All of them, for one place in docs/bitnet.md."""
-    text = found["text"]
+    text = result["text"]
     about = (
-        f"{found['machine']}, one thread. {text['windows']} windows of {text['length']} held-out tokens, "
-        f"{text['scored_tokens']:,} scored (SHA-256 {text['sha256'][:12]}). `{found['command']}`"
+        f"{result['machine']}, one thread. {text['windows']} windows of {text['length']} held-out tokens, "
+        f"{text['scored_tokens']:,} scored (SHA-256 {text['sha256'][:12]}). `{result['command']}`"
     )
     quality, costs = [], []
-    for row in found["rows"]:
+    for row in result["rows"]:
         named = [row["model"], row["kind"].replace("_", " ")]
         tokens = f"{row['tokens'] / 1e6:.1f}" if "tokens" in row else ""
         perplexity = interval(row["perplexity"], lambda value: f"{value:.3f}")
@@ -173,7 +175,7 @@ def tables(found: Row) -> str:
         costs.append([*named, *sizes, *operations])
     lines = [
         [c["kind"].replace("_", " "), f"{c['model']} − {c['against']}", interval(c["difference"], nats),
-         verdict(c["model"], c["difference"])] for c in found["contrasts"]
+         verdict(c["model"], c["difference"])] for c in result["contrasts"]
     ]  # fmt: skip
     header = ["model", "weights"]
     parts = [
@@ -196,12 +198,12 @@ def main() -> None:
     options = parser.parse_args()
     try:
         with TemporaryDirectory() as temporary:
-            found = run(find(options.runs, options.floats), options.quick, options.jobs, Path(temporary))
+            result = run(find(options.runs, options.floats), options.quick, options.jobs, Path(temporary))
     except DiffbitError as error:
         raise SystemExit(f"error: {error}") from None
-    text = tables(found)
+    text = tables(result)
     print(text)
-    write_outputs(options, found, {options.name: text})
+    write_outputs(options, result, {options.name: text})
 
 
 if __name__ == "__main__":

@@ -67,10 +67,12 @@ def main() -> None:
         for index in range(model.config.num_layers)[arguments.layers :] if arguments.layers else ():
             model.model.layers[index] = exact_model.model.layers[index]
         for text, p, float_scores in zip(texts.values(), reference, exact, strict=True):
-            found = scores(text, p, predictions(model, text))
-            kept.setdefault(name, []).append(found)
-            ratio = interval(perplexity_ratio(found, float_scores).to_dict(), lambda r: f"{100 * (r - 1):+.1f} %")
-            row.append(f"{ratio}, KL {interval(found.divergence().to_dict(), '{:.3f}'.format)}")
+            model_scores = scores(text, p, predictions(model, text))
+            kept.setdefault(name, []).append(model_scores)
+            ratio = interval(
+                perplexity_ratio(model_scores, float_scores).to_dict(), lambda r: f"{100 * (r - 1):+.1f} %"
+            )
+            row.append(f"{ratio}, KL {interval(model_scores.divergence().to_dict(), '{:.3f}'.format)}")
         rows.append(row)
         print(row, file=sys.stderr)
     *others, mix = list(HOW)[1:]
@@ -93,12 +95,12 @@ def held_out(model: Path, news: Path) -> Iterator[tuple[str, Text]]:
     lines = {name: (TEXT / "eval" / f"{name}.jsonl").read_text("utf-8") for name in ("dialogues", "languages")}
     rows = {name: [json.loads(line) for line in text.splitlines()] for name, text in lines.items()}
     documents = [render(row["messages"]) for row in rows["dialogues"]], [row["text"] for row in rows["languages"]]
-    for name, found in (
+    for name, cut in (
         ("code", eval_windows("stdlib", model, EVALUATED, 8)),
         ("dialogue", windows(tokenizer.encode(documents[0]), EVALUATED, eos_id=tokenizer.eos_id, max_windows=8)),
         ("languages", windows(tokenizer.encode(documents[1]), EVALUATED, eos_id=tokenizer.eos_id, max_windows=8)),
     ):
-        yield name, (torch.from_numpy(found.ids), torch.from_numpy(found.target))
+        yield name, (torch.from_numpy(cut.ids), torch.from_numpy(cut.target))
 
 
 def predictions(model: Decoder, text: Text) -> list[torch.Tensor]:

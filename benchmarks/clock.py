@@ -145,8 +145,8 @@ def measure(
                 action()
             except Exception as error:
                 failed[name] = sentence(error, reasons)
-                for found in (contenders, runs, times):
-                    found.pop(name, None)
+                for by_name in (contenders, runs, times):
+                    by_name.pop(name, None)
         if name in failed:
             clock.synchronize()
 
@@ -176,8 +176,8 @@ def measure(
             guarded(name, lambda name=name: once(name))  # type: ignore[misc]
         if rounds + 1 >= FEWEST_ROUNDS and time.monotonic() - start > seconds:
             break
-    medians = {name: statistics.median(found) for name, found in times.items()}
-    quartiles = {name: statistics.quantiles(found, n=4) for name, found in times.items()}
+    medians = {name: statistics.median(samples) for name, samples in times.items()}
+    quartiles = {name: statistics.quantiles(samples, n=4) for name, samples in times.items()}
     spreads = [(last - first) / medians[name] for name, (first, _, last) in quartiles.items()]
     return Times(medians, failed, round(max(spreads, default=0.0), 3), uncaptured)
 

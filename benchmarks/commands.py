@@ -40,7 +40,7 @@ def once(path: Path, make: Callable[[Path], object]) -> Path:
     """`path`, made under another name first if it is not there."""
     if not path.exists():
         print(f"making {path}", file=sys.stderr)
-        beside = path.with_name(f"part-{path.name}")
-        make(beside)
-        beside.rename(path)
+        unfinished = path.with_name(f"part-{path.name}")
+        make(unfinished)
+        unfinished.rename(path)
     return path

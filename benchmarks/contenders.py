@@ -18,10 +18,10 @@ import onnxruntime
 import torch
 from numpy.typing import NDArray
 
-from diffbit.export.graph import DATA, MICROSOFT, MODEL, PAGE, Graph
+from diffbit.export.onnx_graph import DATA, MICROSOFT, MODEL, PAGE, OnnxGraph
 from diffbit.formats import QTensor, QuantLinear
 from diffbit.formats.packing import pack_bits
-from diffbit.ops import diff_attention, kv_cache
+from diffbit.ops import diff_attention, diff_attention_body, kv_cache
 from diffbit.runtime import native
 
 Array = NDArray[Any]
@@ -41,7 +41,7 @@ KINDS = {
 def product_graph(folder: Path, weight: QTensor) -> None:
     """x [M, K] times a weight as diffbit exports it."""
     rows, columns = weight.shape
-    g = Graph(folder, "fp32")
+    g = OnnxGraph(folder, "fp32")
     x = g.input("x", np.float32, ["M", columns])
     g.output("y", QuantLinear(weight).onnx(g, x, 1.0), np.float32, ["M", rows])
     g.save()
@@ -52,7 +52,7 @@ def nbits_graph(
 ) -> None:
     """The same with ONNX Runtime's own MatMulNBits at accuracy level 4: codes [N, K], scale [N, K/block]."""
     rows, columns = codes.shape
-    g = Graph(folder, dtype)
+    g = OnnxGraph(folder, dtype)
     x = g.input("x", g.dtype, ["M", columns])
     packed = pack_bits(codes, bits).view(rows, columns // block, block * bits // 8)
     inputs = [x, g.initializer("codes", packed.numpy()), g.weight("scale", scale.numpy())]
@@ -116,7 +116,7 @@ class Attention:
         """One DiffAttention node over a cache of the kind `kv`; `repeated`: a noise head is gathered for each
         signal head instead of shared."""
         heads, kv_heads, d, kind = 2 * self.pairs, 2 * self.kv_pairs, self.d, KINDS[kv]
-        g = Graph(folder, "fp32")
+        g = OnnxGraph(folder, "fp32")
         f, i = np.float32, np.int64
         inputs = {
             "query": g.input("query", f, [1, "S", self.query.shape[2]]),
@@ -135,18 +135,18 @@ class Attention:
             group = self.ratio + 1
             starts = [pair // self.ratio * group for pair in range(self.pairs)]
             order = [i for p, at in enumerate(starts) for i in (at + p % self.ratio, at + self.ratio)]
-            each = g.op("Reshape", [inputs["query"], g.const([0, 0, -1, d])])
-            each = g.op("Gather", [each, g.const(order)], axis=2)
-            inputs["query"] = g.op("Reshape", [each, g.const([0, 0, heads * d])])
-        made = g.customs(
+            query = g.op("Reshape", [inputs["query"], g.const([0, 0, -1, d])])
+            query = g.op("Gather", [query, g.const(order)], axis=2)
+            inputs["query"] = g.op("Reshape", [query, g.const([0, 0, heads * d])])
+        outputs = g.customs(
             diff_attention, [inputs.get(name) for name in kind.inputs], len(kind.outputs),
-            lambda name: diff_attention.function(kind, name=name), kind,
+            lambda name: diff_attention_body.function(kind, name=name), kind,
             num_heads=self.pairs, num_kv_heads=kv_heads, branches=kind.branches,
             noise_ratio=1 if repeated else self.ratio, wide_value=1, scale=self.scale,
             norm_eps=self.norm_eps, key_bits=kind.key_bits, value_bits=kind.value_bits, query_bits=kind.query_bits,
             window=WINDOW,
         )  # fmt: skip
-        for name, value in zip(kind.outputs, made, strict=True):
+        for name, value in zip(kind.outputs, outputs, strict=True):
             if name == "out":
                 g.output("y", value, f, [1, "S", heads * d])
             elif name:
@@ -169,7 +169,7 @@ class Attention:
 
     def two_call_graph(self, folder: Path) -> None:
         heads, kv_heads, d, group = 2 * self.pairs, 2 * self.kv_pairs, self.d, self.pairs // self.kv_pairs
-        g = Graph(folder, "fp32")
+        g = OnnxGraph(folder, "fp32")
         f, cache = np.float32, [1, kv_heads, "C", d]
         query, key = g.input("query", f, [1, "S", heads * d]), g.input("key", f, [1, "S", kv_heads * d])
         halves = [g.input(f"half_{i}", f, [1, "S", kv_heads * d]) for i in range(2)]

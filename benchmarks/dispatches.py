@@ -37,7 +37,7 @@ from diffbit.runtime import Artifact
 
 PROVIDER = "WebGpuExecutionProvider"
 PROGRAM = re.compile(r'Starting program "([A-Za-z0-9]+)')
-PROMPT, STEPS, CHUNK = 40, 64, 31  # CHUNK: prompt tokens at once; docs/gpu.md says why
+PROMPT, STEPS, CHUNK = 40, 64, 31  # CHUNK: prompt tokens at once; docs/devices.md says why
 CONTEXT = 1024
 BANDWIDTHS = 50, 100  # GB/s, of integrated GPUs
 VARIANTS = {"diff_v1": "DIFF v1", "diff_v2": "DIFF v2", "softmax": "Transformer"}
@@ -87,8 +87,8 @@ class Run:
         with logged() as self.log:
             self._session.run_with_iobinding(binding)
         logits, *presents = binding.get_outputs()
-        for (name, held), present in zip(self._buffers.items(), presents, strict=True):
-            self._buffers[name] = held if in_place[name] else present
+        for (name, past), present in zip(self._buffers.items(), presents, strict=True):
+            self._buffers[name] = past if in_place[name] else present
         return logits.numpy()[:, -1]
 
     def prompt(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -193,12 +193,12 @@ def rows(work: Path, quick: bool) -> Iterator[Row]:
     cases = [("diff_v1", "float", "cpu")]
     cases += [(variant, weights, "webgpu") for variant in VARIANTS for weights in WEIGHTS]
     for variant, weights, target in cases:
-        found = []
+        counts = []
         for layers in (1, 2):
             with tempfile.TemporaryDirectory(dir=work) as folder:
                 layers_of = replace(QUICK if quick else ONE_BILLION, layers=layers)
-                found.append(count(write_artifact(Path(folder), variant, weights, target, layers_of)))
-        (first, first_bytes), (second, second_bytes) = found
+                counts.append(count(write_artifact(Path(folder), variant, weights, target, layers_of)))
+        (first, first_bytes), (second, second_bytes) = counts
         layer, layer_bytes = second - first, second_bytes - first_bytes
         once, once_bytes = first - layer, first_bytes - layer_bytes
         nbytes = once_bytes + ONE_BILLION.layers * layer_bytes
@@ -214,11 +214,11 @@ def rows(work: Path, quick: bool) -> Iterator[Row]:
         }
 
 
-def markdown(found: Sequence[Row]) -> str:
+def markdown(rows: Sequence[Row]) -> str:
     header = ["", "weights", "exported for", "dispatches a layer", "and once a step", f"{ONE_BILLION.layers} layers"]
     header += ["MB a token", *(f"tokens/s at {bandwidth} GB/s" for bandwidth in BANDWIDTHS)]
     names = ("weights", "target", "a_layer", "once", "programs", "megabytes", *(f"at_{one}" for one in BANDWIDTHS))
-    return table(header, [[VARIANTS[row["variant"]], *(row[name] for name in names)] for row in found])
+    return table(header, [[VARIANTS[row["variant"]], *(row[name] for name in names)] for row in rows])
 
 
 def main() -> None:
@@ -227,20 +227,20 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1, help="rows that artifacts are compared with, with padding")
     parser.add_argument("--work", type=Path, default=Path("out"), help="where models are made, 3 GB at a time")
     parser.add_argument("--quick", action="store_true", help="small layers, to see that everything runs")
-    add_outputs(parser, "gpu.md")
+    add_outputs(parser, "devices.md")
     chosen = parser.parse_args()
     onnxruntime.register_execution_provider_library("webgpu", onnxruntime_ep_webgpu.get_library_path())
     if chosen.artifacts:
-        found = [compare(path, chosen.batch) for path in chosen.artifacts]
-        for row in found:
+        results = [compare(path, chosen.batch) for path in chosen.artifacts]
+        for row in results:
             say(**row)
     else:
         chosen.work.mkdir(parents=True, exist_ok=True)
-        found = []
+        results = []
         for row in rows(chosen.work, chosen.quick):
-            found.append(row)
+            results.append(row)
             say(**row)
-    write_outputs(chosen, found, {} if chosen.artifacts else {"dispatches": markdown(found)})
+    write_outputs(chosen, results, {} if chosen.artifacts else {"dispatches": markdown(results)})
 
 
 if __name__ == "__main__":

@@ -159,15 +159,15 @@ def rows(runs: dict[str, list[Row]], threads: int) -> Iterator[Row]:
         name: {key: statistics.median(run[key] for run in some) for key in (*SPEEDS, MEMORY, LOAD)}
         for name, some in runs.items()
     }
-    for name, found in medians.items():
-        row: Row = {"model": name, "threads": threads, **{key: round(found[key], 1) for key in SPEEDS}}
-        row |= {"load_ms": round(found[LOAD] * 1000), "peak_memory_mib": round(found[MEMORY] / 2**20),
+    for name, median in medians.items():
+        row: Row = {"model": name, "threads": threads, **{key: round(median[key], 1) for key in SPEEDS}}
+        row |= {"load_ms": round(median[LOAD] * 1000), "peak_memory_mib": round(median[MEMORY] / 2**20),
                 "model_mib": round(runs[name][0]["model_bytes"] / 2**20)}  # fmt: skip
         if peer := medians.get(f"llama.cpp {PEER.get(name.split()[0])}"):
-            decode, prefill = (round(found[key] / peer[key], 2) for key in SPEEDS)
+            decode, prefill = (round(median[key] / peer[key], 2) for key in SPEEDS)
             row["ratio"] = {"its decode": decode, "its prefill": prefill,
-                            "its memory": round(peer[MEMORY] / found[MEMORY], 2),
-                            "its load": round(peer[LOAD] / found[LOAD], 2)}  # fmt: skip
+                            "its memory": round(peer[MEMORY] / median[MEMORY], 2),
+                            "its load": round(peer[LOAD] / median[LOAD], 2)}  # fmt: skip
             row["targets"] = targets(row["ratio"], TARGETS.get(name, {}))
         yield row
 

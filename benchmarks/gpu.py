@@ -200,16 +200,18 @@ def verdict(
     process = Process(command, environment)
     status = process.wait(seconds)
     text = process.output()
-    found = re.findall(summary, text)
-    said = {what: re.findall(rf"\b{what}\b.*? (tests/\S+)|(tests/\S+) {what}\b", text) for what in ("PASSED", "FAILED")}
-    failed = list(dict.fromkeys(a or b for a, b in said["FAILED"]))
+    summaries = re.findall(summary, text)
+    outcomes = {
+        what: re.findall(rf"\b{what}\b.*? (tests/\S+)|(tests/\S+) {what}\b", text) for what in ("PASSED", "FAILED")
+    }
+    failed = list(dict.fromkeys(a or b for a, b in outcomes["FAILED"]))
     row: Row = {
         "seconds": round(time.monotonic() - start, 1),
-        "verdict": found[-1].strip(" =") if found else "nothing ran",
+        "verdict": summaries[-1].strip(" =") if summaries else "nothing ran",
     }
     if status is None:
-        row["verdict"] = f"{len(said['PASSED'])} passed, {len(failed)} failed, then {seconds:.0f} seconds were over"
-    if status != 0 or not found:
+        row["verdict"] = f"{len(outcomes['PASSED'])} passed, {len(failed)} failed, then {seconds:.0f} seconds were over"
+    if status != 0 or not summaries:
         wrong = "was not done" if status is None else f"exit status {status}"
         row |= {"wrong": f"{wrong}: {row['verdict']}", "failed": failed, "output": text[-6000:]}
     return row
@@ -317,14 +319,14 @@ def tables(abouts: Sequence[Row], rows: Sequence[Row]) -> str:
 
 def renew_page(folder: Path, page: Path) -> None:
     """Put every row of the folder into the page."""
-    abouts, found = [], []
+    abouts, rows = [], []
     for file in sorted(folder.rglob("*.jsonl")):
         about, *rest = map(json.loads, file.read_text().splitlines())
         abouts.append(about)
-        found += rest
-    if not found:
+        rows += rest
+    if not rows:
         raise SystemExit(f"{folder}: holds no rows (PART.jsonl) of benchmarks/gpu.py --out")
-    renew(page, "gpu", tables(abouts, found))
+    renew(page, "gpu", tables(abouts, rows))
 
 
 def main() -> int:

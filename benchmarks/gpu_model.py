@@ -141,15 +141,16 @@ def small(work: Path, device: str, new: int = 32) -> Row:
     diffbit("export", str(TRAINED), "-o", str(artifact), "--target", "cuda", "--overwrite")
     here, there = Session(artifact), Session(artifact, device=device)
     prompt = [[int(token) for token in np.random.default_rng(0).integers(0, 256, 40)]]
-    found = [(here.prefill(prompt), there.prefill(prompt))]
-    while len(found) < new:
-        token = int(found[-1][0].argmax())
-        found.append((here.step([[token]]), there.step([[token]])))
-    wanted, got = (np.array([pair[i].reshape(-1) for pair in found], np.float32) for i in range(2))  # [new, V]
-    tokens = wanted.argmax(-1), got.argmax(-1)
+    pairs = [(here.prefill(prompt), there.prefill(prompt))]
+    while len(pairs) < new:
+        token = int(pairs[-1][0].argmax())
+        pairs.append((here.step([[token]]), there.step([[token]])))
+    expected, got = (np.array([pair[i].reshape(-1) for pair in pairs], np.float32) for i in range(2))  # [new, V]
+    tokens = expected.argmax(-1), got.argmax(-1)
     rows = np.arange(new)
-    lost = wanted[rows, tokens[0]] - wanted[rows, tokens[1]]  # how much less likely the CPU finds the device's token
-    error = float(np.abs(got - wanted).max())
+    # how much less likely the CPU finds the device's token
+    lost = expected[rows, tokens[0]] - expected[rows, tokens[1]]
+    error = float(np.abs(got - expected).max())
     row |= {"verdict": f"{(tokens[0] == tokens[1]).sum()} of {new} tokens are the CPU's", "error": error}
     if not there.native:
         row["wrong"] = "the library's kernels were not used"
@@ -176,11 +177,11 @@ def speeds(artifact: Path, device: str, plan: Plan, model: str, weights: str, ho
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
     """The rows, those of DIFF on the library with their tokens a second over the bodies' and the Transformer's."""
     speed = "decode_tokens_per_s"
-    found = {(row["model"], row["weights"], row["how"]): row[speed] for row in rows if speed in row}
+    speeds = {(row["model"], row["weights"], row["how"]): row[speed] for row in rows if speed in row}
 
     def ratio(row: Row) -> dict[str, float]:
         others = {BODIES: (DIFF, row["weights"], BODIES), PLAIN: (PLAIN, row["weights"], LIBRARY)}
-        return {name: round(row[speed] / found[other], 2) for name, other in others.items() if other in found}
+        return {name: round(row[speed] / speeds[other], 2) for name, other in others.items() if other in speeds}
 
     ours = DIFF, LIBRARY
     return [row | {"ratio": ratio(row)} if speed in row and (row["model"], row["how"]) == ours else row for row in rows]

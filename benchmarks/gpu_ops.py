@@ -38,7 +38,7 @@ def call(kernels: cuda.Kernels, op: cuda.Op, *kept: Tensor) -> Call:
     device = kept[0].device
     space = torch.full((kernels.workspace(op),), 0xFF, dtype=torch.uint8, device=device)
 
-    def run(held: tuple[Tensor, ...] = (space, *kept)) -> None:
+    def run(alive: tuple[Tensor, ...] = (space, *kept)) -> None:
         kernels.run(op, space.data_ptr(), torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0)
 
     return run
@@ -96,15 +96,15 @@ class Layer:
             return {name: self._normal(1, heads, self.total, self.d)}
         rows = [self._normal(1, 1, self.total, self.d, dtype=torch.float16) for _ in range(heads)]
         if bits == 8:
-            made = [kv_cache.quantize_rows(row) for row in rows]
-            return {name: torch.cat([codes for codes, _ in made], 1),
-                    f"{name}_scale": torch.cat([steps for _, steps in made], 1)}  # fmt: skip
+            quantized = [kv_cache.quantize_rows(row) for row in rows]
+            return {name: torch.cat([codes for codes, _ in quantized], 1),
+                    f"{name}_scale": torch.cat([steps for _, steps in quantized], 1)}  # fmt: skip
         before, count = (kv_cache.quantized_tokens(tokens, WINDOW) for tokens in (self.past, self.total))
-        made = [kv_cache.quantize_blocks(row[:, :, :count], bits) for row in rows]
+        quantized = [kv_cache.quantize_blocks(row[:, :, :count], bits) for row in rows]
         recent = torch.zeros(1, heads, WINDOW + kv_cache.BLOCK, self.d, dtype=torch.float16, device=self.device)
         recent[:, :, : self.past - before] = torch.cat([row[:, :, before : self.past] for row in rows], 1)
-        return {name: torch.cat([kv_cache.pack(codes, bits) for codes, _ in made], 1),
-                f"{name}_scale": torch.cat([grids for _, grids in made], 1), f"{name}_recent": recent}  # fmt: skip
+        return {name: torch.cat([kv_cache.pack(codes, bits) for codes, _ in quantized], 1),
+                f"{name}_scale": torch.cat([grids for _, grids in quantized], 1), f"{name}_recent": recent}  # fmt: skip
 
     @property
     def total(self) -> int:
@@ -117,8 +117,8 @@ class Layer:
         if bits > 4:
             return {16: 8 * d, 8: 4 * d + 16}[bits] * self.total * self.pairs
         count = self.quantized(self.total)
-        each = 2 * d + d // 2
-        return (each * count + 8 * d * (self.total - count)) * self.pairs
+        token_bytes = 2 * d + d // 2
+        return (token_bytes * count + 8 * d * (self.total - count)) * self.pairs
 
     def call(self, kernels: cuda.Kernels) -> Call:
         """One call of the layer; the cache's present is its past."""
@@ -136,7 +136,7 @@ class Layer:
         )  # fmt: skip
         return call(kernels, op, self.out, *self.inputs.values())
 
-    def held(self, side: str, head: int) -> tuple[Tensor, Tensor]:
+    def numbers(self, side: str, head: int) -> tuple[Tensor, Tensor]:
         """The numbers float32 [T, d] of one sub-head after the call, as codes and as floats, or zeros."""
         bits, buffer = BITS[self.kind], self.inputs[f"past_{side}"][:, head]
         codes, floats = torch.zeros(2, self.total, self.d, device=self.device)
@@ -183,11 +183,11 @@ class Layer:
         coded = tokens < counts[:, None]  # [n, T]
         out = []
         for pair in range(self.pairs):
-            wide_values = zip(*(self.held("value", 2 * pair + i) for i in range(2)), strict=True)
+            wide_values = zip(*(self.numbers("value", 2 * pair + i) for i in range(2)), strict=True)
             values = [torch.cat(halves, -1).to(dtype) for halves in wide_values]
             parts = []
             for head in (2 * pair, 2 * pair + 1):
-                dots = [(queries[:, head].to(dtype) @ keys.to(dtype).T).to(wide) for keys in self.held("key", head)]
+                dots = [(queries[:, head].to(dtype) @ keys.to(dtype).T).to(wide) for keys in self.numbers("key", head)]
                 shares = torch.softmax(torch.where(coded, *dots).masked_fill(hidden, -torch.inf), -1).to(dtype)
                 mixed = (shares * coded) @ values[0] + (shares * ~coded) @ values[1]
                 parts.append(mixed.to(wide))
@@ -204,14 +204,14 @@ class Layer:
         if self.steps > QUERIES:
             some = torch.randperm(self.steps, device=self.device)[: QUERIES - 2]
             rows = torch.cat((some, rows[:1], rows[-1:]))
-        wanted = self.attended(rows, torch.float64)
-        got = self.out[0, rows].double().view(wanted.shape)
+        expected = self.attended(rows, torch.float64)
+        got = self.out[0, rows].double().view(expected.shape)
         if self.out.isnan().any():
             return math.inf, 0.0
         in_floats = BITS[self.kind] < 16 and self.steps == 1  # a prompt's numbers are rounded to bfloat16
         plain = self.attended(rows, torch.float32 if in_floats else torch.bfloat16)
-        rounding = torch.finfo(torch.bfloat16).eps / 2 * max(1.0, float(wanted.abs().max()))
-        return float((got - wanted).abs().max()), 2 * float((plain - wanted).abs().max()) + rounding
+        rounding = torch.finfo(torch.bfloat16).eps / 2 * max(1.0, float(expected.abs().max()))
+        return float((got - expected).abs().max()), 2 * float((plain - expected).abs().max()) + rounding
 
     def for_peers(self) -> tuple[Tensor, Tensor, Tensor]:
         """q [2, H, S, d] (rotated), k [2, H, T, d] and v [H, T, 2d], contiguous, of a cache of 16 bits."""
@@ -250,7 +250,7 @@ class Weights:
     def calls(self, kernels: cuda.Kernels, x: Tensor, y: Tensor | None = None) -> list[Call]:
         """x [M, K] times each of the weights."""
         y = torch.empty(x.shape[0], self.n, dtype=x.dtype, device=x.device) if y is None else y
-        made = []
+        started = []
         for weight in self.weights:
             shape = {"m": x.shape[0], "n": self.n, "k": self.k, "type": TYPES[x.dtype]}
             pointers = [tensor.data_ptr() for tensor in weight]
@@ -263,8 +263,8 @@ class Weights:
                 codes, scales, _, factor = pointers  # one zero point, 8, for all is no pointer at all
                 op = cuda.Int4MatMul(a=x.data_ptr(), codes=codes, scales=scales, zeros=None, factor=factor,
                                      y=y.data_ptr(), group_size=GROUP, **shape)  # fmt: skip
-            made.append(call(kernels, op, x, y, *weight))
-        return made
+            started.append(call(kernels, op, x, y, *weight))
+        return started
 
     def error(self, kernels: cuda.Kernels, x: Tensor) -> tuple[float, float]:
         """The largest error of the first and of the last weight's product, and what is allowed: one rounding of the
@@ -280,9 +280,9 @@ class Weights:
             if y.isnan().any():
                 return math.inf, 0.0
             got = y.cpu()[some].unflatten(1, (-1, TILE))[:, tiles].flatten(1)
-            wanted = self._reference(x.cpu()[some], self.weights[which], tiles)
-            worst = max(worst, float((got.double() - wanted.double()).abs().max()))
-            largest = max(largest, float(wanted.abs().max()))
+            expected = self._reference(x.cpu()[some], self.weights[which], tiles)
+            worst = max(worst, float((got.double() - expected.double()).abs().max()))
+            largest = max(largest, float(expected.abs().max()))
         return worst, torch.finfo(x.dtype).eps * largest
 
     def _reference(self, x: Tensor, weight: tuple[Tensor, ...], tiles: Tensor) -> Tensor:

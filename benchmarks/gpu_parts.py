@@ -128,8 +128,8 @@ def rates(bench: Bench) -> Iterator[Row]:
     row["tflops"] = round(bench.operations / us[PRODUCT] / 1e6, 1)
     name = torch.cuda.get_device_name() if bench.device == "cuda" else ""
     known = next((known for card, known in CARDS.items() if card in name), (math.nan, math.nan))
-    found = {"copies seen": row["copy_gb_per_s"] / known[0], "products seen": row["tflops"] / known[1]}
-    row["ratio"] = {name: round(ratio, 2) for name, ratio in found.items() if math.isfinite(ratio)}
+    ratios = {"copies seen": row["copy_gb_per_s"] / known[0], "products seen": row["tflops"] / known[1]}
+    row["ratio"] = {name: round(ratio, 2) for name, ratio in ratios.items() if math.isfinite(ratio)}
     yield row | {"targets": targets(row["ratio"], dict.fromkeys(row["ratio"], HEALTHY))}
 
 
@@ -154,12 +154,12 @@ def attention_peers(layers: Callable[[], list[Layer]], causal: bool, tokens: int
     def triples(way: str) -> list[list[gpu_peers.Triple]]:
         return [gpu_peers.WAYS[way](*layer.for_peers()) for layer in layers()]
 
-    def each(attend: gpu_peers.Attend, triples: list[gpu_peers.Triple], scale: float) -> list[torch.Tensor]:
+    def attend_all(attend: gpu_peers.Attend, triples: list[gpu_peers.Triple], scale: float) -> list[torch.Tensor]:
         return [attend(*triple, scale, causal) for triple in triples]
 
     def make(way: str, attend: gpu_peers.Attend) -> Contender:
         scale = layers()[0].d ** -0.5
-        return Contender([partial(each, attend, some, scale) for some in triples(way)])
+        return Contender([partial(attend_all, attend, some, scale) for some in triples(way)])
 
     kernels = gpu_peers.attends(tokens).items()
     return {f"{way}: {name}": partial(make, way, attend) for way in gpu_peers.WAYS for name, attend in kernels}
@@ -171,21 +171,21 @@ def each_cache(
     layers: Callable[[str], list[Layer]],
     causal: bool,
     tokens: int,
-    beside: dict[str, Maker],
+    more: dict[str, Maker],
     judge: Callable[[str, Row, Mapping[str, float]], tuple[float, dict[str, float]]],
 ) -> Iterator[Row]:
     """Our kernel over each kind of cache, and all ways of the peers over `tokens`, in turn. `same` is in every row;
     `judge` completes a row and returns its shortest time and its targets."""
-    made: dict[str, Row] = {kind: {"part": same["part"], "kv": kind} | same for kind in CACHES}
+    rows: dict[str, Row] = {kind: {"part": same["part"], "kv": kind} | same for kind in CACHES}
     makers: dict[str, Maker] = {
-        kind: partial(attention_of, bench, partial(layers, kind), row) for kind, row in made.items()
+        kind: partial(attention_of, bench, partial(layers, kind), row) for kind, row in rows.items()
     }
-    makers |= attention_peers(partial(layers, "bf16"), causal, tokens) | beside
+    makers |= attention_peers(partial(layers, "bf16"), causal, tokens) | more
     shared: Row = {}
     us = bench.turn(shared, makers).us
-    peers = {name: time for name, time in us.items() if name not in (*CACHES, *beside)}
+    peers = {name: time for name, time in us.items() if name not in (*CACHES, *more)}
     failed = shared.pop("missing")
-    for kind, row in made.items():
+    for kind, row in rows.items():
         row |= shared
         if kind == "bf16":
             row["each_us"] = {name: round(time, 2) for name, time in peers.items()}
@@ -194,8 +194,8 @@ def each_cache(
             yield row | {"wrong": failed[kind]}
             continue
         others = gpu_peers.best(peers, TWO, FOUR) if kind == "bf16" else {"bf16": us["bf16"]} if "bf16" in us else {}
-        bound, wanted = judge(kind, row, us)
-        yield judged(row, us[kind], others, bound, wanted)
+        bound, goals = judge(kind, row, us)
+        yield judged(row, us[kind], others, bound, goals)
 
 
 def decode(bench: Bench, d: int, context: int) -> Iterator[Row]:
@@ -243,8 +243,8 @@ class Shape:
             return max(2, -(-bench.sizes.cycle_bytes // (n * k * bits // 8)))
 
         def floats(bits: int) -> list[torch.Tensor]:
-            made = (torch.randn(n, k, device=bench.device) for _ in range(copies(bits)))
-            return [weight.to(torch.bfloat16) for weight in made]
+            weights = (torch.randn(n, k, device=bench.device) for _ in range(copies(bits)))
+            return [weight.to(torch.bfloat16) for weight in weights]
 
         def stock(bits: int) -> gpu_peers.NBits:
             return gpu_peers.NBits(n, k, bits, copies(bits), bench.clock.stream, bench.device)
@@ -278,10 +278,10 @@ def products(bench: Bench, n: int, k: int, m: int) -> Iterator[Row]:
         _shape[:] = [Shape(bench, n, k)]
     (weights,) = _shape
     x = torch.randn(m, k, device=bench.device).to(torch.float16)
-    made: dict[str, Row] = {op: {"part": "products", "op": op, "n": n, "k": k, "m": m} for op in OPS}
+    rows: dict[str, Row] = {op: {"part": "products", "op": op, "n": n, "k": k, "m": m} for op in OPS}
 
     def ours(op: str) -> Contender:
-        checked(made[op], *weights[op].error(bench.kernels, x))
+        checked(rows[op], *weights[op].error(bench.kernels, x))
         return Contender(weights[op].calls(bench.kernels, x))
 
     makers: dict[str, Maker] = {
@@ -296,7 +296,7 @@ def products(bench: Bench, n: int, k: int, m: int) -> Iterator[Row]:
     us = bench.turn(shared, makers).us
     peers = {name: time for name, time in us.items() if name not in (*OPS, COPY, PRODUCT)}
     failed = shared.pop("missing")
-    for op, row in made.items():
+    for op, row in rows.items():
         row |= shared | {"missing": {name: why for name, why in failed.items() if name not in OPS}}
         if op in failed:
             yield row | {"wrong": failed[op]}
@@ -305,8 +305,8 @@ def products(bench: Bench, n: int, k: int, m: int) -> Iterator[Row]:
         row["gb_per_s"] = round(row["bytes"] / us[op] / 1e3)
         row["tflops"] = round(2e-6 * m * n * k / us[op], 2)
         first = op == "ternary" and (n, k, m) == (14336, 4096, 1)
-        wanted = {"share": 60.0, "ORT 2-bit": 1.0, "bitsandbytes nf4": 1.0} if first else {}
-        yield judged(row, us[op], peers, bench.bound(us, row["bytes"], 2.0 * m * n * k), wanted)
+        goals = {"share": 60.0, "ORT 2-bit": 1.0, "bitsandbytes nf4": 1.0} if first else {}
+        yield judged(row, us[op], peers, bench.bound(us, row["bytes"], 2.0 * m * n * k), goals)
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
@@ -339,15 +339,15 @@ def training(bench: Bench, d: int, steps: int) -> Iterator[Row]:
         return
     work = 10 / 3 * flops(pairs, d, steps)  # 3 products of d forward, 7 backward
     row["tflops"] = round(work / us[OURS] / 1e6, 1)
-    found = gpu_peers.best(us, LAYERS, TWO, FOUR, "plain")
-    yield judged(row, us[OURS], found, bench.bound(us, operations=work), {TWO: 1.0, FOUR: 1.0})
+    peers = gpu_peers.best(us, LAYERS, TWO, FOUR, "plain")
+    yield judged(row, us[OURS], peers, bench.bound(us, operations=work), {TWO: 1.0, FOUR: 1.0})
 
 
 def step(bench: Bench, length: int) -> Iterator[Row]:
     """A training step of models with differential and with plain attention (gpu_training.py)."""
     plan, plain = bench.sizes.plan, gpu_training.MODELS[0]
     models = [model for model in gpu_training.MODELS if bench.device == "cuda" or model[1] != gpu_training.KERNEL]
-    made: dict[str, Row] = {
+    rows: dict[str, Row] = {
         f"{attention}, {way}": {"part": "step", "model": attention, "how": way, "d": plan.d, "prompt": length,
                                 "batch": plan.batch(length)} for attention, way in models
     }  # fmt: skip
@@ -355,13 +355,13 @@ def step(bench: Bench, length: int) -> Iterator[Row]:
     def make(name: str, attention: str, way: str) -> Contender:
         call = plan.step(attention, way, length, bench.device)
         if bench.device == "cuda":
-            made[name]["peak_mib"] = gpu_training.peak_mib(call)
+            rows[name]["peak_mib"] = gpu_training.peak_mib(call)
         return Contender([call], capture=False)
 
     shared: Row = {}
-    makers: dict[str, Maker] = {name: partial(make, name, *model) for name, model in zip(made, models, strict=True)}
+    makers: dict[str, Maker] = {name: partial(make, name, *model) for name, model in zip(rows, models, strict=True)}
     us = bench.turn(shared, makers).us
-    for name, row in made.items():
+    for name, row in rows.items():
         if name not in us:
             yield row | {"wrong": shared["missing"][name]}
             continue
@@ -381,7 +381,7 @@ TIMED: dict[str, Callable[..., Iterator[Row]]] = {
 
 def cases(part: str, sizes: Sizes) -> list[Case]:
     """What a part's function is called with, in turn."""
-    found: dict[str, list[Case]] = {
+    cases_of: dict[str, list[Case]] = {
         "rates": [()],
         "decode": [(d, context) for d in sizes.dims for context in sizes.contexts],
         "products": [(*shape, m) for shape in sizes.shapes for m in sizes.rows],
@@ -389,7 +389,7 @@ def cases(part: str, sizes: Sizes) -> list[Case]:
         "training": [(d, steps) for d in sizes.dims for steps in sizes.training],
         "step": [(length,) for length in sizes.lengths],
     }
-    return found[part]
+    return cases_of[part]
 
 
 def main() -> None:

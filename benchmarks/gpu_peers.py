@@ -70,8 +70,8 @@ def four_batched(q: Tensor, k: Tensor, v: Tensor) -> list[Triple]:
 
 def joined(outs: Sequence[Tensor]) -> Tensor:
     """What a way's calls returned, as [2, H, S, 2d]."""
-    found = torch.cat(list(outs))
-    return found if len(found) == 2 else torch.cat((found[::2], found[1::2]), -1)
+    out = torch.cat(list(outs))
+    return out if len(out) == 2 else torch.cat((out[::2], out[1::2]), -1)
 
 
 WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], list[Triple]]] = {
@@ -96,13 +96,13 @@ def flash_attn(module: str, q: Tensor, k: Tensor, v: Tensor, scale: float, causa
 
 def attends(tokens: int) -> dict[str, Attend]:
     """Kernels for one softmax over `tokens` by their names."""
-    found: dict[str, Attend] = {f"SDPA {name}": partial(sdpa, backend) for name, backend in BACKENDS.items()}
+    functions: dict[str, Attend] = {f"SDPA {name}": partial(sdpa, backend) for name, backend in BACKENDS.items()}
     if tokens > MOST_SCORES:
-        del found["SDPA math"]
+        del functions["SDPA math"]
     for module, name in (("flash_attn", "flash-attn 2"), ("flash_attn_interface", "flash-attn 3")):
         if importlib.util.find_spec(module):
-            found[name] = partial(flash_attn, module)
-    return found
+            functions[name] = partial(flash_attn, module)
+    return functions
 
 
 # ---- products -------------------------------------------------------------------------------------------------------
@@ -197,5 +197,5 @@ class NBits:
 
 def best(us: dict[str, float], *ways: str) -> dict[str, float]:
     """The fastest of the contenders whose names begin with each way."""
-    found = {way: [time for name, time in us.items() if name.startswith(way)] for way in ways}
-    return {way: min(times) for way, times in found.items() if times}
+    times_of = {way: [time for name, time in us.items() if name.startswith(way)] for way in ways}
+    return {way: min(times) for way, times in times_of.items() if times}

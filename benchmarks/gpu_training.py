@@ -112,10 +112,10 @@ def inputs(pairs: int, d: int, steps: int, device: str, dtype: torch.dtype) -> S
     return query, key, value, torch.rand(1, pairs, steps, device=device).requires_grad_()
 
 
-def forward_backward(function: Differential, some: Some, wanted: Tensor) -> tuple[Tensor, ...]:
+def forward_backward(function: Differential, some: Some, out_grad: Tensor) -> tuple[Tensor, ...]:
     """The output, and the gradients of query, key, value and lambda where the output's is `wanted`."""
     out = function(*some)
-    grads = torch.autograd.grad(out, some, wanted.view(out.shape).to(out.dtype), allow_unused=True)
+    grads = torch.autograd.grad(out, some, out_grad.view(out.shape).to(out.dtype), allow_unused=True)
     return out.detach(), *(grad for grad in grads if grad is not None)
 
 
@@ -126,11 +126,11 @@ def call(function: Differential, some: Some) -> Call:
 def errors(function: Differential, some: Some) -> list[float]:
     """Of the output and of each gradient: relative, against float64; every function is given the same gradient."""
     generator = torch.Generator(some[2].device).manual_seed(0)
-    wanted = torch.randn(some[2].shape, generator=generator, device=some[2].device).to(some[2].dtype)
+    out_grad = torch.randn(some[2].shape, generator=generator, device=some[2].device).to(some[2].dtype)
     query, key, value, lam = (x.detach().double().requires_grad_() for x in some)
-    exact = forward_backward(oracle, (query, key, value, lam), wanted)
-    found = forward_backward(function, some, wanted)
-    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
+    exact = forward_backward(oracle, (query, key, value, lam), out_grad)
+    results = forward_backward(function, some, out_grad)
+    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(results, exact, strict=True)]
 
 
 # ---- whole steps ----------------------------------------------------------------------------------------------------

@@ -94,20 +94,20 @@ class Bench:
             raise SystemExit(f"{row}: {times.failed[OURS]}")
         return times.us
 
-    def judge(self, row: Row, us: dict[str, float], nbytes: float | None, wanted: Mapping[str, float]) -> Row:
+    def judge(self, row: Row, us: dict[str, float], nbytes: float | None, goals: Mapping[str, float]) -> Row:
         """`nbytes`: that must be read, where memory is what bounds."""
         if nbytes is not None:
             row["gb_per_s"] = round(nbytes / us[OURS] / 1e3, 1)
         bound = math.nan if nbytes is None else nbytes * us[READ] / READ_BYTES
-        return judged(row, us[OURS], {name: us[name] for name in us if name not in (OURS, READ)}, bound, wanted)
+        return judged(row, us[OURS], {name: us[name] for name in us if name not in (OURS, READ)}, bound, goals)
 
 
 def timed(session: OrtContender, nodes: int) -> Contender:
     return Contender([session.run], nodes)
 
 
-def close_to(found: Any, exact: Any, most: float) -> None:
-    error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+def close_to(actual: Any, exact: Any, most: float) -> None:
+    error = np.linalg.norm(actual - exact) / np.linalg.norm(exact)
     if not error < most:
         raise ValueError(f"{error:.3f} off, wanted less than {most}")
 
@@ -131,14 +131,14 @@ def product_rows(bench: Bench, op: str, shape: tuple[int, int], tokens: Sequence
 def product_row(bench: Bench, op: str, exact: Any, models: Models, nbytes: int | None, m: int, threads: int) -> Row:
     n, k = exact.shape
     x = np.random.default_rng(0).standard_normal((m, k), np.float32)
-    wanted = x[:CHECKED] @ exact.T
+    expected = x[:CHECKED] @ exact.T
 
     def ort(name: str) -> Contender:
         path, nodes = models[name]
         isa = bench.isa if name == OURS else None
         session = OrtContender(path, nodes, threads, {"x": x}, {"y": ((m, n), np.float32)}, isa=isa)
         session.run()
-        close_to(session.first()[:CHECKED], wanted, 0.03)
+        close_to(session.first()[:CHECKED], expected, 0.03)
         return timed(session, nodes)
 
     makers: dict[str, Maker] = {name: partial(ort, name) for name in models}
@@ -239,7 +239,7 @@ def cache_rows(bench: Bench, past: int) -> Iterator[Row]:
     layer = Attention(PAIRS, PAIRS, HEAD_DIM, past, 1)
     shared, y = layer.feeds(), {"y": ((1, 1, 2 * PAIRS * HEAD_DIM), np.float32)}
     buffers = {kv: layer.grown(kv, layer.past_cache(kv)) for kv in KINDS}
-    nbytes = {kv: sum(array.nbytes for array in held.values()) for kv, held in buffers.items()}
+    nbytes = {kv: sum(array.nbytes for array in arrays.values()) for kv, arrays in buffers.items()}
     with tempfile.TemporaryDirectory(dir=bench.folder) as name:
         models = {}
         for i, kv in enumerate(KINDS):
@@ -251,9 +251,9 @@ def cache_rows(bench: Bench, past: int) -> Iterator[Row]:
             makers = {}
             agreeing = Agreeing(0, threads, 0.02)
             for kv, (path, nodes) in models.items():
-                held = {name: (array, (name.replace("past", "present"),)) for name, array in buffers[kv].items()}
-                own = replace(agreeing, nodes=nodes, most=CACHE_ERRORS.get(kv, 0.02))
-                makers[OURS if kv == "fp32" else kv] = partial(own, path, shared, y, held, bench.isa)
+                arrays = {name: (array, (name.replace("past", "present"),)) for name, array in buffers[kv].items()}
+                contender = replace(agreeing, nodes=nodes, most=CACHE_ERRORS.get(kv, 0.02))
+                makers[OURS if kv == "fp32" else kv] = partial(contender, path, shared, y, arrays, bench.isa)
             common: Row = {"op": "caches", "context": past, "threads": threads, "isa": bench.isa}
             us = bench.turn(common, makers)
             us["fp32"] = us[OURS]
@@ -272,7 +272,7 @@ def grouped_rows(bench: Bench, past: int) -> Iterator[Row]:
         grown = layer.grown(kv, layer.past_cache(kv))
         nbytes = sum(array.nbytes for array in grown.values())
         nodes = max(1, round(bench.cycle_bytes / nbytes))
-        held = {name: (array, (name.replace("past", "present"),)) for name, array in grown.items()}
+        arrays = {name: (array, (name.replace("past", "present"),)) for name, array in grown.items()}
         with tempfile.TemporaryDirectory(dir=bench.folder) as name:
             models = {}
             for contender in (OURS, "repeated"):
@@ -281,7 +281,7 @@ def grouped_rows(bench: Bench, past: int) -> Iterator[Row]:
                 models[contender] = repeat(folder, nodes, frozenset(shared))
             for threads in bench.threads:
                 agreeing = Agreeing(nodes, threads, 1e-3)
-                makers = {who: partial(agreeing, at, shared, y, held, bench.isa) for who, at in models.items()}
+                makers = {who: partial(agreeing, at, shared, y, arrays, bench.isa) for who, at in models.items()}
                 row: Row = {"op": "grouped", "kv": kv, "kv_pairs": kv_pairs, "context": past + 1, "threads": threads,
                             "isa": bench.isa, "mb": round(nbytes / 1e6, 2)}  # fmt: skip
                 yield bench.judge(row, bench.turn(row, makers), nbytes, {"repeated": 1.3})
@@ -316,15 +316,15 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def tables(about: Row, found: Sequence[Row]) -> str:
+def tables(about: Row, rows: Sequence[Row]) -> str:
     parts = [
         f"{about['machine']}; ONNX Runtime {about['onnxruntime']}, {about['instruction_set']}. `{about['command']}`"
     ]
     for op in (*FORMATS, "attention", "caches", "grouped"):
         for title, many in (("one token", False), ("many tokens", True)):
-            if chosen := [row for row in found if row["op"] == op and (row.get("tokens", 1) > 1) == many]:
+            if chosen := [row for row in rows if row["op"] == op and (row.get("tokens", 1) > 1) == many]:
                 parts.append(f"{op}, {title}\n\n{row_table(chosen, COLUMNS)}")
-    return "\n\n".join([*parts, left_out(found, COLUMNS)]).strip() + "\n"
+    return "\n\n".join([*parts, left_out(rows, COLUMNS)]).strip() + "\n"
 
 
 def main() -> None:

@@ -112,8 +112,8 @@ def logits(file: str, ids: str) -> None:
             batch.seq_id[i][0] = 0
         if status := llama.llama_decode(context, batch):
             raise SystemExit(f"llama_decode returned {status}")
-        found = ctypes.cast(llama.llama_get_logits(context), ctypes.POINTER(ctypes.c_float))
-        sys.stdout.buffer.write(np.ctypeslib.as_array(found, (len(window), vocabulary)).tobytes())
+        values = ctypes.cast(llama.llama_get_logits(context), ctypes.POINTER(ctypes.c_float))
+        sys.stdout.buffer.write(np.ctypeslib.as_array(values, (len(window), vocabulary)).tobytes())
 
 
 def lengthen(llama: Any, context: Any, length: int) -> None:
@@ -191,12 +191,12 @@ def measure(
         started = time.perf_counter()
         token = next_token(ids)
         first = time.perf_counter()
-        found = decode(token)
+        speeds = decode(token)
         prefills.append(first - started)
         decodes.append(time.perf_counter() - first)
     if long:
         lengthen(llama, context, long)
-        found |= {f"{name}_behind_long": value for name, value in decode(token).items()}
+        speeds |= {f"{name}_behind_long": value for name, value in decode(token).items()}
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
     return {
         "model_bytes": Path(file).stat().st_size,
@@ -204,7 +204,7 @@ def measure(
         "prefill_tokens_per_s": prompt / statistics.median(prefills[1:]),
         "decode_tokens_per_s": (new - 1) / statistics.median(decodes[1:]),
         "peak_host_memory_bytes": int(peak.split()[1]) * 1024,
-        **found,
+        **speeds,
     }
 
 

@@ -123,13 +123,13 @@ def by_peer(name: str, python: Path, part: Decoder, tokenizer: Path, ids: np.nda
         program = START + PEERS[name][1] + END
         subprocess.run([python, "-c", program, *arguments], check=True, cwd=folder, stdout=subprocess.DEVNULL)
         weights = load_file(out)
-    found = first_layers(part, part.config.num_layers)
-    assert len(weights) == 7 * found.config.num_layers, sorted(weights)
+    decoder = first_layers(part, part.config.num_layers)
+    assert len(weights) == 7 * decoder.config.num_layers, sorted(weights)
     for weight, value in weights.items():
         levels = max(len(row.unique()) for row in value.view(-1, group)[:256])
         assert levels <= 2**bits, f"{weight}: {levels} values in a group"
-    found.load_state_dict(part.state_dict() | weights)
-    return found
+    decoder.load_state_dict(part.state_dict() | weights)
+    return decoder
 
 
 def main() -> None:
@@ -156,10 +156,10 @@ def main() -> None:
     def scored(rounded: Decoder) -> Scores:
         for index, layer in enumerate(rounded.model.layers):
             model.model.layers[index] = layer
-        found = scores(text, exact, predictions(model, text))
+        result = scores(text, exact, predictions(model, text))
         for index, layer in enumerate(layers):
             model.model.layers[index] = layer
-        return found
+        return result
 
     environments = dict(peer.split("=", 1) for peer in options.peer)
     lines = []
@@ -178,21 +178,21 @@ def main() -> None:
     head = ["weights", "method", "perplexity", "KL, nats a token", "less than the best of the others"]
     sizes = f"{len(ids)} windows of {ids.shape[1]} tokens, the first {options.layers} of {len(layers)} layers"
     command = command_line("peers.py", [re.sub("=.*", "=ENV", part) for part in sys.argv[1:]])
-    found = f"{describe()}. {sizes}. `{command}`\n\n{table(head, lines)}\n"
-    print(found)
+    report = f"{describe()}. {sizes}. `{command}`\n\n{table(head, lines)}\n"
+    print(report)
     if options.markdown:
-        renew(Path(__file__).parents[1] / "docs" / "accuracy.md", "peers", found)
+        renew(Path(__file__).parents[1] / "docs" / "accuracy.md", "peers", report)
 
 
-def cells(found: Scores, reference: Scores, peer: Scores | None) -> list[str]:
+def cells(ours: Scores, reference: Scores, peer: Scores | None) -> list[str]:
     show: Callable[[float], str] = "{:.4f}".format
     less = ""
     if peer is not None:
-        difference = mean(peer.kl - found.kl, found.tokens, document=found.document).to_dict()
+        difference = mean(peer.kl - ours.kl, ours.tokens, document=ours.document).to_dict()
         less = interval(difference, show)
-    ratio = perplexity_ratio(found, reference).to_dict()
+    ratio = perplexity_ratio(ours, reference).to_dict()
     up = interval(ratio, lambda value: f"{100 * (value - 1):+.1f} %")
-    return [up, interval(found.divergence().to_dict(), show), less]
+    return [up, interval(ours.divergence().to_dict(), show), less]
 
 
 if __name__ == "__main__":

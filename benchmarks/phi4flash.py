@@ -100,10 +100,10 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
         }
 
     def layer(i: int) -> dict[str, torch.Tensor]:
-        found = {f"attn.{name}": tensor for name, tensor in mixer(i).items()}
-        found |= {"mlp.fc1.weight": normal(2 * ffn, hidden), "mlp.fc2.weight": normal(hidden, ffn)}
-        found |= norm("input_layernorm") | norm("post_attention_layernorm")
-        return {f"model.layers.{i}.{name}": tensor for name, tensor in found.items()}
+        tensors = {f"attn.{name}": tensor for name, tensor in mixer(i).items()}
+        tensors |= {"mlp.fc1.weight": normal(2 * ffn, hidden), "mlp.fc2.weight": normal(hidden, ffn)}
+        tensors |= norm("input_layernorm") | norm("post_attention_layernorm")
+        return {f"model.layers.{i}.{name}": tensor for name, tensor in tensors.items()}
 
     index: dict[str, str] = {}
     for i in range(layers + 1):
@@ -175,7 +175,7 @@ def repeat_cache(session: Any, tokens: int) -> None:
                 part[:] = array[: len(part)]
 
 
-def own(*arguments: str) -> dict[str, Any]:
+def this_script(*arguments: str) -> dict[str, Any]:
     return last_row([sys.executable, __file__, *arguments])
 
 
@@ -193,40 +193,40 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--whole", action="store_true", help="compute a prompt of LONG tokens, too")
     parser.add_argument("--layers", type=int, default=32, help="a multiple of 4; fewer to try it out")
-    given = parser.parse_args()
-    given.work.mkdir(parents=True, exist_ok=True)
-    model, quantized, artifact = (given.work / name for name in ("model", "quantized", "artifact"))
-    result: dict[str, Any] = {"machine": describe(), "threads": given.threads, "layers": given.layers}
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    model, quantized, artifact = (options.work / name for name in ("model", "quantized", "artifact"))
+    result: dict[str, Any] = {"machine": describe(), "threads": options.threads, "layers": options.layers}
 
     def step(name: str, *arguments: str | Path) -> None:
-        result[name] = measured(diffbit_command(*arguments), given.work / f"{name}.log")
+        result[name] = measured(diffbit_command(*arguments), options.work / f"{name}.log")
         say(step=name, **result[name])
 
     if not model.exists():
-        own("write", str(model), str(given.layers))
+        this_script("write", str(model), str(options.layers))
     if not quantized.exists():
         step("quantize", "quantize", model, "--weights", "int4_g32", "--kv", "int8", "-o", quantized)
     if not artifact.exists():
         step("export", "export", quantized, "--context-length", str(LONG + 2 * NEW), "-o", artifact)
     result["bytes"] = sum(file.stat().st_size for file in artifact.iterdir())
-    threads = ("--threads", str(given.threads))
+    threads = ("--threads", str(options.threads))
     step("run", "run", artifact, "Once upon a time", "--max-tokens", "16", *threads)
     rounds: dict[str, list[dict[str, Any]]] = {"speed": [], "llama.cpp": []}
-    for _ in range(ROUNDS if given.llama else 1):
-        rounds["speed"].append(own("speed", str(artifact), str(given.threads)))
+    for _ in range(ROUNDS if options.llama else 1):
+        rounds["speed"].append(this_script("speed", str(artifact), str(options.threads)))
         say(**rounds["speed"][-1])
-        if given.llama:
-            rounds["llama.cpp"].append(peer(given.llama / "bin" / "python", given.work, given.threads))
+        if options.llama:
+            rounds["llama.cpp"].append(peer(options.llama / "bin" / "python", options.work, options.threads))
             say(**rounds["llama.cpp"][-1])
     for name, rows in rounds.items():
         if rows:
             result[name] = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
             say(what=name, **result[name])
-    if given.whole:
-        result["whole"] = own("speed", str(artifact), str(given.threads), str(LONG))
+    if options.whole:
+        result["whole"] = this_script("speed", str(artifact), str(options.threads), str(LONG))
         say(**result["whole"])
-    if given.json:
-        write_json(given.json, result)
+    if options.json:
+        write_json(options.json, result)
 
 
 if __name__ == "__main__":

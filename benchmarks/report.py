@@ -34,18 +34,20 @@ def table(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
 # ---- rows that are timed --------------------------------------------------------------------------------------------
 
 
-def judged(row: Row, us: float, others: Mapping[str, float], bound: float, wanted: Mapping[str, float]) -> Row:
+def judged(row: Row, us: float, others: Mapping[str, float], bound: float, goals: Mapping[str, float]) -> Row:
     """`row` with our time, what share of it the bound is, the ratios to `others`, and which targets are reached."""
     row["us"] = round(us, 2)
     if math.isfinite(bound):
         row["bound_us"], row["share_percent"] = round(bound, 2), round(100 * bound / us, 1)
     row["peers_us"] = {name: round(other, 2) for name, other in others.items()}
     row["ratio"] = {name: round(other / us, 2) for name, other in others.items()}
-    return row | {"targets": targets(row["ratio"] | {"share": row.get("share_percent", 0.0)}, wanted)}
+    return row | {"targets": targets(row["ratio"] | {"share": row.get("share_percent", 0.0)}, goals)}
 
 
-def targets(found: Mapping[str, float], wanted: Mapping[str, float]) -> dict[str, Row]:
-    return {name: {"wanted": least, "reached": found[name] >= least} for name, least in wanted.items() if name in found}
+def targets(ratios: Mapping[str, float], goals: Mapping[str, float]) -> dict[str, Row]:
+    return {
+        name: {"wanted": least, "reached": ratios[name] >= least} for name, least in goals.items() if name in ratios
+    }
 
 
 def row_table(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
@@ -54,14 +56,14 @@ def row_table(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
     columns = {key: title for key, title in columns.items() if any(key in row for row in rows)}
     lines = []
     for row in rows:
-        wanted = row.get("targets", {})
-        missed = {name: f" (wanted {goal['wanted']:g})" for name, goal in wanted.items() if not goal["reached"]}
+        goals = row.get("targets", {})
+        missed = {name: f" (wanted {goal['wanted']:g})" for name, goal in goals.items() if not goal["reached"]}
         cells = [row.get(key) for key in columns]
         if "share_percent" in row:
             cells[list(columns).index("share_percent")] = f"{row['share_percent']:.0f} %{missed.get('share', '')}"
         ratios = row.get("ratio", {})
         cells += [f"{ratios[name]:.2f}x{missed.get(name, '')}" if name in ratios else "" for name in peers]
-        lines.append([*cells, ("no" if missed else "yes") if wanted else ""])
+        lines.append([*cells, ("no" if missed else "yes") if goals else ""])
     return table([*columns.values(), *(f"vs {name}" for name in peers), "reached"], lines)
 
 

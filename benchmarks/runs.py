@@ -63,19 +63,19 @@ def over_runs(values: np.ndarray) -> Row:
 
 def run(work: Path, preset: str, runs: int, jobs: int, quick: bool) -> Row:
     with ThreadPoolExecutor(jobs) as pool:
-        wanted = [(attention, seed) for seed in range(runs) for attention in NAMES]
-        tasks = {pair: pool.submit(train, work, preset, *pair, QUICK if quick else []) for pair in wanted}
+        pairs = [(attention, seed) for seed in range(runs) for attention in NAMES]
+        tasks = {pair: pool.submit(train, work, preset, *pair, QUICK if quick else []) for pair in pairs}
         paths = {pair: task.result() for pair, task in track(list(tasks.items()), "training")}
     ordered = [paths[attention, seed] for attention in NAMES for seed in range(runs)]
     windows, calibration = texts([Checkpoint(path) for path in ordered], quick, REPEATS)
     bits, what = (("2",), ("weights", "logits")) if quick else (BITS, WHAT)
-    found = compare(
+    comparison = compare(
         ordered, windows, bits, what, METHODS,
         calibration=calibration, repeats=REPEATS, names=list(NAMES.values()), runs=runs,
     )  # fmt: skip
     of = {attention: [paths[attention, seed] for seed in range(runs)] for attention in NAMES}
     whole, *others = map(losses, of.values())
-    return found.to_dict() | {
+    return comparison.to_dict() | {
         "losses": [over_runs(whole), *(over_runs(other - whole) for other in others)],
     }
 
@@ -84,7 +84,7 @@ def contrasts(comparison: Row) -> str:
     """A line for each variant: what it costs the first model, and what it costs the others more."""
     first, *others = (model["name"] for model in comparison["models"])
     results = {(r["model"], r["what"], r["format"], r["method"]): r for r in comparison["results"]}
-    found = {(c["model"], c["what"], c["format"], c["method"]): c["difference"] for c in comparison["contrasts"]}
+    differences = {(c["model"], c["what"], c["format"], c["method"]): c["difference"] for c in comparison["contrasts"]}
     whole, *apart = comparison["losses"]
     cells = [interval(whole, "{:.3f}".format)]
     for other, difference in zip(others, apart, strict=True):
@@ -96,7 +96,7 @@ def contrasts(comparison: Row) -> str:
         if model == first and key[0] != "none":
             line = [" ".join(key[:2]), "" if key[2] == "none" else key[2], increase(results[first, *key]["ratio"])]
             for other in others:
-                line += [interval(found[other, *key], nats), verdict(other, found[other, *key])]
+                line += [interval(differences[other, *key], nats), verdict(other, differences[other, *key])]
             lines.append(line)
     return table(["", "method", first, *(cell for other in others for cell in (f"{other} − {first}", ""))], lines)
 
@@ -124,9 +124,9 @@ def main() -> None:
     preset, runs = ("pico", 2) if arguments.quick else (arguments.preset, arguments.runs)
     comparison = run(arguments.work, preset, runs, arguments.jobs, arguments.quick)
     comparison |= {"machine": describe(), "command": command_line("runs.py", sys.argv[1:])}
-    found = tables(comparison)
-    print("\n\n".join(found.values()))
-    write_outputs(arguments, comparison, found)
+    texts_by_name = tables(comparison)
+    print("\n\n".join(texts_by_name.values()))
+    write_outputs(arguments, comparison, texts_by_name)
 
 
 if __name__ == "__main__":

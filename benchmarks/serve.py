@@ -45,9 +45,9 @@ class Client:
         body = {"prompt": prompt, "max_tokens": new, "temperature": 0}
         request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode())
         with urllib.request.urlopen(request) as answer:
-            found = json.load(answer)
-        assert found["usage"]["completion_tokens"] == new, found
-        return str(found["choices"][0]["text"])
+            response = json.load(answer)
+        assert response["usage"]["completion_tokens"] == new, response
+        return str(response["choices"][0]["text"])
 
     def prompt_seconds(self) -> float:
         with urllib.request.urlopen(f"{self.url}/metrics") as answer:
@@ -111,10 +111,10 @@ def main() -> None:
 
     count = arguments.requests * new
     result: dict[str, Any] = {"machine": describe(), "requests": arguments.requests, "prompt": prompt, "new": new}
-    for name, found in times.items():
+    for name, pairs in times.items():
         result[name] = {
-            "tokens_per_s": statistics.median(count / whole for whole, _ in found),
-            "decode_tokens_per_s": statistics.median(count / (whole - prompts) for whole, prompts in found),
+            "tokens_per_s": statistics.median(count / whole for whole, _ in pairs),
+            "decode_tokens_per_s": statistics.median(count / (whole - prompts) for whole, prompts in pairs),
         }
     for name in ("tokens_per_s", "decode_tokens_per_s"):
         result[f"ratio_{name}"] = result["together"][name] / result["one by one"][name]

@@ -138,8 +138,8 @@ def fetch(work: Path) -> tuple[Path, Path, Path]:
         once(work / name, lambda out, name=name: download(work, TEXTS, None, f"gensim/test/test_data/{name}", out))
         for name, _ in (NEWS, WIKI)
     )
-    for file, (_, wanted) in ((news, NEWS), (wiki, WIKI)):
-        if sha256_file(file) != wanted:
+    for file, (_, sha256) in ((news, NEWS), (wiki, WIKI)):
+        if sha256_file(file) != sha256:
             raise SystemExit(f"{file}: is not the file that was measured on; delete it")
     return model, news, once(work / "wikipedia.jsonl", lambda out: write_articles(wiki, out))
 
@@ -242,11 +242,11 @@ class Reference:
 
 def scores(text: Text, p: Iterable[torch.Tensor], q: Iterable[torch.Tensor]) -> Scores:
     """Of a model's logits q of each window, beside the float model's p."""
-    found = Scores.zeros(len(text[0]))
+    totals = Scores.zeros(len(text[0]))
     for index, (ids, target, *pair) in enumerate(zip(*text, p, q, strict=True)):
         log_p, log_q = (log_probabilities(logits, target) for logits in pair)
-        score(found, index, ids, target, log_q, log_p)
-    return found
+        score(totals, index, ids, target, log_q, log_p)
+    return totals
 
 
 def scored(file: Path, make: Callable[[], Scores]) -> Scores:
@@ -332,7 +332,7 @@ def theirs(
 
 def speeds(rows: dict[str, dict[str, Any]], llama: Path | None) -> None:
     """Adds decode tokens per second to each row, in turns."""
-    found: dict[str, list[float]] = {name: [] for name in rows}
+    rates: dict[str, list[float]] = {name: [] for name in rows}
     for _ in range(3):
         for name, row in rows.items():
             if row["path"].is_dir():
@@ -340,9 +340,9 @@ def speeds(rows: dict[str, dict[str, Any]], llama: Path | None) -> None:
             else:
                 assert llama is not None
                 result = last_row(llama_command(llama / "bin/python", "measure", row["path"], 128, 64, 1, 1))
-            found[name].append(result["decode_tokens_per_s"])
+            rates[name].append(result["decode_tokens_per_s"])
     for name, row in rows.items():
-        row["decode_tokens_per_s"] = round(statistics.median(found[name]), 1)
+        row["decode_tokens_per_s"] = round(statistics.median(rates[name]), 1)
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
@@ -352,14 +352,14 @@ def markdown(about: dict[str, Any], rows: dict[str, dict[str, Any]], reference: 
     peers = {name: row for name, row in rows.items() if name.startswith("llama.cpp") and not name.endswith("F32")}
     lines = []
     for name, row in rows.items():
-        own: Scores = row["scores"]
-        row |= {"name": name, "kl": own.divergence().to_dict()}
-        row |= {"ratio": perplexity_ratio(own, reference.scores).to_dict(), "beside": ""}
+        of_model: Scores = row["scores"]
+        row |= {"name": name, "kl": of_model.divergence().to_dict()}
+        row |= {"ratio": perplexity_ratio(of_model, reference.scores).to_dict(), "beside": ""}
         larger = [peer for peer in peers if peers[peer]["bytes"] >= row["bytes"] and name not in peers]
         less = ""
         if larger:
             row["beside"] = min(larger, key=lambda peer: peers[peer]["bytes"])
-            row["difference"] = mean(own.kl - peers[row["beside"]]["scores"].kl, own.tokens).to_dict()
+            row["difference"] = mean(of_model.kl - peers[row["beside"]]["scores"].kl, of_model.tokens).to_dict()
             less = f"{interval(row['difference'], '{:+.4f}'.format)} to {row['beside']}"
         lines.append([
             name, f"{row['bytes'] / 1e6:.1f}", interval(row["ratio"], lambda ratio: f"{100 * (ratio - 1):+.1f} %"),

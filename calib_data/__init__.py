@@ -2,7 +2,7 @@
 
 from .needles import VALUE, Needles, NeedleWindows, needle_windows
 from .sources import Corpus, Split, load_text
-from .tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer, train_tokenizer
+from .text_tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer, train_tokenizer
 from .window import Windows, eval_windows, samples, stream, windows
 
 __all__ = [

@@ -28,7 +28,7 @@ import numpy as np
 
 from ..io.errors import DiffbitError
 from .sources import Split
-from .tokenizer import TextTokenizer, load_tokenizer
+from .text_tokenizer import TextTokenizer, load_tokenizer
 from .window import Windows, digest, eval_windows
 
 BEFORE, BETWEEN = "\n@", " ="  # text before a key, and between a key and its value
@@ -90,15 +90,15 @@ class Needles:
         ]
         kept = len(text) - (count + queries) * self.size
         positions = ((np.arange(count) + generator.random(count)) / count * (kept + 1)).astype(np.int64)
-        asked = generator.choice(count, queries, replace=False)
+        chosen = generator.choice(count, queries, replace=False)
         parts, begin = [], 0
         for position, needle in zip(positions, needles, strict=True):
             parts += [text[begin:position], needle]
             begin = position
-        parts += [text[begin:kept], *(needles[number] for number in asked)]
+        parts += [text[begin:kept], *(needles[number] for number in chosen)]
         lead = self.size - VALUE - len(self.after)
         starts = len(text) - queries * self.size + lead + self.size * np.arange(queries)
-        return np.concatenate(parts), starts, positions[asked] / max(kept, 1)
+        return np.concatenate(parts), starts, positions[chosen] / max(kept, 1)
 
 
 @dataclass(frozen=True)
@@ -139,5 +139,5 @@ def needle_windows(
     mask, target = np.ones(ids.shape, dtype=bool), np.zeros(ids.shape, dtype=bool)
     for offset in range(VALUE):
         np.put_along_axis(target, starts + offset, True, axis=1)
-    made = Windows(ids, mask, target, digest(ids, mask, target), source, cut.tokens, cut.unused, cut.documents)
-    return NeedleWindows(made, starts, depths, needles)
+    windows = Windows(ids, mask, target, digest(ids, mask, target), source, cut.tokens, cut.unused, cut.documents)
+    return NeedleWindows(windows, starts, depths, needles)

@@ -26,7 +26,7 @@ import numpy as np
 from ..io.errors import DiffbitError
 from .mix import Render
 from .sources import Split, load_text
-from .tokenizer import load_tokenizer
+from .text_tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Windows:
 
 def digest(ids: np.ndarray, mask: np.ndarray, target: np.ndarray) -> str:
     """SHA-256, in hexadecimal, of the length, ids, mask and target of windows [n, length]."""
-    found = hashlib.sha256(ids.shape[1].to_bytes(8, "little"))
+    hasher = hashlib.sha256(ids.shape[1].to_bytes(8, "little"))
     for part in (ids.astype("<i8"), mask, target):
-        found.update(np.ascontiguousarray(part).tobytes())
-    return found.hexdigest()
+        hasher.update(np.ascontiguousarray(part).tobytes())
+    return hasher.hexdigest()
 
 
 def stream(documents: Iterable[np.ndarray], eos_id: int) -> tuple[np.ndarray, np.ndarray]:
@@ -121,10 +121,10 @@ def samples(whole: Windows, size: int, count: int) -> list[Windows]:
     The first sample is that of `max_windows=size`, evenly spaced. The others are drawn at random, with replacement if
     there are fewer than 2 * size windows.
     """
-    found = len(whole.ids)
-    size, generator = min(size, found), np.random.default_rng(0)
-    rows = [np.arange(size) * found // size]
-    rows += [np.sort(generator.choice(found, size, replace=found < 2 * size)) for _ in range(count - 1)]
+    available = len(whole.ids)
+    size, generator = min(size, available), np.random.default_rng(0)
+    rows = [np.arange(size) * available // size]
+    rows += [np.sort(generator.choice(available, size, replace=available < 2 * size)) for _ in range(count - 1)]
     return [_some(whole, chosen) for chosen in rows]
 
 

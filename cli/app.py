@@ -99,12 +99,12 @@ class _Command(TyperCommand):
         try:
             ctx.params = {name: _downloaded(name, value) for name, value in ctx.params.items()}
             return super().invoke(ctx)
-        except (KeyboardInterrupt, _Terminated) as stop:
-            what = "terminated" if isinstance(stop, _Terminated) else "interrupted"
+        except (KeyboardInterrupt, _Terminated) as interruption:
+            what = "terminated" if isinstance(interruption, _Terminated) else "interrupted"
             if speaks():
-                print_error("; ".join([what, *getattr(stop, "__notes__", ())]))
+                print_error("; ".join([what, *getattr(interruption, "__notes__", ())]))
             leave()
-            raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None
+            raise typer.Exit(143 if isinstance(interruption, _Terminated) else 130) from None
         finally:
             if handled:
                 signal.signal(signal.SIGTERM, before or signal.SIG_DFL)

@@ -68,12 +68,12 @@ def chat(
         raise DiffbitError("there are no messages: stdin is closed")
     with as_artifacts([artifact], settings.device) as (path,):
         opened = Artifact.open(path)
-        found = ChatTemplate.read(opened, template)  # its process starts while the model is loaded
+        chat_template = ChatTemplate.read(opened, template)  # its process starts while the model is loaded
         session = Session(opened, settings)
         for sentence in slowdowns(opened, settings):
             remark(sentence)
         sampler = Sampler.of(opened, **sampling or {})
-        conversation = Chat(session, None, found, system=system, sampler=sampler, max_tokens=max_tokens)
+        conversation = Chat(session, None, chat_template, system=system, sampler=sampler, max_tokens=max_tokens)
         if interactive := sys.stdin.isatty():
             remark(f"{opened.name}: type a message and press return; /help lists the commands, Ctrl-D ends")
         saved: set[Path] = set()

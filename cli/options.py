@@ -76,9 +76,9 @@ def with_settings(
         signature = inspect.signature(command, eval_str=True)
 
         def run(**values: Any) -> None:
-            given = {options[name].name: _read(options[name], values.pop(name)) for name in options}
-            given = {name: value for name, value in given.items() if value is not None}
-            command(**values, **{parameter: given if of_model else kind(**given)})
+            settings = {options[name].name: _read(options[name], values.pop(name)) for name in options}
+            settings = {name: value for name, value in settings.items() if value is not None}
+            command(**values, **{parameter: settings if of_model else kind(**settings)})
 
         parameters: list[inspect.Parameter] = []
         for one in signature.parameters.values():
@@ -103,7 +103,7 @@ def _parameter(name: str, option: dataclasses.Field[Any], owner: type, of_model:
     default, metavar = option.default, None
     if "flag" in option.metadata:
         default = not option.default
-    complete = completion(option.metadata["complete"]) if "complete" in option.metadata else None
+    complete = completion(lambda: option.metadata["complete"]) if "complete" in option.metadata else None
     if option.name == "logit_bias":
         kind, default, metavar = list[str], None, "ID=BIAS"
     shown: Any = Annotated[

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..io.progress import is_quiet
-from ..runtime.processes import python
+from ..runtime.child_process import python
 
 MOST_CHARACTERS = 2000  # in an error message
 
@@ -133,12 +133,16 @@ def attention_name(attention: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {attention[name]}" for name in ("keys", "values", "qk", "logits") if name in attention)
 
 
-def verification_dict(artifact: Path, device: str, found: Verification) -> dict[str, Any]:
+def verification_dict(artifact: Path, device: str, verification: Verification) -> dict[str, Any]:
     """Return the checks of an artifact on a device, as `verify --json` and the report show them."""
     checks = [
         {"check": check.name, "result": "ok" if check.passed else "FAILED", "detail": check.detail}
-        for check in found.checks
+        for check in verification.checks
     ]
     return {
-        "artifact": str(artifact), "device": device, "native": found.native, "passed": found.passed, "checks": checks,
-    }  # fmt: skip
+        "artifact": str(artifact),
+        "device": device,
+        "native": verification.native,
+        "passed": verification.passed,
+        "checks": checks,
+    }

@@ -81,7 +81,7 @@ def quantize(
     here, method = processes(device), rounding.method
     calibrated = parse_recipe(method).calibrated
     scheme = options.scheme()
-    text = here.of_first(partial(rounding.text, model, method if calibrated else None))
+    text = here.on_first(partial(rounding.text, model, method if calibrated else None))
     report = quantize_checkpoint(
         model, output, scheme, method=method, **_calibration(text), overwrite=overwrite, resume=resume,
         max_memory=None if max_memory is None else parse_size(max_memory), here=here,

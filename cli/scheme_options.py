@@ -21,6 +21,9 @@ __all__ = ["MaxMemory", "MethodOptions", "Model", "SchemeOptions"]
 
 MEASURING_WINDOWS = 16  # default for text that only measures errors
 KV_FORMATS = ("fp16", "int8", "int4", "int2", "none")
+# outside of the classes, whose annotations are evaluated without this file's names
+COMPLETE_KV = completion(lambda: KV_FORMATS, ",")
+COMPLETE_METHOD = completion(lambda: plugins.names("diffbit.quantize.methods"), "+")
 
 Model = Annotated[
     Path, typer.Argument(help="Checkpoint: a folder (Hugging Face's or diffbit's; docs/models.md) or a GGUF file.")
@@ -68,7 +71,7 @@ class SchemeOptions:
         str | None,
         typer.Option(
             metavar="FORMAT",
-            autocompletion=completion(lambda: KV_FORMATS, ","),
+            autocompletion=COMPLETE_KV,
             help="KV cache format: fp16, int8, int4, int2 or none (float), or one format each for keys and values: "
             "int8,int4.",
         ),
@@ -144,7 +147,7 @@ class MethodOptions:
         str,
         typer.Option(
             metavar="METHOD",
-            autocompletion=completion(lambda: plugins.names("diffbit.quantize.methods"), "+"),
+            autocompletion=COMPLETE_METHOD,
             help="Quantization method, or several joined by +: gptq, rotate+gptq, learned:50 (steps); see "
             "--list-methods.",
         ),

@@ -106,9 +106,9 @@ def _compare(
         length = min(session.capacity, 512)
     text = eval_windows(data, session.artifact.path, length, max_windows, field=field)
     tolerance = session.artifact.golden.tolerance
-    found = {"checkpoint": compare_with_checkpoint(logits_of, checkpoint, text, tolerance=tolerance)}
+    comparisons = {"checkpoint": compare_with_checkpoint(logits_of, checkpoint, text, tolerance=tolerance)}
     if tokens:
-        found["greedy"] = compare_greedy_tokens(
+        comparisons["greedy"] = compare_greedy_tokens(
             logits_after, checkpoint, text, tokens=tokens, capacity=session.capacity, tolerance=tolerance
         )
-    return found
+    return comparisons

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Annotated, Literal
 
 from .io.errors import how_to_install
@@ -80,4 +81,6 @@ def device_of(name: str) -> Device:
         return DEVICES[name]
     other = name.removeprefix(ANY).removesuffix("ExecutionProvider")
     install = f"install a package of ONNX Runtime that has it, or its plugin onnxruntime-ep-{other.lower()}"
-    return Device(name, f"{other}ExecutionProvider", install, f"onnxruntime_ep_{other.lower()}", overrides=False)
+    plugins = f"onnxruntime_ep_{other.lower()}", f"onnxruntime_{other.lower()}"
+    plugin = next(filter(find_spec, plugins), plugins[0])
+    return Device(name, f"{other}ExecutionProvider", install, plugin, overrides=False)

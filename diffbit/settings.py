@@ -44,9 +44,9 @@ class SessionOptions:
         check(self)
 
     @classmethod
-    def of(cls, options: SessionOptions | None, given: Mapping[str, Any]) -> SessionOptions:
-        """Return `options`, or the defaults, with the fields that are `given`."""
-        return replace(options or cls(), **given)
+    def of(cls, options: SessionOptions | None, changes: Mapping[str, Any]) -> SessionOptions:
+        """Return `options`, or the defaults, with these changes of fields."""
+        return replace(options or cls(), **changes)
 
 
 def _number(default: Any, help: str, model: Any = None) -> Any:
@@ -93,13 +93,13 @@ class Sampling:
         check(self)
 
     @classmethod
-    def of_model(cls, settings: Mapping[str, Any], **given: Any) -> Sampling:
-        """Return the settings of a model's generation_config.json as transformers reads them, except those `given`
+    def of_model(cls, settings: Mapping[str, Any], **changes: Any) -> Sampling:
+        """Return the settings of a model's generation_config.json as transformers reads them, except `changes`
         that are not None. Without do_sample it is greedy."""
         values = {name: settings[name] for name in OF_MODEL if settings.get(name) is not None}
         greedy = {} if values.pop("do_sample", False) is True else {"temperature": 0.0}
         defaults = {option.name: option.metadata["model"] for option in fields(cls) if "model" in option.metadata}
-        return cls(**defaults | values | greedy | {name: value for name, value in given.items() if value is not None})
+        return cls(**defaults | values | greedy | {name: value for name, value in changes.items() if value is not None})
 
 
 OF_MODEL = ("do_sample", *(option.name for option in fields(Sampling) if "model" in option.metadata))

@@ -136,15 +136,15 @@ def measure(library: ctypes.CDLL, file: str, threads: int, prompt: int, new: int
             token = model.next([token])
         prefills.append(prompt / (first - started))
         decodes.append((new - 1) / (time.perf_counter() - first))
-    found = {"prefill": statistics.median(prefills[1:]), "decode": statistics.median(decodes[1:])}
-    found |= {"memory": peak_memory(), "load_s": load}
+    measured = {"prefill": statistics.median(prefills[1:]), "decode": statistics.median(decodes[1:])}
+    measured |= {"memory": peak_memory(), "load_s": load}
     model.clear()
     answer: list[int] = []
     token = model.next(ids) if ids else 0
     while len(answer) < most and ids and not library.llama_vocab_is_eog(model.vocabulary, token):
         answer.append(token)
         token = model.next([token])
-    print(json.dumps(found | {"answer": answer}))
+    print(json.dumps(measured | {"answer": answer}))
 
 
 if __name__ == "__main__":

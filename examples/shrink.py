@@ -98,8 +98,8 @@ def write_losses(run: Path, path: Path) -> None:
             held_out = f"{rows[-1]['eval_loss']:.4f}" if "eval_loss" in rows[-1] else ""
             line = [rows[-1]["step"], f"{sum(row['loss'] for row in rows) / EVERY:.4f}", held_out]
             if answers:
-                found = [row["answer_loss"] for row in rows if "answer_loss" in row]
-                line.append(f"{sum(found) / len(found):.4f}" if found else "")
+                losses = [row["answer_loss"] for row in rows if "answer_loss" in row]
+                line.append(f"{sum(losses) / len(losses):.4f}" if losses else "")
             line += [f"{sum(row[name] for row in rows) / EVERY:.6f}" for name in shares]
             writer.writerow(line)
 

@@ -27,13 +27,13 @@ PROMPT, NEW, ROUNDS = 128, 64, 3
 
 
 def artifact_row(path: Path, threads: int) -> dict[str, Any]:
-    found = bench(path, PROMPT, NEW, 3, threads=threads)
+    measured = bench(path, PROMPT, NEW, 3, threads=threads)
     return {
-        "size": found["model_bytes"],
-        "prefill": found["prefill_tokens_per_s"],
-        "decode": found["decode_tokens_per_s"],
-        "memory": found["peak_host_memory_bytes"],
-        "load_s": found["load_s"],
+        "size": measured["model_bytes"],
+        "prefill": measured["prefill_tokens_per_s"],
+        "decode": measured["decode_tokens_per_s"],
+        "memory": measured["peak_host_memory_bytes"],
+        "load_s": measured["load_s"],
     }
 
 
@@ -67,8 +67,8 @@ def main() -> None:
         for path in options.artifacts:
             runs.setdefault(path.name, []).append(artifact_row(path, options.threads))
         for path in files:
-            found = peer_row(options.llama, path, options.threads, options.max_tokens, ids)
-            runs.setdefault(f"llama.cpp {path.stem}", []).append(found)
+            measured = peer_row(options.llama, path, options.threads, options.max_tokens, ids)
+            runs.setdefault(f"llama.cpp {path.stem}", []).append(measured)
     answers |= {name: chat.tokenizer.decode(runs[name][0]["answer"]) for name in list(runs)[len(answers) :]}
     rows, last = [], list(runs.values())[-1]
     for name, rounds in runs.items():

@@ -60,12 +60,12 @@ def compare_with_checkpoint(
             attention_mask = torch.from_numpy(mask[None, :length]).long()
             there = model(torch.from_numpy(ids[None, :length]), attention_mask=attention_mask)[0, scored].double()
         log_here, log_there = here.log_softmax(-1), there.log_softmax(-1)
-        wanted = torch.from_numpy(ids[1:length][scored])[:, None]
+        next_tokens = torch.from_numpy(ids[1:length][scored])[:, None]
         columns["error"].append((here - there).abs().amax(-1) / there.std(-1))
         columns["kl"].append((log_there.exp() * (log_there - log_here)).sum(-1))
         columns["same"].append((here.argmax(-1) == there.argmax(-1)).double())
-        columns["here"].append(-log_here.gather(-1, wanted)[:, 0])
-        columns["there"].append(-log_there.gather(-1, wanted)[:, 0])
+        columns["here"].append(-log_here.gather(-1, next_tokens)[:, 0])
+        columns["there"].append(-log_there.gather(-1, next_tokens)[:, 0])
     values = {name: torch.cat(parts) for name, parts in columns.items()}
     median = float(values["error"].median())
     return {
@@ -117,22 +117,22 @@ def compare_greedy_tokens(
             here = torch.from_numpy(logits_after(ids, position == 0)).double()
             with torch.inference_mode():
                 there = model(torch.tensor([ids]), cache=cache)[0, -1].double()
-            found, wanted = int(here.argmax()), int(there.argmax())
-            if found != wanted:
+            token, expected = int(here.argmax()), int(there.argmax())
+            if token != expected:
                 spread = float(there.std())
                 differences.append(
                     {
                         "prompt": index,
                         "token": position,
-                        "here": found,
-                        "reference": wanted,
-                        "gap": float(there[wanted] - there[found]) / spread,
+                        "here": token,
+                        "reference": expected,
+                        "gap": float(there[expected] - there[token]) / spread,
                         "error": float((here - there).abs().max()) / spread,
                     }
                 )
                 break
             alike += 1
-            ids = [found]
+            ids = [token]
     return {
         "prompts": len(prompts),
         "same": len(prompts) - len(differences),

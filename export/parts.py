@@ -30,7 +30,7 @@ from ..models import ModelConfig
 from ..quantize import Scheme, sizes
 from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE
 from ..runtime.artifact import Part
-from .graph import DATA, MODEL, TRANSFORMERS_JS_DATA
+from .onnx_graph import DATA, MODEL, TRANSFORMERS_JS_DATA
 
 NAMED = {  # by the end of an initializer's name
     "embed_tokens.weight": "embedding",
@@ -73,7 +73,7 @@ def parts(folder: Path, files: Iterable[str], config: ModelConfig, scheme: Schem
             continue
         if name.endswith(".codes"):
             scope, _, names = name.removesuffix(".codes").rpartition(".")
-            modules = [f"{scope}.{last}" if scope else last for last in names.split("+")]  # Graph.linears
+            modules = [f"{scope}.{last}" if scope else last for last in names.split("+")]  # DecoderGraph.linears
             stacked = [tensors.get(module) or tensors[f"model.{module}"] for module in modules]
             format, count = stacked[0].format, sum(tensor.weights for tensor in stacked)
             assert format is not None

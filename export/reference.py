@@ -18,7 +18,7 @@ from ..models import Block, Checkpoint, Decoder, rope_for
 from ..models.checkpoint.names import EMBEDDING, HEAD
 from ..models.layers.state import Carried
 from ..quantize import Scheme, Weights, as_exported, load, load_block, read_scheme
-from ..quantize.model import assemble
+from ..quantize.layer import assemble
 from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE
 
 COPIES = 3
@@ -93,8 +93,8 @@ def check_scheme(checkpoint: Checkpoint, target: str = "cpu") -> None:
     if scheme.activations is not None:
         for module, format in scheme.formats(checkpoint.config).items():
             # an integer head always uses int8 activations, whatever the layers use; the embedding has none
-            wanted = "int8" if module == HEAD_MODULE else scheme.activations
-            if module != EMBEDDING_MODULE and wanted not in format.activations:
+            activations = "int8" if module == HEAD_MODULE else scheme.activations
+            if module != EMBEDDING_MODULE and activations not in format.activations:
                 raise DiffbitError(
                     f"{checkpoint.path}: {module} has {format} weights and the scheme asks for {scheme.activations} "
                     "activations, but ONNX Runtime multiplies those in float; choose another format, or leave "

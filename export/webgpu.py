@@ -41,26 +41,24 @@ from ..models.attention._attention import AttentionOptions
 from ..models.graph import GROUP_QUERY_MULTIPLE, Cache, Change, Heads
 from ..ops.cache import Buffer, CacheSpec
 from ..quantize import AttentionScheme
-from ..quantize.cache import cache_spec, is_low_bit
-from .decoder import DecoderGraph, shared
+from ..quantize.device_cache import cache_spec
+from .decoder_graph import DecoderGraph, shared
 
 HIDDEN = -65504.0  # the bias of padding; finite, so that a query that sees nothing gives no NaN
 
 
 def grouped(config: ModelConfig, scheme: AttentionScheme) -> bool:
     """Whether GroupQueryAttention can compute all attention layers: float caches that grow, which no other layer reads,
-    and heads whose width is a multiple of 8, without a Change."""
+    and heads whose width is a multiple of 8."""
     mixers = [layer.mixer for layer in config.layers]
     attentions = [mixer for mixer in mixers if isinstance(mixer, AttentionOptions)]
-    simple = all(
-        not (mixer.sliding_window or mixer.head_dim % GROUP_QUERY_MULTIPLE or mixer.in_place == "never")
-        for mixer in attentions
-    )
-    return simple and not is_low_bit(scheme) and all(mixer.reads is None for mixer in mixers)
+    simple = all(not (mixer.sliding_window or mixer.head_dim % GROUP_QUERY_MULTIPLE) for mixer in attentions)
+    simple = simple and all(mixer.in_place != "never" for mixer in attentions)  # those with a Change
+    return simple and not scheme.is_low_bit and all(mixer.reads is None for mixer in mixers)
 
 
 def webgpu_cache(config: ModelConfig, scheme: AttentionScheme, dtype: str) -> CacheSpec:
-    """Return quantize.cache.cache_spec with the keys and values of a pair side by side where layers are `grouped`."""
+    """Return device_cache.cache_spec with the keys and values of a pair side by side where layers are `grouped`."""
     spec = cache_spec(config, scheme, dtype)
     if not grouped(config, scheme):
         return spec
@@ -179,7 +177,7 @@ class WebGPUGraph(DecoderGraph):
         query, key = self._rotated(query, heads), self._rotated(key, heads)
         softmaxes = heads.num_heads + wide * heads.num_heads // ratio
         if wide:
-            query = self._beside_zeros(query, heads)
+            query = self._padded_sub_heads(query, heads)
         inputs = [query, key, value, past["key"], past["value"], self._lengths, self._total_scalar]
         out, present_key, present_value = self.ops(
             "GroupQueryAttention",
@@ -194,7 +192,7 @@ class WebGPUGraph(DecoderGraph):
             out = self._difference(out, lambda_, heads)
         return out, {"key": present_key, "value": present_value}
 
-    def _beside_zeros(self, query: ir.Value, heads: Heads) -> ir.Value:
+    def _padded_sub_heads(self, query: ir.Value, heads: Heads) -> ir.Value:
         """Make the sub-heads [B, S, (H + H/R) * d] twice as wide: signal heads [q, 0], noise heads [0, q]."""
         ratio, width = heads.noise_ratio, heads.head_dim
         sides = np.zeros((ratio + 1, 2, 1))

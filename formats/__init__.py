@@ -73,8 +73,8 @@ def parse_format(name: str) -> Format:
         format: Format | None = kind.parse(name)
         if format is not None:
             return format
-    wanted = "; ".join(kind.GRAMMAR for kind in KINDS)
-    raise DiffbitError(f"{name!r} is not a number format; wanted one of: {wanted}")
+    grammars = "; ".join(kind.GRAMMAR for kind in KINDS)
+    raise DiffbitError(f"{name!r} is not a number format; wanted one of: {grammars}")
 
 
 def names() -> list[str]:

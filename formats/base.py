@@ -35,7 +35,7 @@ ACCURACY_LEVEL = 4  # of MatMulNBits: int8 inputs; lower levels are fifty times 
 LARGE = 1 << 26  # a product decodes larger weights some rows at a time
 
 
-class Stored(NamedTuple):
+class StoredWeight(NamedTuple):
     """A weight in a graph, in the layout of the format's operators."""
 
     codes: Value
@@ -267,15 +267,15 @@ class Format(ABC):
             "(int4_g32, ...), or none"
         )
 
-    def store(self, g: Builder, weight: QTensor) -> Stored:
+    def store(self, g: Builder, weight: QTensor) -> StoredWeight:
         """Add the weight as initializers for `gather` and `product`; only for formats that an embedding can have."""
         raise NotImplementedError
 
-    def gather(self, g: Builder, ids: Value, stored: Stored, shape: tuple[int, int]) -> Value:
+    def gather(self, g: Builder, ids: Value, stored: StoredWeight, shape: tuple[int, int]) -> Value:
         """Add nodes that read the rows `ids` of a stored table [V, E]."""
         raise NotImplementedError
 
-    def product(self, g: Builder, x: Value, stored: Stored, shape: tuple[int, int], factor: float) -> Value:
+    def product(self, g: Builder, x: Value, stored: StoredWeight, shape: tuple[int, int], factor: float) -> Value:
         """Add nodes for factor * round(x) W^T with a stored weight."""
         raise NotImplementedError
 
@@ -307,14 +307,14 @@ class QTensor:
     def __post_init__(self) -> None:
         self.format.check(self.shape)
         scale_shape = self.format.scale_shape(self.shape)
-        wanted = {"codes": (self.shape, torch.uint8), "scale": (scale_shape, torch.float32)}
+        expected = {"codes": (self.shape, torch.uint8), "scale": (scale_shape, torch.float32)}
         if not self.format.symmetric:
-            wanted["zero"] = (scale_shape, torch.uint8)
-        for part, (shape, dtype) in wanted.items():
+            expected["zero"] = (scale_shape, torch.uint8)
+        for part, (shape, dtype) in expected.items():
             tensor = getattr(self, part)
             if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != dtype:
-                found = "nothing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
-                raise DiffbitError(f"a {self.format} weight {self.shape} has {found} as {part}, wanted {dtype} {shape}")
+                kind = "nothing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+                raise DiffbitError(f"a {self.format} weight {self.shape} has {kind} as {part}, wanted {dtype} {shape}")
         if self.format.symmetric and self.zero is not None:
             raise DiffbitError(f"a {self.format} weight has zero points, but the format is symmetric and has none")
 
@@ -332,9 +332,9 @@ class QTensor:
 
     def parts(self) -> dict[str, Tensor]:
         """Return the weight as a checkpoint stores it: "codes", "scale" and, in asymmetric formats, "zero"."""
-        found = {"codes": self.packed(), "scale": self.format.write_scale(self.scale)}
+        stored = {"codes": self.packed(), "scale": self.format.write_scale(self.scale)}
         zero = self.packed_zero()
-        return found if zero is None else found | {"zero": zero}
+        return stored if zero is None else stored | {"zero": zero}
 
     @classmethod
     def from_packed(
@@ -391,13 +391,13 @@ def row_blocks(weight: Tensor) -> Iterator[slice]:
 
 def by_group(format: Format, weight: Tensor, reduce: Any) -> Tensor:
     """Apply reduce, fp32 [n, G, group] -> [n, G], to all rows of a weight [N, K], some at a time; returns [N, G]."""
-    found = torch.empty(0)
+    values = torch.empty(0)
     for rows in row_blocks(weight):
         part = reduce(format.grouped(weight[rows].float()))
         if not rows.start:  # one large tensor, because many small ones between float blocks fragment the heap
-            found = part.new_empty(len(weight), *part.shape[1:])
-        found[rows] = part
-    return found
+            values = part.new_empty(len(weight), *part.shape[1:])
+        values[rows] = part
+    return values
 
 
 def divisor(scale: Tensor) -> Tensor:
@@ -427,8 +427,8 @@ def nbits(g: Builder, x: Value, codes: Value, scales: Value, zeros: Value | None
     return g.op("MatMulNBits", inputs, domain=MICROSOFT, **{"accuracy_level": ACCURACY_LEVEL} | attributes)
 
 
-def _expect(format: Format, shape: tuple[int, int], part: str, tensor: Tensor, wanted: tuple[int, int]) -> None:
-    if tensor.dtype != torch.uint8 or tuple(tensor.shape) != wanted:
+def _expect(format: Format, shape: tuple[int, int], part: str, tensor: Tensor, expected: tuple[int, int]) -> None:
+    if tensor.dtype != torch.uint8 or tuple(tensor.shape) != expected:
         raise DiffbitError(
-            f"a {format} weight {shape} has packed {part} {tensor.dtype} {tuple(tensor.shape)}, wanted uint8 {wanted}"
+            f"a {format} weight {shape} has packed {part} {tensor.dtype} {tuple(tensor.shape)}, wanted uint8 {expected}"
         )

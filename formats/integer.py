@@ -46,7 +46,7 @@ from .base import (
     Blocks,
     Format,
     QTensor,
-    Stored,
+    StoredWeight,
     by_group,
     divisor,
     finite,
@@ -96,8 +96,8 @@ class IntFormat(Format):
         for low in self.factors[::2]:
             for high in self.factors[::2]:
                 below, above = scale * zero * low, scale * (top - zero.float()) * high
-                found = self.stored((below + above) / top)
-                yield found, (below / divisor(found)).round().clamp(0, top).to(torch.uint8)
+                stored = self.stored((below + above) / top)
+                yield stored, (below / divisor(stored)).round().clamp(0, top).to(torch.uint8)
 
     def stored(self, scale: Tensor) -> Tensor:
         half = finite(scale).half().float()
@@ -156,24 +156,24 @@ class IntFormat(Format):
     def device_rounding(self, rounding: Rounding | None) -> Rounding | None:
         return Rounding(block=self._container[1])
 
-    def store(self, g: Builder, weight: QTensor) -> Stored:
+    def store(self, g: Builder, weight: QTensor) -> StoredWeight:
         bits, block = self._container
         packed = int4_matmul.pack(self._contained(weight), weight.scale, weight.zero, block, bits)
         zeros = packed.zeros.numpy()
-        return Stored(
+        return StoredWeight(
             g.initializer("codes", packed.codes.numpy()),
             g.initializer("scale", packed.scales.numpy()),
             g.const(zeros, np.uint8) if weight.zero is None else g.initializer("zero", zeros),
         )
 
-    def gather(self, g: Builder, ids: Value, stored: Stored, shape: tuple[int, int]) -> Value:
+    def gather(self, g: Builder, ids: Value, stored: StoredWeight, shape: tuple[int, int]) -> Value:
         (rows, columns), (bits, block) = shape, self._container
         inputs = [ids, *stored, g.const([1], g.dtype)]
         attributes = {"K": columns, "N": rows, "group_size": block, "bits": bits}
         (y,) = g.customs(gather_quantized, inputs, 1, lambda name: gather_quantized.function(bits), **attributes)
         return y
 
-    def product(self, g: Builder, x: Value, stored: Stored, shape: tuple[int, int], factor: float) -> Value:
+    def product(self, g: Builder, x: Value, stored: StoredWeight, shape: tuple[int, int], factor: float) -> Value:
         (rows, columns), (bits, block) = shape, self._container
         inputs = [x, *stored, g.const([factor], np.float32)]
         return g.custom(int4_matmul if bits == 4 else int8_matmul, inputs, K=columns, N=rows, group_size=block)

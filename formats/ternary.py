@@ -126,10 +126,10 @@ class StackedTernaryFormat(TernaryFormat):
     def _scale(self, g: Builder, weight: QTensor) -> Value:
         """The file holds one scale for each of the weights. ONNX Runtime repeats it for its rows once, at load."""
         values, counts = weight.scale.view(-1).unique_consecutive(return_counts=True)
-        each = zip(values.split(1), counts.tolist(), strict=True)
+        scales = zip(values.split(1), counts.tolist(), strict=True)
         parts = [
             g.op("Expand", [g.initializer(f"{i}.scale", value.numpy()), g.const([count])])
-            for i, (value, count) in enumerate(each)
+            for i, (value, count) in enumerate(scales)
         ]
         return g.op("Concat", parts, axis=0)
 

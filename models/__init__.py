@@ -8,7 +8,6 @@ checkpoint = models.Checkpoint("folder")             # layer by layer, for model
 block = models.load_block(checkpoint, 0)
 """
 
-from .cache import KVCache
 from .checkpoint.read import Checkpoint, load, load_block
 from .checkpoint.write import CheckpointWriter, save
 from .config import LayerSpec, ModelConfig, NumLayers, attention_options, variants
@@ -16,6 +15,7 @@ from .decoder import Block, Decoder, num_parameters, rope_for, rope_tables
 from .layers.masks import causal_mask
 from .layers.rope import RopeScaling
 from .layers.state import LayerCache
+from .torch_cache import KVCache
 
 __all__ = [
     "Block",

@@ -17,7 +17,7 @@ format (models/families/ converts):
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -27,7 +27,7 @@ from ..io.fields import Count, Positive, bounds, check, of_length, one_of, read
 from .attention import AttentionOptions
 from .layers.norm import NORMS, LayerNorm, RMSNorm
 from .layers.rope import RopeScaling, scaling_from
-from .lookup import options_class, read_options
+from .lookup import options_class, options_dict, read_options
 from .mixers import MixerOptions, Symmetries
 from .mlp import MLPOptions
 
@@ -76,7 +76,7 @@ class LayerSpec:
         return replace(symmetries, value_width=0, value_scales=False) if self.sub_norms else symmetries
 
     def to_dict(self) -> dict[str, Any]:
-        parts = {name: {"name": part.name} | asdict(part) for name, part in (("mixer", self.mixer), ("mlp", self.mlp))}
+        parts = {"mixer": options_dict(self.mixer), "mlp": options_dict(self.mlp)}
         return parts | {"sub_norms": self.sub_norms, "norms": self.norms}
 
 
@@ -133,26 +133,27 @@ class ModelConfig:
         o_bias: bool = False,
         mlp_bias: bool = False,
         lambda_bias: bool = False,
+        noise_ratio: int = 1,
         **others: Any,
     ) -> ModelConfig:
         """Return a model of equal layers with an attention variant and an MLP, given by name; others: other fields.
 
         norm_eps: for all norms, also those of heads, queries and keys. head_norm: False removes diff_v1's.
-        lambda_bias: whether diff_v2's lambda has a bias. norms: as in LayerSpec.
+        lambda_bias: whether diff_v2's lambda has a bias. noise_ratio: signal heads per noise head. norms: as in
+        LayerSpec.
         """
         read(NumLayers, num_layers, "num_layers")
         options = attention_options(attention)
-        gated = options_class("mlp", mlp, MLP)(intermediate_size, bias=mlp_bias)
+        gated = options_class("mlp", mlp, MLP).of_size(others["hidden_size"], intermediate_size, mlp_bias)
         choices: dict[str, Any] = {"qkv_bias": qkv_bias, "o_bias": o_bias, "qk_norm_eps": norm_eps if qk_norm else 0.0}
         choices |= {"qk_norm_whole": qk_norm_whole, "lambda_bias": lambda_bias}
+        choices |= {"noise_ratio": noise_ratio} if noise_ratio != 1 else {}
         sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         names = {field.name for field in fields(options)}
         if "norm_eps" in names:
             choices["norm_eps"] = norm_eps if head_norm else 0.0
-        if lambda_bias and "lambda_bias" not in names:
-            raise DiffbitError(f"lambda_bias is true, but {attention} has no projection to lambda; only diff_v2 has")
         if without := [name for name, value in choices.items() if value and name not in names]:
-            raise DiffbitError(f"{without[0]} is {choices[without[0]]}, but {attention} has no such option")
+            raise DiffbitError(f"{without[0]} is {choices[without[0]]}, but {attention} has no such option; omit it")
         mixer = options(**{name: value for name, value in (sizes | choices).items() if name in names})
         layer = LayerSpec(mixer, gated, sub_norms, norms)
         return cls(layers=(layer,) * num_layers, norm_eps=norm_eps, **others)
@@ -164,10 +165,10 @@ class ModelConfig:
             raise DiffbitError(f"layer {index} reads from layer {mixer.reads}, wanted an earlier layer")
         giver = self.layers[mixer.reads].mixer
         if giver.reads is not None or giver.carried != mixer.carried:
-            given = giver.carried if giver.reads is None else "nothing of its own"
+            provided = giver.carried if giver.reads is None else "nothing of its own"
             raise DiffbitError(
                 f"layer {index} ({mixer.name}) reads {mixer.carried} from layer {mixer.reads} ({giver.name}), "
-                f"which provides {given}"
+                f"which provides {provided}"
             )
 
     @property

@@ -2,6 +2,8 @@
 
     x = x + mixer(norm(x));   x = x + mlp(norm(x));   logits = norm(x) W_head^T
 
+or x = mlp(norm(x)), for an MLP whose output replaces x (MLPOptions.residual).
+
 Parameter names are those of Hugging Face's llama. A model can be run whole (`Decoder.forward`) or a layer at a time
 (`embed`, each `Block`, `head`, with `rope_for` and `causal_mask`), which is how a large one is streamed through memory.
 """
@@ -15,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..io.errors import DiffbitError
-from .cache import KVCache
 from .config import ModelConfig
 from .graph import Cache, Graph
 from .layers.masks import causal_mask, default_positions
 from .layers.rope import Rope, RopeScaling, inverse_frequencies
 from .layers.state import Carried, State
 from .mixers import Mixer, Place, Replay
+from .torch_cache import KVCache
 
 INIT_STD = 0.02
 
@@ -63,7 +65,7 @@ class Block(nn.Module):
         self.self_attn = layer.mixer.module(place)
         self.mixer_output_norm = config.new_norm() if after else nn.Identity()
         self.post_attention_layernorm = config.new_norm() if before else nn.Identity()
-        self.mlp = layer.mlp.module(place)
+        self.mlp, self.residual = layer.mlp.module(place), layer.mlp.residual
         self.mlp_output_norm = config.new_norm() if after else nn.Identity()
 
     def forward(
@@ -76,7 +78,8 @@ class Block(nn.Module):
         replay: Replay | None = None,
     ) -> Tensor:
         x = x + self.mixer_output_norm(self.self_attn(self.input_layernorm(x), rope, mask, state, carried, replay))
-        return x + self.mlp_output_norm(self.mlp(self.post_attention_layernorm(x)))
+        out = self.mlp_output_norm(self.mlp(self.post_attention_layernorm(x)))
+        return x + out if self.residual else out
 
     def onnx(self, g: Graph, past: Cache) -> Cache:
         """Add `forward` as ONNX nodes; returns the cache with the new tokens."""
@@ -87,7 +90,8 @@ class Block(nn.Module):
         x = g.residual(self.post_attention_layernorm, "post_attention_layernorm")
         with g.scope("mlp"):
             x = self.mlp.onnx(g, x)
-        g.add_residual(g.norm(x, self.mlp_output_norm, "mlp_output_norm"))
+        x = g.norm(x, self.mlp_output_norm, "mlp_output_norm")
+        g.add_residual(x) if self.residual else g.set_residual(x)
         return present
 
 

@@ -1,7 +1,7 @@
 """The protocol of a decoder's ONNX graph under construction, for the `onnx` methods of mixers, MLPs and number formats.
 
-export/decoder.py implements it. A weight is written when it is passed to the graph; names of nodes and weights begin
-with the layer's name.
+export/decoder_graph.py implements it. A weight is written when it is passed to the graph; names of nodes and weights
+begin with the layer's name.
 """
 
 from __future__ import annotations
@@ -19,16 +19,12 @@ from torch import nn
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ..ops.diff_attention import Changed
-
 Value: TypeAlias = "ir.Value"
 Cache = dict[str, Value]  # a layer's cache, by the names of its buffers
 
 GROUP_QUERY_MULTIPLE = 8  # ONNX Runtime's GroupQueryAttention takes heads whose width is a multiple of this
 
-Change: TypeAlias = "tuple[Changed, Sequence[Value]]"
-"""A change of DiffAttention's scores or weights, and its inputs (ops/diff_attention.py)."""
-
+Change: TypeAlias = "tuple[Any, Sequence[Value]]"  # in place of the module ops/diff_attention_body.py; further inputs
 Attribute = int | float | str | Sequence[int] | Sequence[float]
 
 
@@ -68,16 +64,26 @@ class Builder(Protocol):
     ) -> Sequence[ir.Value]:
         """Add a node with several outputs."""
 
-    def custom(self, op: ModuleType, inputs: Sequence[ir.Value | None], **attributes: int | float) -> ir.Value:
+    def scan(
+        self, step: Callable[..., Sequence[ir.Value]], states: Sequence[ir.Value], rows: Sequence[ir.Value]
+    ) -> Sequence[ir.Value]:
+        """Add a loop over axis 1 of `rows`: step(*states, *row) returns the next states, then outputs. Returns the last
+        states, then each output of all steps, stacked on axis 1.
+
+        All are float32. The nodes that `step` adds may also use values from outside, but not the other way round; what
+        the graph makes on first use, such as `real_tokens`, must be used before.
+        """
+
+    def custom(self, op: ModuleType, inputs: Sequence[ir.Value | None], **attributes: Attribute) -> ir.Value:
         """Add a node with one output of one of diffbit's own ops (a module of ops/), and its body."""
 
     def customs(
         self,
-        op: ModuleType | Changed,
+        op: ModuleType,
         inputs: Sequence[ir.Value | None],
         outputs: int,
         body: Callable[[str], ir.Function],
-        **attributes: int | float,
+        **attributes: Attribute,
     ) -> Sequence[ir.Value]:
         """Add a node of one of diffbit's own ops with several outputs, and the body that all its nodes share."""
 
@@ -129,6 +135,9 @@ class Graph(Builder, Protocol):
     def add_residual(self, x: ir.Value) -> None:
         """Add x to the residual stream."""
 
+    def set_residual(self, x: ir.Value) -> None:
+        """Replace the residual stream by x."""
+
     def scope(self, name: str | None) -> AbstractContextManager[None]:
         """Context manager: names inside begin with this one."""
 
@@ -152,6 +161,4 @@ class Graph(Builder, Protocol):
         attention of query [B, S, num_heads * d], key and value [B, S, num_kv_heads * d] -> [B, S, num_heads * d], a
         DiffAttention of one branch. Without key and value, `past` is another layer's present, which is only read:
         query [B, Q, ...] is for the last Q of all tokens, and no cache is returned.
-
-        change: what a variant does with scores or weights, which no kernel computes.
         """

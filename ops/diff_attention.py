@@ -93,19 +93,10 @@ reference and in kernels; the body does not define it. All other arithmetic is i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from functools import partial
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
 
 from ..io.errors import DiffbitError
 from . import kv_cache, schema
-from .body import END, Value
-from .diff_attention_body import AttentionBody, body, grouped_body
-from .signature import Op, Tensor, Type
-
-if TYPE_CHECKING:
-    import onnx_ir
 
 OP = schema.DIFF_ATTENTION
 INPUTS = tuple(tensor.name for tensor in OP.inputs)
@@ -176,55 +167,3 @@ class Signature:
         while not used[-1]:
             used.pop()
         return tuple(used)
-
-
-def function(of: Signature = Signature(), grouped: bool = False, name: str | None = None) -> onnx_ir.Function:
-    """Return the op's body as an ONNX model-local function, which runs if no native library is registered.
-
-    A model's nodes of one `name` share it and have the same signature. It declares as many inputs and outputs as they
-    have; ONNX Runtime inlines it only if it computes all of them, including omitted ones. grouped: a body of ONNX
-    Runtime's own operators, which write into a buffer shared by past and present; for a float cache, one branch and
-    heads whose width is a multiple of 8.
-    """
-    write = grouped_body if grouped else partial(body, of)
-    return OP.function(write, INPUTS[: len(of.inputs)], of.declared_outputs, name)
-
-
-Change = Callable[[AttentionBody, Value], Value]
-
-
-@dataclass(frozen=True)
-class Changed:
-    """DiffAttention with other scores or weights, for attention variants: a body without kernels, whose cache cannot be
-    written in place.
-
-    inputs: names of float32 inputs that follow DiffAttention's. scores: changes scores [B, G, n, r, S, T] before the
-    mask. weights: changes weights [B, G, r, S, T], 0 where the mask hides, or the differences of two branches'.
-    With a sliding window, T begins with token `base` of the body.
-    """
-
-    name: str
-    inputs: tuple[str, ...]
-    scores: Change = lambda body, scores: scores
-    weights: Change = lambda body, weights: weights
-
-    @property
-    def OP(self) -> Op:
-        more = tuple(Tensor(name, Type.FLOAT32) for name in self.inputs)
-        return replace(OP, name=self.name, inputs=OP.inputs + more)
-
-    def function(self, of: Signature, grouped: bool = False, name: str | None = None) -> onnx_ir.Function:
-        """Return the body as an ONNX model-local function; never `grouped`."""
-        inputs = INPUTS[: len(of.inputs)] + self.inputs
-        return self.OP.function(partial(body, of, change=self), inputs, of.declared_outputs, name)
-
-
-def _add_bias(body: AttentionBody, scores: Value) -> Value:
-    bias = body.inputs["bias"]
-    if body.of.sliding_window:
-        bias = bias.slice(body.base, END, 3)
-    return scores + bias.expand(1, body.H, 1, 1).reshape(0, body.G, 1, body.r, body.S, body.T)
-
-
-# bias [1 or B, 1 or H, S, all tokens]: the same for both branches of a pair
-BIASED = Changed("BiasedAttention", ("bias",), _add_bias)

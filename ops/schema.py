@@ -5,7 +5,7 @@ All other uses of signatures derive from this file:
     csrc/ort/generated/schema.h    inputs, outputs, attributes and types for the kernels and their registration
     csrc/ort/generated/calls.h     the structs of the CUDA kernels' C interface
     tests/native/cuda.py           the same structs for ctypes, made at import
-    ops/X.py, export/graph.py      the op's portable body as a function (`Op.function`), a node's attributes
+    ops/X.py, export/onnx_graph.py the op's portable body as a function (`Op.function`), a node's attributes
     runtime/providers.py           which nodes must not fall back to the CPU (`OPS`)
 
     python -m diffbit.ops.schema

@@ -141,16 +141,16 @@ class Op:
             onnx.parser.parse_function(head + Nodes(inputs, types).function(body, outputs))
         )
 
-    def attributes_of(self, given: Mapping[str, int | float]) -> dict[str, int | float]:
-        """Return a node's attributes: those `given`, defaults for the others, and spec_version. Raises DiffbitError for
+    def attributes_of(self, settings: Mapping[str, int | float]) -> dict[str, int | float]:
+        """Return a node's attributes: `settings`, defaults for the others, and spec_version. Raises DiffbitError for
         one that is unknown, missing or invalid."""
         attributes = {attribute.name: attribute for attribute in self.attributes}
-        for name in given:
+        for name in settings:
             if name not in attributes:
                 raise DiffbitError(f"{self.name} has no attribute {name}, wanted {listed(tuple(attributes))}")
         values: dict[str, int | float] = {}
         for name, attribute in attributes.items():
-            value = given.get(name, attribute.default)
+            value = settings.get(name, attribute.default)
             if value is None:
                 raise DiffbitError(f"{self.name}: attribute {name} is missing")
             attribute.check(self.name, value)

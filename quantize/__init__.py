@@ -7,11 +7,11 @@ decoder = apply(float_decoder, scheme)               # the same in memory
 The packages methods, calibration and layouts have faces of their own.
 """
 
-from .cache import is_low_bit, step_bytes
 from .checkpoint import load, load_block, quantize_checkpoint, save
+from .device_cache import step_bytes
+from .layer import as_exported, quant_linear
 from .layerwise import apply
 from .layouts import Weights, read_scheme, read_weight
-from .model import as_exported, quant_linear
 from .report import Report, WeightReport
 from .scheme import (
     EMBEDDING_MODULE,
@@ -40,7 +40,6 @@ __all__ = [
     "Weights",
     "apply",
     "as_exported",
-    "is_low_bit",
     "linear_shapes",
     "load",
     "load_block",

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from ..models.attention import Attention
 from ..models.layers.arithmetic import Arithmetic
 from ..ops.diff_attention_reference import cached, mixed, scores
-from .cache import is_low_bit
 from .scheme import AttentionScheme
 
 
@@ -71,5 +70,5 @@ def set_attention(model: nn.Module, scheme: AttentionScheme) -> None:
         if isinstance(module, Attention):
             if scheme.logits is not None:
                 module.logits_hook = logits_hook(scheme.logits)
-            if is_low_bit(scheme):
+            if scheme.is_low_bit:
                 module.arithmetic = LowBitAttention(scheme)

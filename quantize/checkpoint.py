@@ -22,15 +22,14 @@ from ..io.processes import Processes
 from ..io.resources import require
 from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig
 from ..models.checkpoint.names import shapes, stays_float32
-from .cache import is_low_bit
 from .calibration.states import ALONE
 from .forecast import in_shards, must_spill, quantize_demand
+from .layer import Round, assemble
 from .layerwise import Finished, quantize_layers, stored_config, tokens_for
 from .layouts import Weights
 from .methods import parse_recipe
-from .model import Round, assemble
 from .report import Report, WeightReport
-from .resume import Stored, Unfinished, run
+from .resume import StoredLayer, Unfinished, run
 from .scheme import Scheme
 from .sizes import sizes
 
@@ -87,9 +86,9 @@ def quantize_checkpoint(
     def read(name: str) -> Tensor:
         return checkpoint.read(name).to(here.device)
 
-    def made(count: int | None) -> Iterator[Finished]:
+    def layers_after(count: int | None) -> Iterator[Finished]:
         """The layers after the first `count`, which an earlier run finished; only the first process knows the count."""
-        skip = here.given(0, count)
+        skip = here.broadcast(0, count)
         for states in (tokens.exact, tokens) if tokens is not None and skip and here.count > 1 else ():
             states.from_first()
         return quantize_layers(config, read, scheme, recipe, tokens, skip=skip, title="quantizing", here=here)
@@ -101,8 +100,8 @@ def quantize_checkpoint(
     unfinished = partial(Unfinished, output, about, tokens, resume=resume, overwrite=overwrite)
     keeps = recipe.name != "rtn" or tokens is not None  # plain rounding is too fast to be worth resuming
     if not here.first:
-        deque(made(None), maxlen=0)
-    rows = here.of_first(lambda: _written(output, unfinished, keeps, made, writer))
+        deque(layers_after(None), maxlen=0)
+    rows = here.on_first(lambda: _written(output, unfinished, keeps, layers_after, writer))
     warnings = [format.warning() for format in formats.values()] + recipe.warnings(config)
     if tokens is not None and recipe.calibrated:
         warnings.append(tokens.unlike())
@@ -120,7 +119,7 @@ def quantize_checkpoint(
 def _formats(scheme: Scheme, config: ModelConfig) -> dict[str, Format]:
     """{module: format} of the weights that the scheme quantizes. Raises DiffbitError if it quantizes nothing."""
     formats = scheme.formats(config)
-    if not formats and not is_low_bit(scheme.attention):
+    if not formats and not scheme.attention.is_low_bit:
         raise DiffbitError(
             "the scheme quantizes nothing; name a format for the weights, such as --weights int4_g32, or for the KV "
             "cache, such as --kv int4"
@@ -132,13 +131,13 @@ def _written(
     output: str | Path,
     unfinished: Callable[[], Unfinished],
     keeps: bool,
-    made: Callable[[int], Iterator[Finished]],
+    layers_after: Callable[[int], Iterator[Finished]],
     writer: Callable[[], CheckpointWriter],
 ) -> list[WeightReport]:
-    """Write the finished layers of an earlier run, then those from `made`. keeps: save each layer for --resume."""
+    """Write the finished layers of an earlier run, then `layers_after` them. keeps: save each layer for --resume."""
     rows: list[WeightReport] = []
     with files.locked(output), unfinished() as done:
-        layers: Iterator[Stored] = map(_stored, made(done.count))  # keeps no reference to a layer
+        layers: Iterator[StoredLayer] = map(_stored, layers_after(done.count))  # keeps no reference to a layer
         if keeps:
             for layer in layers:
                 done.add(layer)
@@ -217,7 +216,7 @@ def load_block(source: Checkpoint | Weights, index: int, dtype: torch.dtype = to
     return assemble(block, tensors, weights.scheme or Scheme(), dtype)
 
 
-def _stored(layer: Finished) -> Stored:
+def _stored(layer: Finished) -> StoredLayer:
     """Return a layer's tensors as a checkpoint stores them, on the CPU."""
     parts = {
         f"{module}.{part}": tensor

@@ -28,9 +28,8 @@ from .calibration.rounds import round_all, round_stages
 from .calibration.states import ALONE
 from .calibration.tokens import MEASURED_TOKENS, Tokens
 from .deviation import weight_error
-from .layer import Layer
+from .layer import Layer, Round, assemble
 from .methods import Method, Recipe, find, parse_recipe
-from .model import Round, assemble
 from .reorder import Read, reordered
 from .report import WeightReport
 from .scheme import EMBEDDING_MODULE, HEAD_MODULE, Scheme, weight_shapes

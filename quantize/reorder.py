@@ -29,7 +29,10 @@ def reordered(config: ModelConfig, read: Read, order: int) -> Read:
     if not order:
         return read
     stream = _permutation(config.hidden_size, order, 0)
-    neurons = [_permutation(layer.mlp.intermediate_size, order, 1 + i) for i, layer in enumerate(config.layers)]
+    neurons = [  # those of an MLP that replaces the stream are its channels
+        _permutation(layer.mlp.intermediate_size, order, 1 + i) if layer.mlp.residual else stream
+        for i, layer in enumerate(config.layers)
+    ]
 
     def permuted(name: str) -> Tensor:
         tensor = read(name)
@@ -41,12 +44,12 @@ def reordered(config: ModelConfig, read: Read, order: int) -> Read:
         module = path[-1]
         if module in NORMS:
             return tensor[stream.to(tensor.device)]
-        own = neurons[int(path[2])]
+        inner = neurons[int(path[2])]
         rows: Tensor | None = None
         columns: Tensor | None = None
         if path[3] == "mlp":
-            rows = own if module in MLP_ROWS else stream if module == "down_proj" else None
-            columns = own if module == "down_proj" else stream
+            rows = inner if module in MLP_ROWS else stream if module == "down_proj" else None
+            columns = inner if module == "down_proj" else stream
         elif module.endswith("_proj"):
             rows, columns = (stream, None) if module == "o_proj" else (None, stream)
         if rows is not None:
@@ -61,4 +64,5 @@ def _permutation(size: int, order: int, place: int) -> Tensor:
 
 
 def _columns(tensor: Tensor, order: Tensor) -> Tensor:
-    return tensor[:, order.to(tensor.device)]
+    """Reorder columns in blocks as long as `order`: a KAN's linear reads several functions of each channel."""
+    return tensor.unflatten(1, (-1, len(order)))[:, :, order.to(tensor.device)].flatten(1)

@@ -34,7 +34,7 @@ from .report import WeightReport
 VERSION = 5
 RUN = "run.json"
 ANEW = "start again with --overwrite and without --resume"
-Stored = tuple[dict[str, Tensor], tuple[WeightReport, ...]]  # a layer's tensors as stored, and its report rows
+StoredLayer = tuple[dict[str, Tensor], tuple[WeightReport, ...]]  # a layer's tensors as stored, and its report rows
 
 
 class Unfinished:
@@ -109,7 +109,7 @@ class Unfinished:
                         whole[rows] = entries[key].rows(rows.start, rows.stop)
                     states.carried[giver] = (*states.carried.get(giver, ()), whole)
 
-    def add(self, layer: Stored) -> None:
+    def add(self, layer: StoredLayer) -> None:
         """Store the next layer, and the tokens' states after it."""
         if not self.path.is_dir():
             with files.new_folder(self.path) as folder:
@@ -131,7 +131,7 @@ class Unfinished:
             self._states(self.count - 1).unlink(missing_ok=True)
         self.count += 1
 
-    def layers(self) -> Iterator[Stored]:
+    def layers(self) -> Iterator[StoredLayer]:
         """Read all layers back, one at a time."""
         for index in range(self.count):
             record = self._record(index)

@@ -31,8 +31,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
+from .. import formats
 from ..formats import Format, parse_format
-from ..io import files
+from ..io import files, plugins
 from ..io.errors import DiffbitError
 from ..io.fields import bounds, check, get, located, one_of, read, shown
 from ..models import ModelConfig
@@ -82,6 +83,11 @@ class AttentionScheme:
     @property
     def value_format(self) -> str:
         return self.values or "float"
+
+    @property
+    def is_low_bit(self) -> bool:
+        """Whether keys or values are low-bit, which needs diffbit's own operator for every attention variant."""
+        return self.key_format != "float" or self.value_format != "float"
 
     @property
     def has_window(self) -> bool:
@@ -152,9 +158,9 @@ class Scheme:
     def _check_int4(self) -> None:
         """Raise DiffbitError if int4 activations, which only TernaryMatMul supports, are used with another format."""
         named = [("the scheme", self.weights), *((f"override {glob!r}", format) for glob, format in self.overrides)]
-        nothing = all(format is None for _, format in named)
+        all_float = all(format is None for _, format in named)
         for what, format in named:
-            if nothing if format is None else "int4" not in format.activations:
+            if all_float if format is None else "int4" not in format.activations:
                 raise DiffbitError(
                     f"activations 'int4' need ternary weights, but {what} has {_name(format)}; use ternary for all "
                     "quantized weights, or activations 'int8'"
@@ -227,11 +233,21 @@ class Scheme:
             "activations": self.activations,
             "attention": self.attention.to_dict(),
             "overrides": {glob: _name(format) for glob, format in self.overrides},
+            **({"packages": packages} if (packages := self._packages()) else {}),
         }
+
+    def _packages(self) -> dict[str, str]:
+        """{format: the installed package that adds it}"""
+        used = (self.weights, self.embedding, self.head, *(format for _, format in self.overrides))
+        return {_name(format): package for format in used if (package := plugins.package_of(format)) is not None}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Scheme:
-        """Invert `to_dict`; missing fields mean float. A DiffbitError names an invalid field."""
+        """Invert `to_dict`; missing fields mean float. A DiffbitError names an invalid field or a missing package."""
+        for name, package in get(values, "packages", Mapping[str, plugins.PackageName], {}).items():
+            if name not in formats.names():
+                raise plugins.missing(f"number format {name!r}", package)
+        values = {field: value for field, value in values.items() if field != "packages"}
         attention = AttentionScheme.from_dict(get(values, "attention", Mapping[str, Any], {}))
         overrides = get(values, "overrides", Mapping[str, FormatOrNone], {})
         values = _without_words_for_none(values) | {"attention": attention, "overrides": tuple(overrides.items())}

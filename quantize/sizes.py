@@ -24,7 +24,7 @@ from ..formats import Format
 from ..models import ModelConfig
 from ..models.checkpoint.names import EMBEDDING, HEAD, layer_of, shapes, stays_float32
 from ..ops.cache import CacheSpec
-from .cache import cache_spec
+from .device_cache import cache_spec
 from .scheme import Scheme
 
 FLOAT32 = 4  # bytes

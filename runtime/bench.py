@@ -21,8 +21,8 @@ import numpy as np
 from ..io.errors import DiffbitError
 from ..settings import SessionOptions
 from .artifact import Artifact
+from .child_process import python
 from .driver import Driver
-from .processes import python
 from .session import Session
 
 
@@ -34,7 +34,7 @@ def bench(
     options: SessionOptions | None = None,
     *,
     memory: int | None = None,
-    **given: Any,
+    **changes: Any,
 ) -> dict[str, Any]:
     """Run the artifact at `path` in a new process, as a session with these options (SessionOptions, or its fields by
     name). Returns a flat dict with the arguments and
@@ -68,7 +68,7 @@ def bench(
             f"{path}: {prompt_tokens} prompt tokens and {new_tokens} new ones do not fit the context of "
             f"{artifact.context_length}; ask for fewer"
         )
-    how = asdict(SessionOptions.of(options, given))
+    how = asdict(SessionOptions.of(options, changes))
     request = json.dumps([str(path), prompt_tokens, new_tokens, repeats, how])
     done = subprocess.run(python(__name__, "_child"), input=request, capture_output=True, text=True)
     try:

@@ -92,14 +92,14 @@ class Chat:
             self._halted = False
             before = [*self.turns, Message(role="user", content=text)]
             turns, token_ids = self._fitting(before)
-            made = generate(
+            generation = generate(
                 self.session, self.tokenizer, token_ids, max_tokens=self._max_tokens, sampler=self._sampler,
                 stop=self._stop, on_text=on_text, end_tokens=self._end_tokens, reuse=True,
                 interrupted=lambda: self._halted,
             )  # fmt: skip
-            if made.token_ids:
-                self.turns = [*turns, Message(role="assistant", content=made.text)]
-        return Reply(**vars(made), dropped=len(before) - len(turns))
+            if generation.token_ids:
+                self.turns = [*turns, Message(role="assistant", content=generation.text)]
+        return Reply(**vars(generation), dropped=len(before) - len(turns))
 
     def _fitting(self, turns: list[Message]) -> tuple[list[Message], list[int]]:
         """The turns and their tokens, without the oldest turns if they leave no room for an answer."""

@@ -141,10 +141,10 @@ class TextOutput:
         if self.stopped:
             return True
         self.text += text
-        found = [at for stop in self._stop if (at := self.text.find(stop, self._given)) >= 0]
+        stops = [at for stop in self._stop if (at := self.text.find(stop, self._given)) >= 0]
         end = len(self.text)
-        if found:
-            self.text, self.stopped = self.text[: min(found)], True
+        if stops:
+            self.text, self.stopped = self.text[: min(stops)], True
             end = len(self.text)
         elif not last:
             pending = self.text[self._given :]  # what was given begins none

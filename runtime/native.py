@@ -28,9 +28,9 @@ def library() -> Path | None:
         return Path(override)
     for name in NAMES:
         # Not beside __file__: in an editable installation the library lies in site-packages, the module elsewhere
-        found = resources.files(__package__) / name
-        if found.is_file():
-            with resources.as_file(found) as path:
+        resource = resources.files(__package__) / name
+        if resource.is_file():
+            with resources.as_file(resource) as path:
                 return path
     return None
 

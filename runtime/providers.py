@@ -49,7 +49,7 @@ SHAPES = {
 }
 
 
-class TensorInfo(Protocol):
+class NodeArg(Protocol):
     """onnxruntime.NodeArg: an input or output of a graph."""
 
     name: str
@@ -77,9 +77,9 @@ class Binding(Protocol):
 class OrtSession(Protocol):
     """onnxruntime.InferenceSession."""
 
-    def get_inputs(self) -> list[TensorInfo]: ...
-    def get_overridable_initializers(self) -> list[TensorInfo]: ...
-    def get_outputs(self) -> list[TensorInfo]: ...
+    def get_inputs(self) -> list[NodeArg]: ...
+    def get_overridable_initializers(self) -> list[NodeArg]: ...
+    def get_outputs(self) -> list[NodeArg]: ...
     def get_providers(self) -> list[str]: ...
     def io_binding(self) -> Binding: ...
     def run_with_iobinding(self, binding: Binding) -> None: ...
@@ -189,16 +189,17 @@ def _plugin_devices(ort: ModuleType, provider: str) -> list[Any]:
 def _plugin_device(ort: ModuleType, device: Device) -> Any:
     """The plugin's device. Raises DiffbitError if it has none here."""
     if not _plugin_devices(ort, device.provider):
-        _register(str(device.plugin))
+        _register(device.provider, str(device.plugin))
     for one in _plugin_devices(ort, device.provider):
         return one
     raise DiffbitError(_cannot_start(ort, device, device.needs))
 
 
 @functools.cache  # a second registration would end in a crash
-def _register(plugin: str) -> None:
+def _register(provider: str, plugin: str) -> None:
+    """Register a plugin's library. Some plugins name their provider after the registration."""
     try:
-        onnxruntime().register_execution_provider_library(plugin, resolve_name(f"{plugin}:get_library_path")())
+        onnxruntime().register_execution_provider_library(provider, resolve_name(f"{plugin}:get_library_path")())
     except Exception as error:  # ONNX Runtime's exceptions have no base of their own
         package = plugin.replace("_", "-")
         raise DiffbitError(

@@ -46,12 +46,12 @@ class Sampler:
         self._prompt = 0
 
     @classmethod
-    def of(cls, artifact: Artifact, **given: Any) -> Sampler:
-        """The sampler of the model's generation_config.json; settings that are `given`, and not None, override it."""
+    def of(cls, artifact: Artifact, **changes: Any) -> Sampler:
+        """The sampler of the model's generation_config.json; `changes` that are not None override it."""
         settings = read_json(artifact.file(GENERATION)) if GENERATION in artifact.files else {}
-        Sampling(**{name: value for name, value in given.items() if value is not None})  # an error without the file
+        Sampling(**{name: value for name, value in changes.items() if value is not None})  # an error without the file
         with located(artifact.path / GENERATION):
-            return cls(Sampling.of_model(settings, **given))
+            return cls(Sampling.of_model(settings, **changes))
 
     def start(self, prompt_tokens: int) -> None:
         """Begin a text whose first tokens are its prompt."""

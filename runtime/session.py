@@ -87,8 +87,8 @@ class Session:
     does not match, or if the model cannot run on the device. `options`, or fields of SessionOptions by name.
     """
 
-    def __init__(self, artifact: Artifact | str | Path, options: SessionOptions | None = None, **given: Any) -> None:
-        options = SessionOptions.of(options, given)
+    def __init__(self, artifact: Artifact | str | Path, options: SessionOptions | None = None, **changes: Any) -> None:
+        options = SessionOptions.of(options, changes)
         device = options.device
         self.artifact = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
         self.artifact.check_files(hashes=False)
@@ -165,8 +165,8 @@ class Session:
         if self._batch != 1:
             self.reset()
         most = min(self._length, len(token_ids) - 1)
-        same = self._ids[:1, :most] == np.asarray(token_ids[:most], np.int64)
-        kept = most if same.all() else int(same.argmin())
+        equal = self._ids[:1, :most] == np.asarray(token_ids[:most], np.int64)
+        kept = most if equal.all() else int(equal.argmin())
         if kept < self._length:
             can_be_cut = all(self._in_place) and self.artifact.cache.holds(kept, self._length)
             self._length = kept if can_be_cut else 0
@@ -336,10 +336,10 @@ class Session:
         """Make buffers for `batch` rows. In-place buffers of tokens are kept: slots after the tokens are not read."""
         kept = self._past if batch == self._batch else []
         capacity = self.artifact.cache.capacity(self.capacity)
-        made = []
+        buffers = []
         for index, ((name, buffer), in_place) in enumerate(zip(self._buffers.items(), self._in_place, strict=True)):
             if kept and in_place and buffer.holds_tokens:
-                made.append(kept[index])
+                buffers.append(kept[index])
                 continue
             values = zeros((batch, *buffer.sizes(capacity if in_place else 0)), buffer.dtype)
             value = onnxruntime().OrtValue.ortvalue_from_numpy(values, self._memory, 0)
@@ -349,8 +349,8 @@ class Session:
                 self._binding.bind_ortvalue_output(f"present.{name}", value)
             else:
                 self._binding.bind_output(f"present.{name}", self._memory)
-            made.append(value)
-        self._past = made
+            buffers.append(value)
+        self._past = buffers
 
     def _check_signature(self) -> None:
         """Compare the graph's inputs and outputs with the manifest. A dynamic dimension in the graph fits any size."""
@@ -364,12 +364,12 @@ class Session:
                 shape,
             )
         sides = ("input", self._session.get_inputs(), inputs), ("output", self._session.get_outputs(), outputs)
-        for side, found, wanted in sides:
-            nodes = {node.name: node for node in found}
-            for name in sorted(nodes.keys() ^ wanted.keys()):
+        for side, actual, expected in sides:
+            nodes = {node.name: node for node in actual}
+            for name in sorted(nodes.keys() ^ expected.keys()):
                 what = "an unknown" if name in nodes else "no"
                 raise DiffbitError(f"{self._model}: has {what} {side} {name}; export the model again")
-            for name, (type_, shape) in wanted.items():
+            for name, (type_, shape) in expected.items():
                 node = nodes[name]
                 fits = len(node.shape) == len(shape) and all(
                     a is None or not isinstance(b, int) or a == b for a, b in zip(shape, node.shape, strict=True)

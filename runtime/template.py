@@ -21,7 +21,7 @@ from typing import Any, TypedDict
 from ..io.errors import DiffbitError
 from ..io.files import read_json
 from .artifact import Artifact
-from .processes import python_script
+from .child_process import python_script
 
 FILE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
@@ -66,9 +66,9 @@ class ChatTemplate:
         config = {} if config_file is None else read_json(config_file)
         map_file = _file(model, "special_tokens_map.json")
         tokens = _special_tokens(({} if map_file is None else read_json(map_file)) | config)
-        found = _file(model, FILE) if file is None else Path(file)
-        if found is not None:
-            return cls(_text(found), str(found), tokens)
+        path = _file(model, FILE) if file is None else Path(file)
+        if path is not None:
+            return cls(_text(path), str(path), tokens)
         source = config.get("chat_template")
         if isinstance(source, list):  # of named templates, for tools and documents
             named = {
@@ -171,10 +171,10 @@ def _text(path: Path) -> str:
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """The special tokens in a tokenizer_config.json, given as texts or as {"content": text}."""
-    found = {}
+    tokens = {}
     for name in SPECIAL_TOKENS:
         value = config.get(name)
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str):
-            found[name] = value
-    return found
+            tokens[name] = value
+    return tokens

@@ -38,8 +38,8 @@ class Tokenizer:
 
     def token_id(self, token: str) -> int | None:
         """The id of a token such as "<|im_end|>"; None if the vocabulary does not have it."""
-        found = self._tokenizer.token_to_id(token)
-        return None if found is None else int(found)
+        number = self._tokenizer.token_to_id(token)
+        return None if number is None else int(number)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with or without the special tokens that the tokenizer adds (often a leading bos)."""

@@ -33,8 +33,8 @@ from numpy.typing import NDArray
 from ..io.errors import DiffbitError
 from ..settings import SessionOptions
 from .artifact import TOKENIZER, Artifact, artifact_folder
+from .child_process import python
 from .external import check_external
-from .processes import python
 from .providers import placement
 from .session import Session
 from .tokenizer import Tokenizer
@@ -73,13 +73,13 @@ class Verification:
         return tuple(check for check in self.checks if not check.passed)
 
 
-def verify(path: str | Path, options: SessionOptions | None = None, **given: Any) -> Verification:
+def verify(path: str | Path, options: SessionOptions | None = None, **changes: Any) -> Verification:
     """Check the artifact at `path`, as a session with these options runs it (SessionOptions, or its fields by name).
 
     Failed checks are part of the result. Raises DiffbitError only if the checks cannot run: no such folder, no such
     device, no ONNX Runtime.
     """
-    options = SessionOptions.of(options, given)
+    options = SessionOptions.of(options, changes)
     device = options.device
     path = artifact_folder(path)
     if not path.is_dir():
@@ -115,11 +115,13 @@ def verify(path: str | Path, options: SessionOptions | None = None, **given: Any
     difference = float(np.max(np.abs(here - golden.logits))) / golden.spread
     detail = f"max difference {difference:.3g} of the logits' spread, tolerance {golden.tolerance:.3g}"
     checks.append(Check("logits", difference <= golden.tolerance, detail))  # False for NaN too
-    wanted, found = golden.token_ids[int(np.argmax(golden.logits))], int(logits.argmax())
+    expected, likeliest = golden.token_ids[int(np.argmax(golden.logits))], int(logits.argmax())
     # Each of two logits may move by the tolerance, so tokens closer than twice the tolerance may change places
-    behind = float(logits.max() - logits[wanted]) / golden.spread
+    behind = float(logits.max() - logits[expected]) / golden.spread
     agrees = behind <= 2 * golden.tolerance
-    detail = f"token {found}" if agrees else f"token {found} is most likely here, {wanted} where it was exported"
+    detail = (
+        f"token {likeliest}" if agrees else f"token {likeliest} is most likely here, {expected} where it was exported"
+    )
     checks.append(Check("greedy", agrees, detail))
     native = session.native
     if device != "cpu":

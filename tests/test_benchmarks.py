@@ -93,21 +93,21 @@ def test_bitnet(checkpoint: Path, tmp_path: Path) -> None:
     options = ("--quick", "--jobs", "1", "--json", str(numbers), "--markdown", str(page), "--name", "tiny")
     done = run("bitnet.py", str(tmp_path / "runs"), *options)
     assert done.code == 0, done.error
-    found = json.loads(numbers.read_text())
-    rows = {(row["model"], row["kind"]): row for row in found["rows"]}
+    results = json.loads(numbers.read_text())
+    rows = {(row["model"], row["kind"]): row for row in results["rows"]}
     kinds = ["float", "ternary", "distilled", "int4"]
     assert list(rows) == [("Transformer", kind) for kind in kinds[:2]] + [("DIFF v1", kind) for kind in kinds]
     ternary, exact = rows["DIFF v1", "ternary"], rows["DIFF v1", "float"]
     assert exact["ratio"] is None and exact["decode_tokens_per_s"] > 0
-    wanted = ternary["perplexity"]["value"] / exact["perplexity"]["value"]
-    assert ternary["ratio"]["value"] == pytest.approx(wanted) and ternary["closed"] is None
+    expected = ternary["perplexity"]["value"] / exact["perplexity"]["value"]
+    assert ternary["ratio"]["value"] == pytest.approx(expected) and ternary["closed"] is None
     assert ternary["nbytes"] < exact["nbytes"] and ternary["moved"] < exact["moved"]
     operations = [row["operations"] for row in (ternary, exact, rows["DIFF v1", "int4"])]
     assert operations[0]["ternary"] == operations[2]["integer"] > 0 == operations[1]["ternary"]
-    (contrast,) = found["contrasts"]
+    (contrast,) = results["contrasts"]
     other = rows["Transformer", "ternary"]["ratio"]["value"]
     assert (contrast["model"], contrast["kind"]) == ("DIFF v1", "ternary")
-    assert contrast["difference"]["value"] == pytest.approx(math.log(wanted / other), abs=1e-9)
+    assert contrast["difference"]["value"] == pytest.approx(math.log(expected / other), abs=1e-9)
     text = page.read_text()
     assert text.startswith("before") and text.endswith("after\n") and "\nold\n" not in text
     assert "tokens/s" in text and "DIFF v1 − Transformer" in text
@@ -124,13 +124,13 @@ def test_accuracy(trained: Callable[[str], Path], tmp_path: Path) -> None:
     models = ("--models", str(trained("softmax")), str(trained("diff_v1")))
     done = run("accuracy.py", "--quick", *models, "--jobs", "2", "--json", str(numbers), "--markdown", str(page))
     assert done.code == 0, done.error
-    found = json.loads(numbers.read_text())
-    loss = {(r["model"], r["format"], r["method"]): r["ratio"]["value"] for r in found["results"]}
+    results = json.loads(numbers.read_text())
+    loss = {(r["model"], r["format"], r["method"]): r["ratio"]["value"] for r in results["results"]}
     for model in ("Transformer", "DIFF v1"):
         assert 1 < loss[model, "int2_g64", "gptq"] < loss[model, "int2_g64", "rtn"]
-    assert {c["model"] for c in found["contrasts"]} == {"DIFF v1"} and found["calibration"]["windows"] == 8
+    assert {c["model"] for c in results["contrasts"]} == {"DIFF v1"} and results["calibration"]["windows"] == 8
     text = page.read_text()
-    bits = next(r for r in found["results"] if r["format"] == "mixed, 3.5 bits")["bits_per_weight"]
+    bits = next(r for r in results["results"] if r["format"] == "mixed, 3.5 bits")["bits_per_weight"]
     assert 2.25 < bits <= 3.5, bits  # of float16 scales, where the budget is that of float32 ones; int2_g64 has 2.25
     assert "| int2_g64 " in text and "DIFF v1 − Transformer" in text and "inputs" in text
 
@@ -149,8 +149,8 @@ def test_runs(trained: Callable[[str], Path], tmp_path: Path) -> None:
             (tmp_path / seed / name / "training.json").write_text(json.dumps({"result": result}))
     done = run("runs.py", "--work", str(tmp_path), "--quick", "--json", str(numbers), "--markdown", str(page))
     assert done.code == 0, done.error
-    found = json.loads(numbers.read_text())
-    assert {c["runs"] for c in found["contrasts"]} == {2} and len(found["contrasts"]) == 6
+    results = json.loads(numbers.read_text())
+    assert {c["runs"] for c in results["contrasts"]} == {2} and len(results["contrasts"]) == 6
     text = page.read_text()
     assert "2 runs of each, 3 roundings of each run" in text and "DIFF v2 − Transformer" in text
     assert sum(line.startswith(("| weights int2_g64", "| logits 2-bit")) for line in text.splitlines()) == 3
@@ -166,14 +166,14 @@ def test_attention(trained: Callable[[str], Path], tmp_path: Path) -> None:
     options = ("--quick", "--jobs", "1", "--json", str(numbers), "--markdown", str(page))
     done = run("attention.py", *options, "--models", *models, "--long", *models)
     assert done.code == 0, done.error
-    found = json.loads(numbers.read_text())
-    kl = {(r["what"], r["format"], r["model"]): r["kl"]["value"] for r in found["short"]["results"]}
+    results = json.loads(numbers.read_text())
+    kl = {(r["what"], r["format"], r["model"]): r["kl"]["value"] for r in results["short"]["results"]}
     for model in ("Transformer", "DIFF v1"):
         assert 0 < kl["logits", "8 bits", model] < kl["logits", "6 bits", model]
         assert 0 < kl["cache", "fp16", model] < kl["cache", "int8", model]
     # what DIFF loses more at the same bits is the difference of what each loses
-    (loss,) = [row for row in found["short"]["losses"] if row["bits"] == row["first_bits"] == 6]
-    up = {r["model"]: r["ratio"]["value"] for r in found["short"]["results"] if r["format"] == "6 bits"}
+    (loss,) = [row for row in results["short"]["losses"] if row["bits"] == row["first_bits"] == 6]
+    up = {r["model"]: r["ratio"]["value"] for r in results["short"]["results"] if r["format"] == "6 bits"}
     assert loss["difference"]["value"] == pytest.approx(math.log(up["DIFF v1"] / up["Transformer"]), abs=1e-9)
     text = page.read_text()
     assert "\nold\n" not in text and "DIFF v1 at 6 bits − Transformer at 8" in text and "with 4 needles each" in text
@@ -201,10 +201,10 @@ def test_serve(trained: Callable[[str], Path], tmp_path: Path) -> None:
     arguments = ("--requests", "2", "--threads", "1", "--quick")
     done = run("serve.py", "--artifact", str(artifact), *arguments, "--json", str(result_file))
     assert done.code == 0, done.error
-    found = json.loads(result_file.read_text())
-    assert (found["requests"], found["prompt"], found["new"]) == (2, 8, 4) and 0 <= found["equal_answers"] <= 2
+    results = json.loads(result_file.read_text())
+    assert (results["requests"], results["prompt"], results["new"]) == (2, 8, 4) and 0 <= results["equal_answers"] <= 2
     for name in ("tokens_per_s", "decode_tokens_per_s"):
-        assert found[f"ratio_{name}"] == found["together"][name] / found["one by one"][name] > 0
+        assert results[f"ratio_{name}"] == results["together"][name] / results["one by one"][name] > 0
     done = run("serve.py", "--quick")
     assert done.code == 2 and "pass either --work or --artifact" in done.error
 
@@ -239,9 +239,9 @@ def dry_run(gpu: Any, folder: Path, *names: str) -> list[dict[str, Any]]:
     assert done.code == 0, done.output + done.error
     rows = []
     for name in names:
-        about, *found = map(json.loads, (folder / "out" / f"{name}.jsonl").read_text().splitlines())
-        assert "no card" in about["card"] and found and all(row["part"] == name for row in found)
-        rows += found
+        about, *part_rows = map(json.loads, (folder / "out" / f"{name}.jsonl").read_text().splitlines())
+        assert "no card" in about["card"] and part_rows and all(row["part"] == name for row in part_rows)
+        rows += part_rows
     page_of = folder / "gpu.md"
     page_of.write_text("before\n<!-- gpu -->\nold\n<!-- /gpu -->\nafter\n")
     gpu.renew_page(folder, page_of)
@@ -261,10 +261,10 @@ def test_gpu_check_rates_decode(gpu: Any, tmp_path: Path) -> None:
     assert floats["bytes"] == 97 * 8 * 64 and int8["bytes"] == 97 * (4 * 64 + 16)
     assert int4["bytes"] == 64 * (2 * 64 + 2 * 16) + 33 * 8 * 64  # 64 tokens are codes
     assert floats["ratio"].keys() == {"two calls", "four calls"} == floats["targets"].keys() - {"share"}
-    each = floats["each_us"]
+    peers = floats["each_us"]
     assert {"two calls: SDPA math", "two calls, batched: SDPA math", "two calls, padded: SDPA flash",
-            "four calls: SDPA flash", "four calls, batched: SDPA flash"} <= each.keys()  # fmt: skip
-    assert floats["peers_us"]["four calls"] == min(us for name, us in each.items() if name.startswith("four"))
+            "four calls: SDPA flash", "four calls, batched: SDPA flash"} <= peers.keys()  # fmt: skip
+    assert floats["peers_us"]["four calls"] == min(us for name, us in peers.items() if name.startswith("four"))
     assert "same last dimension" in floats["missing"]["two calls: SDPA flash"]  # as torch has it
     assert int8["ratio"].keys() == int4["ratio"].keys() == {"bf16"}
     assert "| bf16 " in (tmp_path / "gpu.md").read_text()
@@ -292,8 +292,8 @@ def test_gpu_training_step(gpu: Any, tmp_path: Path) -> None:
     training, *steps = dry_run(gpu, tmp_path, "training", "step")
     assert 0 < training["error"] <= training["allowed"] < 0.1
     assert training["ratio"].keys() == {"layers", "two calls", "four calls", "plain"}
-    each = training["each_us"].keys()
-    assert {"two calls: SDPA math", "four calls, batched: SDPA math", "plain: SDPA math"} <= each
+    peers = training["each_us"].keys()
+    assert {"two calls: SDPA math", "four calls, batched: SDPA math", "plain: SDPA math"} <= peers
     assert [row["model"] for row in steps] == ["softmax", "diff_v1", "diff_v2"]
     assert all(row["batch"] * row["prompt"] == 64 and row["train_tokens_per_s"] > 0 for row in steps)
     assert [bool(row["ratio"]) for row in steps] == [False, True, True]
@@ -331,13 +331,13 @@ def test_gpu_refuses(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_gpu_attention_peers_compute_the_same(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     peers, training = parts.gpu_peers, parts.gpu_training
     layer = parts.Layer("bf16", 2, 32, 20, 1, "cpu")
-    wanted = layer.attended(torch.arange(1), torch.float64)[0]
+    expected = layer.attended(torch.arange(1), torch.float64)[0]
     for way, form in peers.WAYS.items():
         outs = [peers.attends(21)["SDPA math"](*triple, 32**-0.5, False) for triple in form(*layer.for_peers())]
         signal, noise = peers.joined(outs)[:, :, 0].double()
         out = signal - layer.inputs["lambda"][:, None] * noise
         out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + 1e-5)
-        assert torch.allclose(out, wanted, atol=5e-2), way
+        assert torch.allclose(out, expected, atol=5e-2), way
     assert "SDPA math" not in peers.attends(1 << 15)
     torch.manual_seed(0)
     some = training.inputs(2, 16, 9, "cpu", torch.float32)
@@ -347,8 +347,8 @@ def test_gpu_attention_peers_compute_the_same(parts: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # uncompiled it runs on a CPU, forwards
     with torch.no_grad():
         exact = training.oracle(*(x.double() for x in some))
-        found = training.flex(*(x.detach() for x in some))
-        assert float((found - exact).norm() / exact.norm()) < 1e-5
+        out_of_flex = training.flex(*(x.detach() for x in some))
+        assert float((out_of_flex - exact).norm() / exact.norm()) < 1e-5
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def test_lines_of_a_pipe(
         ("x", ["--max-tokens", "0"], ["max_tokens is 0"]),
     ],
 )
-def test_refusals(
+def test_bad_input_is_refused(
     lines: str,
     arguments: list[str],
     words: list[str],

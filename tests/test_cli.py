@@ -121,7 +121,7 @@ def completions(line: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("line", "found"),
+    ("line", "expected"),
     [
         ("diffbit export x --format ", ["artifact", "gptq", "compressed-tensors", "bitsandbytes", "bitnet"]),
         ("diffbit run x --device open", ["openvino", "openvino:cpu", "openvino:gpu", "openvino:npu"]),
@@ -134,14 +134,14 @@ def completions(line: str) -> list[str]:
         ("diffbit compare x --method rtn,gp", ["rtn,gptq"]),
     ],
 )
-def test_completion(line: str, found: list[str]) -> None:
-    assert completions(line) == found
+def test_completion(line: str, expected: list[str]) -> None:
+    assert completions(line) == expected
 
 
 def test_the_closed_choices_are_those_of_the_library() -> None:
     from diffbit.apps.train.config import SCHEDULES
     from diffbit.apps.train.presets import PRESETS
-    from diffbit.export.graph import FLOATS
+    from diffbit.export.onnx_graph import FLOATS
 
     def choices(command: str, option: str) -> set[str]:
         home = f"diffbit.cli.{command}" if f"diffbit.cli.{command}" in modules else f"diffbit.apps.{command}.command"
@@ -300,13 +300,13 @@ def test_an_artifact_for_a_gpu_is_fp16(
     monkeypatch.setattr("diffbit.runtime.bench", bench_here)
     monkeypatch.setattr("diffbit.runtime.session.cuda_architectures", lambda: ["90a"])
     for command in (["run", "PATH", "def", "--max-tokens", "1"], ["bench", "PATH"]):
-        for artifact, said in ((out, False), (demo / "diff_v1-onnx", True)):
+        for artifact, hints in ((out, False), (demo / "diff_v1-onnx", True)):
             capfd.readouterr()
             with pytest.raises(SystemExit) as stopped:
                 main([str(artifact) if word == "PATH" else word for word in command] + ["--device", "cuda"])
             captured = capfd.readouterr()
             assert stopped.value.code == 0, captured.err
-            assert ("`diffbit export --target cuda` makes an fp16 one" in captured.err) is said
+            assert ("`diffbit export --target cuda` makes an fp16 one" in captured.err) is hints
 
 
 def test_the_calibration_text_is_kept_as_far_as_the_manifest(workplace: Path, tmp_path: Path) -> None:

@@ -34,12 +34,62 @@ PERPLEXITY = {
 Trained = Callable[[str], Path]
 
 
+USE_THE_PLUGIN = """
+import sys
+import torch
+from diffbit.calib_data import train_tokenizer
+from diffbit.cli.app import main
+from diffbit.models import Decoder, ModelConfig, save
+
+torch.manual_seed(0)
+config = ModelConfig.uniform(
+    attention="gated", vocab_size=300, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+    intermediate_size=128, max_position=64,
+)
+train_tokenizer(["a text to have a tokenizer"], 300, "tokenizer")
+save(Decoder(config), "model", tokenizer_from="tokenizer")
+commands = "quantize model --weights int4_g32 -o low", "export low -o artifact", "verify artifact", "run artifact a"
+for command in commands:
+    try:
+        main([*command.split(), "--quiet"])
+    except SystemExit as stopped:
+        if stopped.code:
+            raise
+print(*sorted(name for name in sys.modules if name.startswith("diffbit_gated")))
+"""
+
+
+@pytest.mark.slow
+def test_a_package_adds_an_attention(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In an environment with the package, commands take its models; elsewhere they name it, and the artifact runs."""
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    python = environment / "bin" / "python"
+    place = subprocess.check_output([python, "-c", "import site; print(site.getsitepackages()[0])"], text=True).strip()
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    Path(place, "here.pth").write_text(f"import site; list(map(site.addsitedir, {packages!r}))\n")
+    copied = shutil.copytree(ROOT / "examples" / "plugin", tmp_path / "plugin")  # a build writes beside the sources
+    install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", copied]
+    subprocess.run(install, check=True, capture_output=True)
+    used = subprocess.run([python, "-c", USE_THE_PLUGIN], cwd=tmp_path, capture_output=True, text=True)
+    assert not used.returncode and used.stdout.endswith("diffbit_gated diffbit_gated.gated\n"), used.stderr
+
+    def exit_code(*arguments: str) -> int | str | None:
+        with pytest.raises(SystemExit) as stopped:
+            main([*arguments, "--quiet"])
+        return stopped.value.code
+
+    assert exit_code("quantize", str(tmp_path / "model"), "--weights", "int8", "-o", str(tmp_path / "int8")) == 2
+    assert "layers[0].mixer 'gated' is from the package diffbit-gated, which is not installed" in capfd.readouterr().err
+    assert exit_code("verify", str(tmp_path / "artifact")) == 0
+
+
 @pytest.mark.parametrize("name", PERPLEXITY)
 def test_a_trained_model(name: str, trained: Trained) -> None:
     path = trained(name)
-    found = Checkpoint(path)
-    assert found.config.attention == name.removesuffix("_ternary") and found.config.max_position == 256
-    assert (found.quantization is not None) == name.endswith("_ternary")
+    checkpoint = Checkpoint(path)
+    assert checkpoint.config.attention == name.removesuffix("_ternary") and checkpoint.config.max_position == 256
+    assert (checkpoint.quantization is not None) == name.endswith("_ternary")
     assert sum(file.stat().st_size for file in path.iterdir()) < (4e5 if name.endswith("_ternary") else 8e5)
     (whole,), _ = measure(load(path), [], Setup(eval_windows("stdlib", path, 256, 24)))
     perplexity = whole.scores.perplexity().value

@@ -42,10 +42,10 @@ def test_without_a_compiler_the_wheel_is_pure(sdist: Path, tmp_path: Path) -> No
     tools = tmp_path / "tools"
     tools.mkdir()
     for name in ("cmake", "make", "ninja", "uname"):
-        if found := shutil.which(name):
-            (tools / name).symlink_to(found)
-    wheel, said = wheel_of(sdist, tmp_path / "dist", PATH=str(tools))
-    assert "diffbit was installed without its native library" in said
+        if path := shutil.which(name):
+            (tools / name).symlink_to(path)
+    wheel, output = wheel_of(sdist, tmp_path / "dist", PATH=str(tools))
+    assert "diffbit was installed without its native library" in output
     assert wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {"diffbit/apps/evaluate/report.html.j2", "diffbit/io/drawing.mplstyle"} <= set(names)

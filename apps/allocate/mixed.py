@@ -148,7 +148,7 @@ def allocate(
     recipe = parse_recipe(method)
     space = _Space(checkpoint, stored_config(checkpoint.config, scheme, recipe), scheme, candidates)
     budget = space.budget(bits, nbytes)
-    near = space.nearest(budget)
+    ranked = space.nearest(budget)
     windows = Tokens(checkpoint.config, calibration, calibration_mask, device)
     _check_memory(checkpoint, windows, copies=2 if recipe.transforms else 1)
     stand_in = STAND_IN if recipe.rounding.round_layer is not None else None
@@ -161,9 +161,9 @@ def allocate(
     decoder = load(checkpoint, device=device)
     transformed = decoder
     if recipe.transforms:  # they run as if every layer had the candidate nearest to the budget
-        nothing = Method("nothing", "rounds no weight", round_layer=lambda layer, passes: {})
-        transform = Recipe(recipe.name, recipe.transforms, nothing)
-        nearest = {module: row[0] for module, row in near.items()}
+        no_rounding = Method("nothing", "rounds no weight", round_layer=lambda layer, passes: {})
+        transform = Recipe(recipe.name, recipe.transforms, no_rounding)
+        nearest = {module: row[0] for module, row in ranked.items()}
         transformed = apply(decoder, space.to_scheme(nearest), transform, windows.ids, windows.mask)
     count = min(len(windows.ids), max(1, SAMPLE // windows.ids.shape[1]))
     rows = torch.arange(count, device=device) * len(windows.ids) // count  # spread evenly
@@ -172,7 +172,7 @@ def allocate(
     base = rounded(transformed, scheme, Recipe(recipe.name, (), rounding))
     tokens = windows if rounding.stats else None
     start = divergence(exact, predictions(base, sample), sample)
-    formats = {module: {name: space.formats[name] for name in row} for module, row in near.items()}
+    formats = {module: {name: space.formats[name] for name in row} for module, row in ranked.items()}
     losses = measure(transformed, base, sample, scheme, formats, rounding, tokens)
     choice, _ = choose(space.sizes, losses, budget)
     _, path = choose(space.sizes, losses, math.inf)

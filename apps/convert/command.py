@@ -60,11 +60,11 @@ def convert(
     )
     rows = []
     for path in (model, output):
-        found = Checkpoint(path)
+        checkpoint = Checkpoint(path)
         size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()))
         rows.append({
-            "model": str(path), "attention": found.config.attention, "dtype": found.dtype,
-            "parameters": num_parameters(found.config), "bytes": size,
+            "model": str(path), "attention": checkpoint.config.attention, "dtype": checkpoint.dtype,
+            "parameters": num_parameters(checkpoint.config), "bytes": size,
         })  # fmt: skip
     if as_json:
         print_json({"output": str(output), "start": start, "before": rows[0], "after": rows[1]})

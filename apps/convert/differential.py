@@ -89,9 +89,9 @@ def _differential(source: Checkpoint, lambda_bias: bool) -> ModelConfig:
     layers = []
     for index, layer in enumerate(source.config.layers):
         if (name := layer.mixer.name) != "softmax":
-            found = f"differential already ({name})" if layer.mixer.softmaxes else f"{name}, which is no attention"
+            kind = f"differential already ({name})" if layer.mixer.softmaxes else f"{name}, which is no attention"
             raise DiffbitError(
-                f"{source.path}: layer {index} is {found}; wanted a plain Transformer, whose layers all have softmax "
+                f"{source.path}: layer {index} is {kind}; wanted a plain Transformer, whose layers all have softmax "
                 "attention"
             )
         if getattr(layer.mixer, "qk_norm_whole", False):
@@ -150,12 +150,12 @@ def _check_angle(source: Checkpoint, norm: Tensor | None, index: int, angle: flo
 
 def _cast(source: Checkpoint, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Return a tensor as `dtype` (None: as it is); raises DiffbitError if that makes a number infinite."""
-    found = tensor if dtype is None else tensor.to(dtype)
-    low, high = torch.aminmax(found)
+    converted = tensor if dtype is None else tensor.to(dtype)
+    low, high = torch.aminmax(converted)
     if torch.isinf(low) or torch.isinf(high):
-        label = str(found.dtype).removeprefix("torch.")
+        label = str(converted.dtype).removeprefix("torch.")
         raise DiffbitError(
-            f"{source.path}: tensor {name} has numbers beyond {torch.finfo(found.dtype).max:g}, the largest of "
+            f"{source.path}: tensor {name} has numbers beyond {torch.finfo(converted.dtype).max:g}, the largest of "
             f"{label}, in the differential model; use --dtype float32"
         )
-    return found
+    return converted

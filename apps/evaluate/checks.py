@@ -50,8 +50,8 @@ def in_groups(checkpoints: Sequence[Checkpoint], runs: int) -> list[Sequence[Che
                     "name all runs of a model one after the other"
                 )
             if other.sha256() in seen:
-                same = seen[other.sha256()]
-                raise DiffbitError(f"{other.path}: has the same weights as {same}; give runs with different seeds")
+                twin = seen[other.sha256()]
+                raise DiffbitError(f"{other.path}: has the same weights as {twin}; give runs with different seeds")
             seen[other.sha256()] = other.path
     return groups
 

@@ -64,10 +64,10 @@ class Card:
         formats = {name: self.scheme.get(name) or "float" for name in PARTS}
         formats |= {f"attention, {name}": value for name, value in (self.scheme.get("attention") or {}).items()}
         formats |= {f"`{glob}`": format for glob, format in (self.scheme.get("overrides") or {}).items()}
-        told = f"Quantized by `{self.method}`" if self.method else "Quantized"
+        sentence = f"Quantized by `{self.method}`" if self.method else "Quantized"
         if self.calibration is not None:
-            told += f", calibrated on {self.calibration.get('source')} ({self.calibration.get('tokens')} tokens)"
-        return f"{begin}\n\n{told}:\n\n{table(('part', 'format'), formats.items())}"
+            sentence += f", calibrated on {self.calibration.get('source')} ({self.calibration.get('tokens')} tokens)"
+        return f"{begin}\n\n{sentence}:\n\n{table(('part', 'format'), formats.items())}"
 
     def _sizes(self) -> str:
         rows = [(name, f"{size / 1e6:,.2f}") for name, size in (*self.files.items(), ("all", sum(self.files.values())))]

@@ -43,9 +43,9 @@ def push(
     name = HubName.parse(target)
     if name.file is not None or "/" not in name.repo:
         raise DiffbitError(f"{target}: wanted a repository to upload to, hf:ORG/NAME")
-    found = None if results is None else read_results(results)
+    measurements = None if results is None else read_results(results)
     card = artifact_card(folder, name.repo) if (folder / MANIFEST).is_file() else checkpoint_card(folder, name.repo)
-    text = replace(card, license=license, base_model=base_model, results=found).text()
+    text = replace(card, license=license, base_model=base_model, results=measurements).text()
     address, removed = None, list[str]()
     if not dry_run:
         files: dict[str, Path | bytes] = {file: folder / file for file in card.files}

@@ -51,8 +51,8 @@ class DiffbitExporter(HfExporter):
         self, model: PreTrainedModel, sample_inputs: MutableMapping[str, Any], config: ExportConfigMixin
     ) -> tuple[TemporaryDirectory[str], ExportMetadata]:
         assert isinstance(config, DiffbitExportConfig)
-        made = TemporaryDirectory(prefix="diffbit-")
-        checkpoint, artifact = Path(made.name, "checkpoint"), Path(made.name, "model")
+        folder = TemporaryDirectory(prefix="diffbit-")
+        checkpoint, artifact = Path(folder.name, "checkpoint"), Path(folder.name, "model")
         if getattr(model, "hf_quantizer", None) is not None:
             raise DiffbitError(
                 "the model is already quantized; run `diffbit export` on the folder that it was loaded from"
@@ -67,10 +67,10 @@ class DiffbitExporter(HfExporter):
         if config.weights is not None:
             embedding, head = table_formats(True, None, None)
             scheme = Scheme(weights=parse_format(config.weights), embedding=embedding, head=head)
-            source = Path(made.name, "low")
+            source = Path(folder.name, "low")
             quantize_checkpoint(checkpoint, source, scheme)
         export_artifact(source, artifact)
-        return made, ExportMetadata(architecture=type(model).__name__, export_dtype="float32", export_device="cpu")
+        return folder, ExportMetadata(architecture=type(model).__name__, export_dtype="float32", export_device="cpu")
 
     @classmethod
     def save_program(cls, program: TemporaryDirectory[str], path: str | Path) -> None:

@@ -17,12 +17,12 @@ has a residual window, which rows of unequal length would share, runs one row at
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from ...io.errors import DiffbitError
 from ...io.progress import track
@@ -34,18 +34,6 @@ MAX_TOKENS = 256  # generated tokens if a task sets no limit, as in the harness'
 MOST_LOGITS = 1 << 29  # bytes of a batch's logits
 
 Pair = tuple[tuple[str, str], list[int], list[int]]  # (context, continuation) as texts, and as tokens
-
-
-class Engine(Protocol):
-    """What runs the model: a Session, or a decoder in torch (apps/evaluate/tasks.py)."""
-
-    @property
-    def capacity(self) -> int: ...
-    def reset(self) -> None: ...
-    def prefill(
-        self, token_ids: ArrayLike, attention_mask: ArrayLike | None = None, *, all_positions: bool = False
-    ) -> NDArray[np.float32]: ...
-    def step(self, token_ids: ArrayLike) -> NDArray[np.float32]: ...
 
 
 class DiffbitLM(TemplateLM):
@@ -77,7 +65,7 @@ class DiffbitLM(TemplateLM):
 
     def _open(
         self,
-        engine: Engine,
+        session: Session,
         tokenizer: Tokenizer,
         bos: int | None,
         eos: Sequence[int],
@@ -89,7 +77,7 @@ class DiffbitLM(TemplateLM):
             raise DiffbitError("the model has neither a bos nor an eos token; the harness needs one of them")
         if batch_size < 1:
             raise DiffbitError(f"batch_size is {batch_size}, wanted 1 or more")
-        self._engine, self._tokenizer, self._eos = engine, tokenizer, tuple(eos)
+        self._session, self._tokenizer, self._eos = session, tokenizer, tuple(eos)
         self._bos = eos[0] if bos is None else bos
         self._vocab_size, self._batch_size = vocab_size, batch_size
 
@@ -121,12 +109,12 @@ class DiffbitLM(TemplateLM):
         owners = []
         for number, (text,) in enumerate(request.args for request in requests):
             tokens = self.tok_encode(text, add_special_tokens=False)
-            for window in get_rolling_token_windows(tokens, self.prefix_token_id, self._engine.capacity, 1):
+            for window in get_rolling_token_windows(tokens, self.prefix_token_id, self._session.capacity, 1):
                 pairs.append((("", ""), *make_disjoint_window(window)))
                 owners.append(number)
         totals = [0.0] * len(requests)
-        for number, (found, _) in zip(owners, self._loglikelihood_tokens(pairs, disable_tqdm), strict=True):
-            totals[number] += found
+        for number, (score, _) in zip(owners, self._loglikelihood_tokens(pairs, disable_tqdm), strict=True):
+            totals[number] += score
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
@@ -135,8 +123,8 @@ class DiffbitLM(TemplateLM):
         self, requests: Sequence[Pair], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """For each request: (sum of ln q over the continuation's tokens, whether each token was the most likely)."""
-        rows = [(context + continuation)[-(self._engine.capacity + 1) :] for _, context, continuation in requests]
-        found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+        rows = [(context + continuation)[-(self._session.capacity + 1) :] for _, context, continuation in requests]
+        scores: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
         for batch in self._batches([len(row) - 1 for row in rows], disable_tqdm):
             logits = self._run([rows[index][:-1] for index in batch], all_positions=True)
             for place, index in enumerate(batch):
@@ -144,28 +132,28 @@ class DiffbitLM(TemplateLM):
                 count = len(continuation)
                 if count >= len(rows[index]):
                     raise DiffbitError(
-                        f"a continuation of {count} tokens does not fit the context of {self._engine.capacity}; "
+                        f"a continuation of {count} tokens does not fit the context of {self._session.capacity}; "
                         "export the model with a longer context_length"
                     )
                 end = len(rows[index]) - 1
-                found[index] = _scored(logits[place, end - count : end], continuation)
+                scores[index] = _scored(logits[place, end - count : end], continuation)
                 if texts[1]:
-                    self.cache_hook.add_partial("loglikelihood", texts, found[index])
-        return found
+                    self.cache_hook.add_partial("loglikelihood", texts, scores[index])
+        return scores
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        wanted = [request.args[1] for request in requests]
-        most = [min(int(kwargs.get("max_gen_toks", MAX_TOKENS)), self._engine.capacity - 1) for kwargs in wanted]
+        options = [request.args[1] for request in requests]
+        most = [min(int(kwargs.get("max_gen_toks", MAX_TOKENS)), self._session.capacity - 1) for kwargs in options]
         prompts = [
-            (self.tok_encode(request.args[0]) or [self.prefix_token_id])[-(self._engine.capacity - count) :]
+            (self.tok_encode(request.args[0]) or [self.prefix_token_id])[-(self._session.capacity - count) :]
             for request, count in zip(requests, most, strict=True)
         ]
         texts = [""] * len(prompts)
         # a batch holds prompts with the same limit of new tokens: a higher limit leaves less of the prompt
         for batch in self._batches([len(prompt) for prompt in prompts], disable_tqdm, of_equal=most):
-            own = [wanted[index] for index in batch]
+            batch_options = [options[index] for index in batch]
             for index, text in zip(
-                batch, self._generate([prompts[i] for i in batch], own, most[batch[0]]), strict=True
+                batch, self._generate([prompts[i] for i in batch], batch_options, most[batch[0]]), strict=True
             ):
                 texts[index] = text
                 self.cache_hook.add_partial("generate_until", requests[index].args, text)
@@ -195,12 +183,12 @@ class DiffbitLM(TemplateLM):
         ids, mask = np.zeros((len(rows), length), np.int64), np.zeros((len(rows), length), np.int64)
         for row, tokens in enumerate(rows):
             ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
-        self._engine.reset()
-        return self._engine.prefill(ids, mask, all_positions=all_positions)
+        self._session.reset()
+        return self._session.prefill(ids, mask, all_positions=all_positions)
 
-    def _generate(self, prompts: list[list[int]], wanted: Sequence[dict[str, Any]], most: int) -> list[str]:
+    def _generate(self, prompts: list[list[int]], options: Sequence[dict[str, Any]], most: int) -> list[str]:
         """Continue each prompt by at most `most` tokens."""
-        texts = [_Text(self._tokenizer, prompt, kwargs) for prompt, kwargs in zip(prompts, wanted, strict=True)]
+        texts = [_Text(self._tokenizer, prompt, kwargs) for prompt, kwargs in zip(prompts, options, strict=True)]
         logits = self._run(prompts, all_positions=False)
         for left in range(most - 1, -1, -1):
             for text, row in zip(texts, logits, strict=True):
@@ -208,7 +196,7 @@ class DiffbitLM(TemplateLM):
                     text.push(row, self._eos)
             if not left or all(text.done for text in texts):
                 break
-            logits = self._engine.step([[text.tokens[-1]] for text in texts])
+            logits = self._session.step([[text.tokens[-1]] for text in texts])
         return [text.finished() for text in texts]
 
 

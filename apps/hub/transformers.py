@@ -81,9 +81,9 @@ class DiffbitQuantizer(HfQuantizer):
         super().__init__(quantization_config, **options)
         self.scheme = Scheme.from_entry(quantization_config.to_dict(), "config.json: quantization_config")
         if attention := self.scheme.attention.to_dict():
-            told = ", ".join(f"{name} {value}" for name, value in attention.items())
+            parts = ", ".join(f"{name} {value}" for name, value in attention.items())
             raise DiffbitError(
-                f"the checkpoint's attention is quantized ({told}), which transformers cannot compute; use "
+                f"the checkpoint's attention is quantized ({parts}), which transformers cannot compute; use "
                 "diffbit.load, or `diffbit export` and `diffbit run`"
             )
 
@@ -96,7 +96,7 @@ class DiffbitQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **options: Any) -> None:
         below = "" if model.base_model is not model else f"{model.base_model_prefix}."  # AutoModel's names lack it
-        wanted = []
+        expected = []
         for name, module in list(model.named_modules()):
             known = below + name
             if not isinstance(module, nn.Linear | nn.Embedding) or not (
@@ -109,12 +109,12 @@ class DiffbitQuantizer(HfQuantizer):
             shape = (module.weight.shape[0], module.weight.shape[1])
             packed = Packed(format, shape, getattr(module, "bias", None), module.weight.device)
             model.set_submodule(name, packed)
-            wanted += [f"{known}.{part}" for part in packed.names]
+            expected += [f"{known}.{part}" for part in packed.names]
             if known == EMBEDDING_MODULE and model.config.tie_word_embeddings:  # the head gets the same QTensor later
                 model._tied_weights_keys, model.all_tied_weights_keys = {}, {}
                 if model.get_output_embeddings() is not None:
                     model.set_output_embeddings(nn.Identity())
-        _check_files(options.get("checkpoint_files") or (), wanted)
+        _check_files(options.get("checkpoint_files") or (), expected)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **options: Any) -> None:
         for name, module in list(model.named_modules()):
@@ -129,10 +129,10 @@ class DiffbitQuantizer(HfQuantizer):
                 model.set_output_embeddings(quant_linear(HEAD_MODULE, weight, self.scheme))
 
 
-def _check_files(files: Sequence[str], wanted: Sequence[str]) -> None:
+def _check_files(files: Sequence[str], expected: Sequence[str]) -> None:
     """Raise DiffbitError for a missing tensor, which transformers would fill with random numbers."""
     stored = {name for file in files for name in read_header(Path(file))}
-    if missing := [name for name in wanted if name not in stored]:
+    if missing := [name for name in expected if name not in stored]:
         raise DiffbitError(
             f"{Path(files[0]).parent if files else 'the checkpoint'}: the scheme in config.json needs {missing[0]}, "
             "which is not among the weights; config.json and the weights do not belong together"

@@ -128,27 +128,27 @@ class _Batch(Rows):
 
     def _ends(self) -> NDArray[np.int64]:
         """[count]: the slot after each row's last token."""
-        held = self._ids != HOLE
-        return np.where(held.any(1), self.capacity - held[:, ::-1].argmax(1), 0)
+        filled = self._ids != HOLE
+        return np.where(filled.any(1), self.capacity - filled[:, ::-1].argmax(1), 0)
 
     def _prepare(self, ids: NDArray[np.int64]) -> tuple[int, int]:
         """Put the longest prefix of a prompt that any row holds into a free row. Returns the row and the length of the
         prefix, which leaves at least one token to compute."""
-        same = np.array([self._common(row, ids[:-1]) for row in range(self.count)])
+        common = np.array([self._common(row, ids[:-1]) for row in range(self.count)])
         free = np.flatnonzero(~self._taken)
-        longest = free[same[free] == same[free].max()]
+        longest = free[common[free] == common[free].max()]
         row = int(longest[self._used[longest].argmin()])
-        best = int(same.argmax())
-        source = best if same[best] >= same[row] + WORTH_COPYING else row
-        self._keep(row, source, int(same[source]))
+        best = int(common.argmax())
+        source = best if common[best] >= common[row] + WORTH_COPYING else row
+        self._keep(row, source, int(common[source]))
         self._texts += 1
         self._used[row] = self._texts
-        return row, int(same[source])
+        return row, int(common[source])
 
     def _common(self, row: int, ids: NDArray[np.int64]) -> int:
-        held = self._ids[row][self._ids[row] != HOLE][: len(ids)]
-        differ = held != ids[: len(held)]
-        return int(differ.argmax()) if differ.any() else len(held)
+        cached = self._ids[row][self._ids[row] != HOLE][: len(ids)]
+        differ = cached != ids[: len(cached)]
+        return int(differ.argmax()) if differ.any() else len(cached)
 
     def _keep(self, row: int, source: int, count: int) -> None:
         """Copy the first `count` tokens of `source` to the start of `row`, as its only tokens."""

@@ -196,9 +196,9 @@ class Engine:
     def _admit(self) -> None:
         """Give free rows to waiting requests, one prompt at a time; drop those that were cancelled."""
         with self._changed:
-            wanted = [request for request in self._waiting if not request.cancelled]
-            gone = len(self._waiting) - len(wanted)
-            self._waiting = deque(wanted)
+            waiting = [request for request in self._waiting if not request.cancelled]
+            gone = len(self._waiting) - len(waiting)
+            self._waiting = deque(waiting)
         self._count(requests=gone, cancelled=gone)
         while self._waiting and self.rows.free:
             with self._changed:
@@ -234,9 +234,9 @@ class Engine:
         tokens = {row: answer.token_ids[-1] for row, answer in self._answers.items()}
         if tokens:
             started = time.perf_counter()
-            found = self.rows.step(tokens)
+            logits = self.rows.step(tokens)
             self._count(steps=1, step_seconds=time.perf_counter() - started)
-            self._push(found)
+            self._push(logits)
 
     def _push(self, logits: dict[int, Logits]) -> None:
         """Choose the next token of each row, and end the rows that are complete."""

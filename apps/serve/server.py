@@ -76,8 +76,8 @@ class Server:
         return JSONResponse(await _unless_gone(http, answers))
 
     def _check_key(self, http: Request) -> None:
-        given = http.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")  # bytes as they came
-        if self._api_key is not None and not hmac.compare_digest(given, self._api_key.encode()):
+        key = http.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")  # bytes as they came
+        if self._api_key is not None and not hmac.compare_digest(key, self._api_key.encode()):
             raise Refused(401, "the API key is missing or wrong", "authentication_error")
 
     async def _body(self, http: Request) -> object:

@@ -60,10 +60,10 @@ def save_checkpoint(
 
 def last_checkpoint(out: Path) -> Path:
     """Return the newest complete checkpoint of the run in `out`. Raises DiffbitError if there is none."""
-    found = sorted((out / FOLDER).glob("step-*")) if (out / FOLDER).is_dir() else []
-    if not found:
+    checkpoints = sorted((out / FOLDER).glob("step-*")) if (out / FOLDER).is_dir() else []
+    if not checkpoints:
         raise DiffbitError(f"{out}: holds no checkpoint to resume from; start the run without --resume")
-    return found[-1]
+    return checkpoints[-1]
 
 
 def read_training(folder: Path) -> dict[str, Any]:

@@ -21,8 +21,8 @@ EXAMPLES = {
 }
 
 
-def _list_presets(wanted: bool) -> None:
-    if wanted:
+def _list_presets(is_given: bool) -> None:
+    if is_given:
         from .presets import parameters
 
         print_table(parameters())
@@ -31,7 +31,7 @@ def _list_presets(wanted: bool) -> None:
 
 Output = Annotated[Path, typer.Option("--output", "-o", help="Output folder: the model, its log and checkpoints.")]
 Preset = Annotated[
-    Literal["pico", "tiny", "nano", "small", "base"],
+    Literal["pico", "tiny", "yoco", "nano", "small", "base"],
     typer.Option(help="Model size and training recipe; see --list-presets."),
 ]
 Attention = Annotated[
@@ -75,7 +75,14 @@ DistillWeight = Annotated[
     float | None,
     typer.Option(help="Weight of the teacher's loss; the loss on the text has weight 1. Default: 100."),
 ]
-Mlp = Annotated[str | None, typer.Option(metavar="MLP", help="swiglu or relu2; default: swiglu, or that of --init.")]
+Mlp = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MLP",
+        autocompletion=completion(lambda: plugins.names("diffbit.models.mlp")),
+        help="MLP: swiglu, relu2, geglu, kan, ista, ...; default: swiglu, or that of --init.",
+    ),
+]
 SubNorms = Annotated[
     bool | None,
     typer.Option(
@@ -98,6 +105,10 @@ LambdaBias = Annotated[
         help="Give the projection to diff_v2's lambda a bias that starts at this value: at -6 there is hardly any "
         "subtraction at first. Default: no bias, or that of --init."
     ),
+]
+NoiseRatio = Annotated[
+    int | None,
+    typer.Option(min=1, help="Signal heads that share a noise head, in diff_v1 and diff_v2; default: 1, or --init's."),
 ]
 Needles = Annotated[
     float, typer.Option(help="Fraction of the training rows that contain key-value needles and queries for them.")
@@ -151,6 +162,7 @@ def train(
     sub_norms: SubNorms = None,
     head_norm: HeadNorm = None,
     lambda_bias: LambdaBias = None,
+    noise_ratio: NoiseRatio = None,
     needles: Needles = 0.0,
     steps: Steps = None,
     batch_size: BatchSize = None,
@@ -180,14 +192,14 @@ def train(
 
     changes: dict[str, Any] = dict(
         context=context, init=init, mlp=mlp, sub_norms=sub_norms, head_norm=head_norm, lambda_bias=lambda_bias,
-        source=data, field=field, tokenizer=tokenizer, needles=needles, qat=qat, activations=activations,
-        distill=distill, distill_weight=distill_weight, steps=steps, batch_size=batch_size, accumulate=accumulate,
-        learning_rate=learning_rate, schedule=schedule, optimizer=optimizer, seed=seed, eval_every=eval_every,
-        checkpoint_every=checkpoint_every, device=device, compile=compiled, precision=precision,
+        noise_ratio=noise_ratio, source=data, field=field, tokenizer=tokenizer, needles=needles, qat=qat,
+        activations=activations, distill=distill, distill_weight=distill_weight, steps=steps, batch_size=batch_size,
+        accumulate=accumulate, learning_rate=learning_rate, schedule=schedule, optimizer=optimizer, seed=seed,
+        eval_every=eval_every, checkpoint_every=checkpoint_every, device=device, compile=compiled, precision=precision,
     )  # fmt: skip
-    given = {name: value for name, value in changes.items() if value is not None}
-    given |= {name: str(value) for name, value in given.items() if isinstance(value, Path)}
-    config = train_config(preset, attention, **given)
+    settings = {name: value for name, value in changes.items() if value is not None}
+    settings |= {name: str(value) for name, value in settings.items() if isinstance(value, Path)}
+    config = train_config(preset, attention, **settings)
     result = run_training(config, output, resume=resume, overwrite=overwrite)
     if os.environ.get("RANK", "0") != "0":  # under torchrun only one process reports
         return

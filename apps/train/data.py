@@ -21,7 +21,7 @@ from ...calib_data import VALUE, Needles
 from ...io.errors import DiffbitError
 
 
-class Rows:
+class TrainingRows:
     """The endless sequence of training rows over a stream of token ids int64 [T].
 
     `share`: fraction of rows with needles. Raises DiffbitError for a stream of fewer than 2 * length tokens.

@@ -39,17 +39,17 @@ class Teacher:
     def __init__(self, config: TrainConfig, tokenizer: TextTokenizer, device: torch.device) -> None:
         assert config.distill is not None
         checkpoint = Checkpoint(config.distill)
-        path, found, wanted = checkpoint.path, checkpoint.config, config.model
-        same = "but they must be equal; start the student with --tokenizer or --init from this folder"
-        if found.vocab_size != wanted.vocab_size:
+        path, teacher, student = checkpoint.path, checkpoint.config, config.model
+        advice = "but they must be equal; start the student with --tokenizer or --init from this folder"
+        if teacher.vocab_size != student.vocab_size:
             raise DiffbitError(
-                f"{path}: its vocabulary has {found.vocab_size} ids, the student's has {wanted.vocab_size}, {same}"
+                f"{path}: its vocabulary has {teacher.vocab_size} ids, the student's has {student.vocab_size}, {advice}"
             )
         if load_tokenizer(path).backend.get_vocab() != tokenizer.backend.get_vocab():
-            raise DiffbitError(f"{path}: its tokenizer and the student's give different ids, {same}")
-        if found.max_position < config.length:
+            raise DiffbitError(f"{path}: its tokenizer and the student's give different ids, {advice}")
+        if teacher.max_position < config.length:
             raise DiffbitError(
-                f"{path}: its context is {found.max_position} tokens and the rows have {config.length}; "
+                f"{path}: its context is {teacher.max_position} tokens and the rows have {config.length}; "
                 "shorten the rows (--context), or use a teacher with a longer context"
             )
         self.sha256 = checkpoint.sha256()
@@ -79,9 +79,9 @@ class _Divergence(torch.autograd.Function):
         for start in range(0, len(students), block):
             rows = slice(start, start + block)
             ours, theirs = ((logits[rows].float() / TEMPERATURE).log_softmax(-1) for logits in (students, teachers))
-            wanted = theirs.exp()
-            total += (wanted * theirs.sub_(ours)).sum()
-            gradient[rows] = ours.exp_().sub_(wanted).div_(TEMPERATURE)
+            probabilities = theirs.exp()
+            total += (probabilities * theirs.sub_(ours)).sum()
+            gradient[rows] = ours.exp_().sub_(probabilities).div_(TEMPERATURE)
         ctx.save_for_backward(gradient.view(student.shape))
         return total
 

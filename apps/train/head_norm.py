@@ -49,10 +49,10 @@ def folded(model: Decoder) -> Decoder:
     """Return a model with the gains folded into o_proj that shares all other parameters; `model` if it has no gains."""
     if not any(isinstance(part, GainedLinear) for part in model.modules()):
         return model
-    found = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
-    for part in found.modules():
+    copied = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    for part in copied.modules():
         if isinstance(part, Differential) and isinstance(part.o_proj, GainedLinear):
             linear = nn.Linear(part.o_proj.in_features, part.o_proj.out_features, bias=False, device="meta")
             linear.weight, linear.bias = nn.Parameter(part.o_proj.product().detach()), part.o_proj.bias
             part.o_proj = linear
-    return found
+    return copied

@@ -1,7 +1,7 @@
 """Presets: model sizes, each for all attention variants, of equal size, and their training options.
 
-The variants of a preset have the same number of parameters within 1 % and differ only in their heads (d = head_dim).
-With H pairs in diff_v1:
+The variants of a preset have the same number of parameters within 1 % (ttt 3 %) and differ only in their heads
+(d = head_dim). With H pairs in diff_v1:
 
     variant   query heads      key heads    value heads    weights of q + k + v + o, in units of hidden * d
     softmax   2H of d          2H of d      2H of d        2H + 2H + 2H + 2H = 8H
@@ -12,6 +12,14 @@ softmax and diff_v1 are the paper's pair: they have the same d, and diff_v1 has 
 2410.05258, section 2.1), so all weights have the same names and shapes. diff_v2 has twice the query heads of softmax,
 as in its authors' models, and fewer key-value heads (grouped queries, 4 query heads each). Variants that apps add have
 the heads of one of these; the composition of dcmha's heads has 2 to 6 % more weights.
+
+Preset yoco is YOCO (You Only Cache Once, arXiv 2405.05254): the lower half of the layers attends within a window, the
+first layer of the upper half makes keys and values of all tokens, and those after it have only queries (`keys_of`):
+
+    X^l = attention(X^(l-1)) with a window,  l <= L / 2;    K = LN(X^(L/2)) W_K,  V = LN(X^(L/2)) W_V
+    X^l = attention(LN(X^(l-1)) W_Q^l, K, V),  l > L / 2           both with residual sums and MLPs
+
+So one layer's cache grows with the context. Its variants are those with keys and values, and not of equal size.
 """
 
 from __future__ import annotations
@@ -24,6 +32,7 @@ from ...calib_data import load_tokenizer
 from ...formats import parse_format
 from ...io.errors import DiffbitError
 from ...models import Checkpoint, ModelConfig, attention_options, num_parameters, variants
+from ...models.attention import AttentionOptions
 from .config import TrainConfig
 from .folder import MASTER
 
@@ -52,6 +61,7 @@ class Preset:
     learning_rate: float
     warmup: int
     head_gain: float  # initial weight of diff_v1's learned head norm, relative size of o_proj (docs/training.md)
+    window: int = 0  # of the lower half's attention, in a model whose upper half shares keys and values; 0: all alike
 
 
 PRESETS = {
@@ -59,6 +69,8 @@ PRESETS = {
     "pico": Preset(1024, 128, 2, 2, 128, 256, 800, 8, 1, 5e-3, 60, 0.1),
     # Trains a matched pair in a few minutes on two CPU cores.
     "tiny": Preset(1024, 128, 4, 2, 256, 128, 1200, 8, 1, 5e-3, 60, 0.1),
+    # The same with keys and values of one layer for the upper half.
+    "yoco": Preset(1024, 128, 4, 2, 256, 128, 1200, 8, 1, 5e-3, 60, 0.1, window=32),
     # The size of the published Diff_NanoGPT: 2.5 M parameters, context 256.
     "nano": Preset(1024, 256, 3, 4, 640, 256, 3000, 32, 1, 2e-3, 100, 1.0),
     # For a GPU.
@@ -76,19 +88,21 @@ def model_config(
     sub_norms: bool = False,
     head_norm: bool = True,
     lambda_bias: bool = False,
+    noise_ratio: int = 1,
 ) -> ModelConfig:
-    """The model of a preset with an attention variant; `vocab_size` None: the preset's. Raises DiffbitError for an
-    unknown name."""
+    """The model of a preset with an attention variant; `vocab_size` None: the preset's. With shared noise heads
+    (noise_ratio) it has fewer query rows, and at most one kv head for each of them. Raises DiffbitError for an unknown
+    name."""
     size = _preset(preset)
     if attention not in variants():
         raise DiffbitError(f"attention {attention!r} is unknown; choose one of {', '.join(variants())}")
     heads, kv_heads = attention_options(attention).equal_heads(size.num_pairs)
-    return ModelConfig.uniform(
+    model = ModelConfig.uniform(
         vocab_size=vocab_size or size.vocab_size,
         hidden_size=size.hidden_size,
         num_layers=size.num_layers,
         num_heads=heads,
-        num_kv_heads=kv_heads,
+        num_kv_heads=max(1, min(kv_heads, heads // noise_ratio)),
         head_dim=size.hidden_size // (2 * size.num_pairs),
         intermediate_size=size.intermediate_size,
         max_position=size.context,
@@ -98,7 +112,19 @@ def model_config(
         sub_norms=sub_norms,
         head_norm=head_norm,
         lambda_bias=lambda_bias,
+        noise_ratio=noise_ratio,
     )
+    return _caches_once(model, size.window) if size.window else model
+
+
+def _caches_once(model: ModelConfig, window: int) -> ModelConfig:
+    """A model of equal layers as YOCO's."""
+    layer, half = model.layers[0], model.num_layers // 2
+    if not isinstance(layer.mixer, AttentionOptions):
+        raise DiffbitError(f"preset yoco shares keys and values, which {layer.mixer.name} does not have")
+    lower = replace(layer, mixer=replace(layer.mixer, sliding_window=window))
+    upper = replace(layer, mixer=replace(layer.mixer, keys_of=half))
+    return replace(model, layers=(lower,) * half + (layer,) + (upper,) * (model.num_layers - half - 1))
 
 
 def train_config(
@@ -111,6 +137,7 @@ def train_config(
     mlp: str | None = None,
     sub_norms: bool | None = None,
     head_norm: str | None = None,
+    noise_ratio: int | None = None,
     **changes: Any,
 ) -> TrainConfig:
     """The training run of a preset; `changes` replace fields of TrainConfig.
@@ -122,6 +149,7 @@ def train_config(
     ternary `qat`. Sub-norms can be added to the model of `init`.
     head_norm: of diff_v1: "learned" (with a weight that is folded into o_proj when the model is saved, head_norm.py),
     "fixed" (without a weight) or "none"; default: as in `init`, else "learned", but "fixed" with `qat` or sub-norms.
+    noise_ratio: signal heads per noise head, of diff_v1 and diff_v2; default: 1, or that of `init`.
 
     A ternary run without `init` follows BitNet b1.58: its learning rate is TERNARY_RATE times as high, in two stages. A
     quantization-aware run from `init` has a lower learning rate than the preset: half at two bits, a fortieth above.
@@ -134,6 +162,8 @@ def train_config(
     if head_norm not in (None, *HEAD_NORMS):
         raise DiffbitError(f"head_norm {head_norm!r} is unknown; choose one of {', '.join(HEAD_NORMS)}")
     if init is not None:
+        if noise_ratio is not None:
+            raise DiffbitError(f"noise_ratio is {noise_ratio}, wanted none with init, whose heads are what they are")
         model = _model_of(init, attention, mlp, sub_norms)
         changes = {"tokenizer": init, **changes}
         if format is not None:
@@ -143,14 +173,10 @@ def train_config(
             vocab_size = load_tokenizer(changes["tokenizer"]).vocab_size
         norms = ternary if sub_norms is None else sub_norms
         model = model_config(
-            preset,
-            attention or ATTENTION,
-            vocab_size=vocab_size,
-            mlp=mlp or "swiglu",
-            sub_norms=norms,
-            head_norm=head_norm != "none",
-            lambda_bias=changes.get("lambda_bias") is not None,
-        )
+            preset, attention or ATTENTION, vocab_size=vocab_size, mlp=mlp or "swiglu", sub_norms=norms,
+            head_norm=head_norm != "none", lambda_bias=changes.get("lambda_bias") is not None,
+            noise_ratio=noise_ratio or 1,
+        )  # fmt: skip
         if head_norm is None and model.head_norm and qat is None and not norms:
             head_norm = "learned"
         if ternary:
@@ -184,31 +210,35 @@ def _preset(name: str) -> Preset:
 
 def _model_of(checkpoint: str, attention: str | None, mlp: str | None, sub_norms: bool | None) -> ModelConfig:
     """The model of a checkpoint. Raises DiffbitError if training cannot start from it."""
-    found = Checkpoint(checkpoint)
-    if found.quantization is not None:
+    start = Checkpoint(checkpoint)
+    if start.quantization is not None:
         master = Path(checkpoint) / MASTER
         source = f"start from {master}" if master.is_dir() else "start from the checkpoint it was made from"
         raise DiffbitError(f"{checkpoint}: is quantized, but training starts from float weights; {source}")
-    if attention not in (None, found.config.attention):
+    if attention not in (None, start.config.attention):
         raise DiffbitError(
-            f"{checkpoint}: its attention is {found.config.attention}, not {attention}; omit --attention, or "
+            f"{checkpoint}: its attention is {start.config.attention}, not {attention}; omit --attention, or "
             "start from another checkpoint"
         )
-    if mlp not in (None, found.config.mlp):
+    if mlp not in (None, start.config.mlp):
         raise DiffbitError(
-            f"{checkpoint}: its MLP is {found.config.mlp}, not {mlp}; omit --mlp, or start from another checkpoint"
+            f"{checkpoint}: its MLP is {start.config.mlp}, not {mlp}; omit --mlp, or start from another checkpoint"
         )
-    if sub_norms is False and found.config.sub_norms:
+    if sub_norms is False and start.config.sub_norms:
         raise DiffbitError(f"{checkpoint}: has sub-norms, which training cannot remove; omit --no-sub-norms")
-    return found.config.with_sub_norms() if sub_norms else found.config
+    return start.config.with_sub_norms() if sub_norms else start.config
 
 
 def parameters() -> list[dict[str, Any]]:
-    """A row for each preset and variant, with its sizes and number of parameters (a tied embedding counts once)."""
+    """A row for each preset and variant that it has, with its sizes and number of parameters (a tied embedding counts
+    once)."""
     rows = []
     for preset in PRESETS:
         for attention in variants():
-            config = model_config(preset, attention)
+            try:
+                config = model_config(preset, attention)
+            except DiffbitError:  # yoco has only variants that can read another layer's keys
+                continue
             mixer = config.layers[0].mixer
             row = {"preset": preset, "attention": attention, "parameters": num_parameters(config)}
             row |= {"hidden_size": config.hidden_size, "num_layers": config.num_layers}

@@ -52,8 +52,8 @@ class QATLinear(nn.Linear):
         self.codes: Tensor  # uint8 [N, K]
         self.scale: Tensor  # fp32, format.scale_shape
         self.refresh()
-        nothing = torch.zeros(1, self.in_features, device=self.weight.device)
-        self.zero = int(format.encode(nothing, self.scale[:1], None)[0, 0])  # the code of 0
+        zeros = torch.zeros(1, self.in_features, device=self.weight.device)
+        self.zero = int(format.encode(zeros, self.scale[:1], None)[0, 0])  # the code of 0
 
     @torch.no_grad()
     def refresh(self) -> int:
@@ -167,7 +167,7 @@ class _LearnedScale(torch.autograd.Function):
 def prepare(model: Decoder, scheme: Scheme) -> list[QATLinear]:
     """Replace the layers that the scheme quantizes with QATLinears with the same weights, and return them. Raises
     DiffbitError for a scheme that training does not support."""
-    made = []
+    layers = []
     for name, format in scheme.formats(model.config).items():
         if not format.symmetric:
             raise DiffbitError(f"training cannot learn {format}: it has zero points; use a symmetric format")
@@ -178,10 +178,10 @@ def prepare(model: Decoder, scheme: Scheme) -> list[QATLinear]:
         rounding = format.device_rounding(format.rounding(name, linear.in_features, scheme.activations))
         layer = QATLinear(linear, format, rounding)
         model.set_submodule(name, layer)
-        made.append(layer)
-    if not made:
+        layers.append(layer)
+    if not layers:
         raise DiffbitError("the scheme quantizes no weights, so there is nothing to train; name a format")
-    return made
+    return layers
 
 
 def refresh(layers: list[QATLinear]) -> dict[str, float]:

@@ -62,7 +62,7 @@ from ...models.attention import Attention
 from ...models.checkpoint import shapes
 from .checkpoint import FOLDER, last_checkpoint, read_training, restore, save_checkpoint
 from .config import TrainConfig
-from .data import Rows
+from .data import TrainingRows
 from .distill import Teacher, distillation_loss
 from .folder import LOG, begin_run, check_folder, log_state, place_model, plot_losses, read_log, rewind_log
 from .head_norm import add_gains
@@ -99,8 +99,8 @@ def train(config: TrainConfig, out: str | Path, *, resume: bool = False, overwri
     out = Path(out)
     check_folder(out, resume=resume, overwrite=overwrite)
     if overwrite and not resume:
-        given = config.source, config.tokenizer, config.init, config.distill
-        check_apart(out, *(path for path in given if path is not None))
+        inputs = config.source, config.tokenizer, config.init, config.distill
+        check_apart(out, *(path for path in inputs if path is not None))
     require_matplotlib()  # if matplotlib or bitsandbytes is missing, fail now: an earlier run in `out` is still there
     optimizer_class(config)
     here = processes(config.device)
@@ -149,7 +149,7 @@ class _Run:
         self.batch = config.batch_size * config.accumulate * here.count  # rows per step
         tokens, _ = stream(tokenizer.encode(text.documents), eos)
         needles = Needles.of(tokenizer) if config.needles else None
-        self.rows = Rows(tokens, config.length, config.seed, needles, config.needles)
+        self.rows = TrainingRows(tokens, config.length, config.seed, needles, config.needles)
         ids = tokenizer.encode(held_out.documents)
         self.held_out = windows(ids, config.length, eos_id=eos, max_windows=config.eval_windows, source=config.source)
         self.about: dict[str, Any] = {
@@ -358,20 +358,20 @@ def lambdas(model: Decoder) -> list[float]:
 
 def _prepare_tokenizer(config: TrainConfig, text: Corpus, folder: Path) -> None:
     """Save the run's tokenizer in `folder`. It is the given one, or trained on the text."""
-    wanted = config.model.vocab_size
+    vocab_size = config.model.vocab_size
     if config.tokenizer is None:
-        size = train_tokenizer(text.documents, wanted, folder).vocab_size
-        if size < wanted:
+        size = train_tokenizer(text.documents, vocab_size, folder).vocab_size
+        if size < vocab_size:
             raise DiffbitError(
-                f"{config.source}: too little text for a vocabulary of {wanted} ids, it is enough for {size}; "
+                f"{config.source}: too little text for a vocabulary of {vocab_size} ids, it is enough for {size}; "
                 "use more text or a smaller vocabulary"
             )
         return
     tokenizer = load_tokenizer(config.tokenizer)
-    if tokenizer.vocab_size > wanted:
+    if tokenizer.vocab_size > vocab_size:
         raise DiffbitError(
             f"{config.tokenizer}: the tokenizer has {tokenizer.vocab_size} ids, more than the model's vocabulary of "
-            f"{wanted}; set the model's vocabulary to that size"
+            f"{vocab_size}; set the model's vocabulary to that size"
         )
     tokenizer.save(folder)
 

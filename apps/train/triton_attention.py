@@ -287,12 +287,12 @@ def _backward_op(
         dy, out, noise, lambda_, root, do, delta, length, heads, E=e, NORM=norm_eps > 0, M=ROWS
     )
     dq, dk, dv = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    given = query, key, value, lambda_, do, lse, delta
+    inputs = query, key, value, lambda_, do, lse, delta
     sizes = length, heads, groups, scale, scale * LOG2E
     heads_of = {"D": d, "E": e, "SHARED": key.shape[2] == groups}
     grid = triton.cdiv(length, of_keys["N"]), groups, batch
-    _keys_and_values[grid](*given, dk, dv, *sizes, **heads_of, **of_keys)
-    _queries[triton.cdiv(length, of_queries["M"]), heads, batch](*given, dq, *sizes, **heads_of, **of_queries)
+    _keys_and_values[grid](*inputs, dk, dv, *sizes, **heads_of, **of_keys)
+    _queries[triton.cdiv(length, of_queries["M"]), heads, batch](*inputs, dq, *sizes, **heads_of, **of_queries)
     return dq, dk, dv, -delta[:, 1::2]
 
 
@@ -315,8 +315,8 @@ def _(query: Tensor, key: Tensor, value: Tensor, lambda_: Tensor, scale: float, 
 
 
 @_backward_op.register_fake
-def _(dy: Tensor, *given: Any) -> Any:
-    return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in given[:4])
+def _(dy: Tensor, *inputs: Any) -> Any:
+    return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs[:4])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

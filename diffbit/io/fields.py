@@ -23,7 +23,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -64,6 +64,7 @@ def one_of(*choices: Any, words: str = "") -> Rule:
     return Rule(words or f"one of {', '.join(map(str, choices))}", lambda value: value in choices)
 
 
+OMITTED: Mapping[str, bool] = {"omitted": True}  # metadata of a field that `to_dict` omits where it has its default
 Count = Annotated[int, bounds(1, 1 << 31)]
 Positive = Annotated[float, Rule("{} above 0", lambda value: value > 0)]
 NotNegative = Annotated[float, bounds(0)]
@@ -96,6 +97,13 @@ def check(record: Any, place: str = "") -> None:
     """Raise FieldError for a field of a dataclass that is not of its type."""
     for name, kind in kinds(record.__class__).items():
         read(kind, getattr(record, name), f"{place}.{name}" if place else name)
+
+
+def to_dict(record: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass, which `read` takes back. A field that came later is `OMITTED` where it has its
+    default, so that files of records without it stay the same."""
+    omitted = {field.name: field.default for field in fields(record) if field.metadata.get("omitted")}
+    return {name: value for name, value in asdict(record).items() if omitted.get(name, _WRONG) != value}
 
 
 @cache

@@ -47,10 +47,10 @@ def find_gguf(path: Path) -> Path | None:
         return path
     if not path.is_dir() or any(path.glob("*.safetensors")) or (path / "diffbit.json").exists():
         return None
-    found = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)
-    if len(found) > 1:
-        raise DiffbitError(f"{path}: holds {len(found)} GGUF files; name one of them, such as {found[0]}")
-    return found[0] if found else None
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)
+    if len(files) > 1:
+        raise DiffbitError(f"{path}: holds {len(files)} GGUF files; name one of them, such as {files[0]}")
+    return files[0] if files else None
 
 
 def read_gguf(file: Path) -> GGUF:
@@ -87,17 +87,17 @@ class _Reader:
                 f"{self.file}: is one of {metadata['split.count']} parts of a model; join them with "
                 "llama-gguf-split --merge"
             )
-        found: dict[str, TensorInfo] = {}
+        relative: dict[str, TensorInfo] = {}
         for _ in range(self.fitting(tensors, 32)):
             name = self.string()
-            if name in found:
+            if name in relative:
                 raise self.damaged(f"holds the tensor {name!r} twice")
-            found[name] = self.tensor(name)
+            relative[name] = self.tensor(name)
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
             raise self.damaged(f"has general.alignment {alignment!r}")
         start = -(-self.stream.tell() // alignment) * alignment
-        tensors_at = {name: TensorInfo(t.type, t.shape, start + t.begin) for name, t in found.items()}
+        tensors_at = {name: TensorInfo(t.type, t.shape, start + t.begin) for name, t in relative.items()}
         return GGUF(self.file, self.size, metadata, tensors_at)
 
     def tensor(self, name: str) -> TensorInfo:
@@ -141,9 +141,9 @@ class _Reader:
             raise self.damaged("is cut short")
         return data
 
-    def fitting(self, count: int, each: int) -> int:
-        """Return `count` if the rest of the file can hold that many entries of at least `each` bytes, else raise."""
-        if count * each > self.size - self.stream.tell():
+    def fitting(self, count: int, size: int) -> int:
+        """Return `count` if the rest of the file can hold that many entries of at least `size` bytes, else raise."""
+        if count * size > self.size - self.stream.tell():
             raise self.damaged(f"is cut short or damaged: at byte {self.stream.tell()} it announces {count} entries")
         return count
 

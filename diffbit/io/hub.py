@@ -38,10 +38,10 @@ class HubName:
 
     @classmethod
     def parse(cls, text: str) -> HubName:
-        found = _NAME.fullmatch(text)
-        if found is None:
+        match = _NAME.fullmatch(text)
+        if match is None:
             raise DiffbitError(f"{text}: wanted hf:ORG/NAME, hf:ORG/NAME@REVISION or hf:ORG/NAME/FILE.gguf")
-        return cls(found["repo"], found["file"], found["revision"])
+        return cls(match["repo"], match["file"], match["revision"])
 
     def __str__(self) -> str:
         return (
@@ -70,10 +70,10 @@ def download(path: str | Path) -> Path:
     with _hub(name) as hub:
         if name.file is not None:
             return _gguf(hub, name, name.file)
-        found = hub.snapshot_download(
+        downloaded = hub.snapshot_download(
             name.repo, revision=name.revision, allow_patterns=list(READ), ignore_patterns=list(UNREAD)
         )
-        folder = Path(found)
+        folder = Path(downloaded)
         manifest = folder / "diffbit.json"
         files = read_json(manifest).get("files") if manifest.is_file() else None
         if isinstance(files, dict) and TRANSFORMERS_JS in files:
@@ -108,26 +108,26 @@ def _is_of_a_model(name: str) -> bool:
 
 
 def _gguf(hub: ModuleType, name: HubName, file: str) -> Path:
-    found = Path(hub.snapshot_download(name.repo, revision=name.revision, allow_patterns=[file]), file)
-    if not found.is_file():
+    path = Path(hub.snapshot_download(name.repo, revision=name.revision, allow_patterns=[file]), file)
+    if not path.is_file():
         raise DiffbitError(f"{name}: has no file {file}; check its name")
-    return found
+    return path
 
 
 def _only_gguf(hub: ModuleType, name: HubName, folder: Path) -> str:
     """The GGUF file of a repository with neither safetensors nor an artifact."""
     if hub.constants.HF_HUB_OFFLINE:
-        found = sorted(file.name for file in folder.glob("*.gguf"))
+        names = sorted(file.name for file in folder.glob("*.gguf"))
     else:
         listed = hub.HfApi().list_repo_files(name.repo, revision=name.revision)
-        found = sorted(file for file in listed if file.lower().endswith(".gguf"))
-    if len(found) > 1:
-        raise DiffbitError(f"{name}: has {len(found)} GGUF files; name one of them, such as hf:{name.repo}/{found[0]}")
-    if not found:
+        names = sorted(file for file in listed if file.lower().endswith(".gguf"))
+    if len(names) > 1:
+        raise DiffbitError(f"{name}: has {len(names)} GGUF files; name one of them, such as hf:{name.repo}/{names[0]}")
+    if not names:
         raise DiffbitError(
             f"{name}: has no model that diffbit can read, wanted safetensors, a GGUF file or an artifact (diffbit.json)"
         )
-    return found[0]
+    return names[0]
 
 
 @contextmanager

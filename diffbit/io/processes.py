@@ -58,7 +58,7 @@ class Processes:
             with _connected():
                 dist.barrier()
 
-    def own(self, items: Sequence[T]) -> Sequence[T]:
+    def mine(self, items: Sequence[T]) -> Sequence[T]:
         """The items that `share` gives to this process."""
         return items[self.rank :: self.count]
 
@@ -66,15 +66,15 @@ class Processes:
         """work(item) for each item, in order. One process computes each result, and every process gets it."""
         left = iter(items)
         while some := list(islice(left, self.count)):
-            made = work(some[self.rank]) if self.rank < len(some) else None
+            result = work(some[self.rank]) if self.rank < len(some) else None
             for owner in range(len(some)):
-                yield self.given(owner, made)
+                yield self.broadcast(owner, result)
 
-    def of_first(self, work: Callable[[], R]) -> R:
+    def on_first(self, work: Callable[[], R]) -> R:
         """The result of work() in the first process; the others wait for it."""
-        return self.given(0, work() if self.first else None)
+        return self.broadcast(0, work() if self.first else None)
 
-    def given(self, owner: int, value: R | None) -> R:
+    def broadcast(self, owner: int, value: R | None) -> R:
         """Send the value of the process `owner` to all others; return it."""
         if self.count == 1:
             return value  # type: ignore[return-value]

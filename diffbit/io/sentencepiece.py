@@ -106,8 +106,8 @@ def merges(pieces: Sequence[str], scores: Sequence[float]) -> list[tuple[str, st
     pairs = []
     for piece, score in zip(pieces, scores, strict=True):
         cuts = ((piece[:i], piece[i:]) for i in range(1, len(piece)))
-        found = [(left, right) for left, right in cuts if left in ids and right in ids]
-        pairs += [(score, *pair) for pair in sorted(found, key=lambda pair: (ids[pair[0]], ids[pair[1]]))]
+        splits = [(left, right) for left, right in cuts if left in ids and right in ids]
+        pairs += [(score, *pair) for pair in sorted(splits, key=lambda pair: (ids[pair[0]], ids[pair[1]]))]
     pairs.sort(key=lambda pair: (pair[0], len(pair[1]), len(pair[2])), reverse=True)
     return [(left, right) for _, left, right in pairs]
 
@@ -170,7 +170,7 @@ def _add_tokens(backend: Tokenizer, proto: Any, config: Mapping[str, Any]) -> No
     known = [token for token in named.values() if token and backend.token_to_id(token) is not None]
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in known])
     add = {"bos": config.get("add_bos_token", True), "eos": config.get("add_eos_token", False)}
-    put_around(backend, {name: named[name] for name, wanted in add.items() if wanted and named[name] in known})
+    put_around(backend, {name: named[name] for name, added in add.items() if added and named[name] in known})
 
 
 def _content(token: Any) -> Any:

@@ -65,16 +65,16 @@ def tokenizer_files(path: Path) -> dict[str, bytes]:
     if not path.exists():
         raise DiffbitError(f"{path}: no such file or folder")
     folder = path if path.is_dir() else path.parent
-    found = {name: folder / name for name in TOKENIZER_FILES}
+    paths = {name: folder / name for name in TOKENIZER_FILES}
     if path.is_file() and path.name not in (TOKENIZER, SENTENCEPIECE):
-        found = {TOKENIZER: path}
+        paths = {TOKENIZER: path}
     pieces = path if path.name == SENTENCEPIECE else folder / SENTENCEPIECE
-    convert = pieces.is_file() and (path == pieces or not found[TOKENIZER].is_file())
+    convert = pieces.is_file() and (path == pieces or not paths[TOKENIZER].is_file())
     try:
-        made = {name: file.read_bytes() for name, file in found.items() if file.is_file()}
+        contents = {name: file.read_bytes() for name, file in paths.items() if file.is_file()}
     except OSError as error:
         raise DiffbitError(f"{path}: its tokenizer cannot be read ({error.strerror})") from None
-    return made | ({TOKENIZER: from_sentencepiece(pieces)} if convert else {})
+    return contents | ({TOKENIZER: from_sentencepiece(pieces)} if convert else {})
 
 
 def open_tokenizer(data: bytes, path: Path) -> Tokenizer:
@@ -148,10 +148,10 @@ def from_gguf(header: GGUF) -> dict[str, bytes]:
         raise DiffbitError(f"{header.file}: {error}") from None
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise DiffbitError(f"{header.file}: its tokenizer is damaged ({error!r}); copy the file again") from None
-    found = {TOKENIZER: backend.to_str(pretty=True), "tokenizer_config.json": json.dumps(options, indent=2)}
+    texts = {TOKENIZER: backend.to_str(pretty=True), "tokenizer_config.json": json.dumps(options, indent=2)}
     if template := metadata.get("chat_template"):
-        found["chat_template.jinja"] = template
-    return {name: text.encode() for name, text in found.items()}
+        texts["chat_template.jinja"] = template
+    return {name: text.encode() for name, text in texts.items()}
 
 
 def _byte_level(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
@@ -197,7 +197,7 @@ def _special_tokens(metadata: Mapping[str, Any], backend: Tokenizer, add_bos: bo
     options = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     options |= {f"{name}_token": tokens[id] for name, id in ids.items() if id is not None}
     add = {"bos": metadata.get("ggml.add_bos_token", add_bos), "eos": metadata.get("ggml.add_eos_token", False)}
-    around = {name: tokens[ids[name]] for name, wanted in add.items() if wanted and ids[name] is not None}
+    around = {name: tokens[ids[name]] for name, added in add.items() if added and ids[name] is not None}
     options |= {f"add_{name}_token": name in around for name in add}
     put_around(backend, around)
     return options

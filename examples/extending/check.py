@@ -13,7 +13,7 @@ from diffbit.calib_data import train_tokenizer
 from diffbit.export import export_artifact, reference_model
 from diffbit.formats import parse_format
 from diffbit.models import Decoder, LayerSpec, ModelConfig, save
-from diffbit.models.attention import gated
+from diffbit.models.attention import softmax
 from diffbit.models.families import read_config, write_config
 from diffbit.models.mixers import recurrence
 from diffbit.models.mlp import reglu
@@ -24,7 +24,7 @@ from diffbit.runtime import Session, verify
 torch.manual_seed(0)
 os.chdir(tempfile.mkdtemp())
 memory = LayerSpec(recurrence.Options(num_heads=4, head_dim=32), reglu.Options(256), sub_norms=True)
-attention = LayerSpec(gated.Options(num_heads=4, num_kv_heads=2, head_dim=32), reglu.Options(256))
+attention = LayerSpec(softmax.Options(num_heads=4, num_kv_heads=2, head_dim=32), reglu.Options(256))
 config = ModelConfig(vocab_size=300, hidden_size=128, layers=(memory, attention), max_position=64)
 train_tokenizer(["a text to have a tokenizer"], 300, "tokenizer")
 save(Decoder(config), "model", tokenizer_from="tokenizer")
@@ -34,8 +34,8 @@ for checkpoint in ("model", "model-binary"):
 
 ids, session = torch.randint(300, (1, 12)), Session("model-onnx")
 logits = [session.prefill(ids[:, :7].numpy()), *(session.step(ids[:, i : i + 1].numpy()) for i in range(7, 12))]
-wanted = reference_model("model")(ids)[0, 6:].detach()  # all tokens at once
-torch.testing.assert_close(torch.tensor(np.concatenate(logits)), wanted, rtol=0, atol=1e-4 * float(wanted.std()))
+expected = reference_model("model")(ids)[0, 6:].detach()  # all tokens at once
+torch.testing.assert_close(torch.tensor(np.concatenate(logits)), expected, rtol=0, atol=1e-4 * float(expected.std()))
 
 plain = ModelConfig.uniform(
     vocab_size=300, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=256

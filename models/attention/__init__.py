@@ -6,11 +6,6 @@ Canonical row order: sub-heads in adjacent pairs (2i signal, 2i+1 noise); a 2d-w
 sub-heads. Files on disk may have another order, which families/ converts.
 """
 
-from ..graph import Heads
-from ..layers import Arithmetic, LayerCache, explicit_softmax, within
 from ._attention import Attention, AttentionOptions, Differential
 
-__all__ = [
-    "Arithmetic", "Attention", "AttentionOptions", "Differential", "Heads", "LayerCache", "diff_v1", "diff_v2",
-    "explicit_softmax", "softmax", "within",
-]  # fmt: skip
+__all__ = ["Attention", "AttentionOptions", "Differential", "diff_v1", "diff_v2", "softmax"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...io.errors import DiffbitError
 from ...io.fields import NotNegative, bounds
 from ...ops.cache import TOKENS, Buffer
-from ...ops.diff_attention import BIASED
+from ...ops.diff_attention_reference import in_pairs
 from ..graph import Cache, Change, Graph, Heads, Value
 from ..layers.arithmetic import Arithmetic, LogitsHook, attend, explicit_softmax
 from ..layers.masks import within
@@ -60,6 +60,11 @@ class AttentionOptions(MixerOptions):
             raise DiffbitError(
                 f"num_heads is {self.num_heads}, wanted a multiple of num_kv_heads, which is {self.num_kv_heads}"
             )
+        shared = self.num_heads // self.num_kv_heads
+        if shared % self.noise_ratio:
+            raise DiffbitError(
+                f"noise_ratio is {self.noise_ratio}, wanted a divisor of {shared}, the number of heads per kv head"
+            )
         if self.head_dim % 2:
             raise DiffbitError(f"head_dim is {self.head_dim}, wanted an even number: rotary embedding rotates pairs")
         if self.sliding_window and self.keys_of is not None:
@@ -69,6 +74,11 @@ class AttentionOptions(MixerOptions):
     @abstractmethod
     def equal_heads(pairs: int) -> tuple[int, int]:
         """Return (num_heads, num_kv_heads) of a model of the same size as diff_v1 with `pairs` pairs of heads."""
+
+    @property
+    def noise_ratio(self) -> int:
+        """Signal heads per noise head, in variants that have noise heads."""
+        return 1
 
     @property
     def query_rows(self) -> int:
@@ -160,16 +170,6 @@ class Attention(Mixer):
         """Whether the logits must be computed explicitly."""
         return self.logits_hook is not None or self.arithmetic is not None
 
-    def bias(self, mask: Tensor | None, length: int, total: int, device: torch.device) -> Tensor | None:
-        """Return what a variant adds to the scaled logits, fp32 [1 or B, 1 or num_heads, S, T], the same for a pair's
-        branches; None: nothing. mask: of `heads`. A variant with a bias must be `explicit`, its cache never in_place,
-        and `onnx_bias` the same in ONNX."""
-        return None
-
-    def onnx_bias(self, g: Graph, x: Value) -> Value | None:
-        """Add `bias` as ONNX nodes, for queries of x [B, S, E]."""
-        return None
-
     def lambda_value(self) -> Tensor | None:
         """Return lambda as an fp32 scalar; None if there is none, or if it depends on the token."""
         return None
@@ -228,8 +228,6 @@ class Attention(Mixer):
         projected = self.onnx_projected(g, x)
         source = past if self.keys_of is None else g.carried[self.keys_of]
         heads = replace(heads, rope=self.rope, local_rope=self.local_rope, sliding_window=self.sliding_window)
-        if (bias := self.onnx_bias(g, x)) is not None:
-            change = BIASED, (bias,)
         out, present = g.attention(*projected, lambda_, source, heads, change)
         if self.gives:
             g.carried[self.layer_index] = present
@@ -248,23 +246,23 @@ class Attention(Mixer):
         real = None if mask is None or self.arithmetic is None else mask[:, 0].any(1)  # [B, T]
         if mask is not None and real is not None and not real.all():
             return self._branches_of_rows(query, key, value, mask, real)
-        sizes = query.shape[2], key.shape[2]
-        bias = self.bias(mask, *sizes, query.device)
-        mask = within(mask, *sizes, self.sliding_window, query.device)
+        visible = within(mask, query.shape[2], key.shape[2], self.sliding_window, query.device)
         keys, value = self.by_branch(key, value)
         count = len(keys)
         if self.explicit:
             arithmetic = self.arithmetic or Arithmetic()
             parts = [arithmetic.logits(query[:, i::count], keys[i], self.scale, i) for i in range(count)]
             logits = torch.stack(parts, dim=2).flatten(1, 2)  # the hook sees those of all sub-heads at once
-            if bias is not None and bias.shape[1] > 1:
-                bias = bias.repeat_interleave(count, 1)
-            probabilities = explicit_softmax(logits, mask, self.logits_hook, bias)  # [B, softmaxes, S, T]
+            probabilities = self.probabilities(logits, mask, visible)
             return [arithmetic.mix(probabilities[:, i::count], value, self.head_dim) for i in range(count)]
         if keys[0] is keys[-1]:  # one call for all branches
-            out = attend(query, keys[0], value, mask, self.scale)
+            out = attend(query, keys[0], value, visible, self.scale)
             return [out[:, i::count] for i in range(count)]
-        return [attend(query[:, i::count], keys[i], value, mask, self.scale) for i in range(count)]
+        return [attend(query[:, i::count], keys[i], value, visible, self.scale) for i in range(count)]
+
+    def probabilities(self, logits: Tensor, mask: Tensor | None, visible: Tensor | None) -> Tensor:
+        """Return softmax(logits) [B, softmaxes, S, T]. visible: the mask within the window. A variant may change it."""
+        return explicit_softmax(logits, visible, self.logits_hook)
 
     def _branches_of_rows(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, real: Tensor) -> list[Tensor]:
         """`branches` row by row, of the tokens that are `real`, bool [B, T]; zeros for the others."""
@@ -286,13 +284,22 @@ Fused = Callable[..., Tensor | None]
 
 
 class Differential(Attention):
-    """The difference of a pair's branches, signal - lambda * noise, and the head norm if norm_eps is not 0."""
+    """The difference of a pair's branches, signal - lambda * noise, and the head norm if norm_eps is not 0.
+
+    Grouped (arXiv 2510.06949): noise_ratio = R neighbouring heads share one noise head; the noise of head i is that of
+    noise head i // R. Rows of q_proj are in groups of R signal heads followed by their noise head: H + H/R sub-heads.
+    """
 
     norm_eps = 0.0
 
     def __init__(self, options: AttentionOptions, place: Place) -> None:
         super().__init__(options, place)
+        self.noise_ratio = options.noise_ratio
         self.fused: Fused | None = None  # computes both branches and the norm, without mask, state, window or hook
+
+    def queries(self, x: Tensor) -> Tensor:
+        queries = super().queries(x)
+        return queries if self.noise_ratio == 1 else in_pairs(queries, self.noise_ratio)
 
     def lambda_of(self, x: Tensor) -> Tensor:
         """Return lambda, fp32: a scalar, or [B, H, S, 1] for each head and token of x."""

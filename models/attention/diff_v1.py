@@ -6,10 +6,8 @@
     lambda_init = 0.8 - 0.6 exp(-0.3 l),   l = 0, 1, ... the layer
 
 The head norm has no weight (a learned weight is folded into o_proj) and is computed in float32, as is lambda: rounding
-each exp() to bfloat16 changes lambda by up to 9e-3. Rows of q_proj and k_proj are in adjacent pairs (signal, noise).
-
-Grouped (arXiv 2510.06949): noise_ratio = R neighbouring heads share one noise head; A2 of head i is that of noise head
-i // R. Rows of q_proj are in groups of R signal heads followed by their noise head: H + H/R sub-heads.
+each exp() to bfloat16 changes lambda by up to 9e-3. Rows of q_proj and k_proj are in adjacent pairs (signal, noise);
+with a noise_ratio, those of q_proj are in groups (_attention.Differential).
 """
 
 from __future__ import annotations
@@ -21,9 +19,7 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from ...io.errors import DiffbitError
 from ...io.fields import Count, NotNegative, Rule
-from ...ops.diff_attention_reference import in_pairs
 from ..graph import Cache, Graph, Heads, Value
 from ..mixers import Operations, Place, Symmetries
 from ._attention import AttentionOptions, Differential
@@ -46,14 +42,6 @@ class Options(AttentionOptions):
     noise_ratio: Count = 1
 
     wide_value = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        shared = self.num_heads // self.num_kv_heads
-        if shared % self.noise_ratio:
-            raise DiffbitError(
-                f"noise_ratio is {self.noise_ratio}, wanted a divisor of {shared}, the number of heads per kv head"
-            )
 
     def module(self, place: Place) -> DiffV1:
         return DiffV1(self, place)
@@ -107,13 +95,9 @@ class DiffV1(Differential):
             if not vector.is_meta:  # as in Decoder, no random numbers on the meta device
                 vector.normal_(0, 0.1)
             self.register_parameter(name, nn.Parameter(vector))
-        self.norm_eps, self.noise_ratio = options.norm_eps, options.noise_ratio
+        self.norm_eps = options.norm_eps
         self.lambda_init = lambda_init(place.index) if options.lambda_init is None else options.lambda_init
         self.out_scale = 1.0 - self.lambda_init
-
-    def queries(self, x: Tensor) -> Tensor:
-        queries = super().queries(x)
-        return queries if self.noise_ratio == 1 else in_pairs(queries, self.noise_ratio)
 
     def by_branch(self, key: Tensor, value: Tensor) -> tuple[list[Tensor], Tensor]:
         return [key[:, 0::2], key[:, 1::2]], torch.cat((value[:, 0::2], value[:, 1::2]), dim=-1)

@@ -5,6 +5,9 @@
 
 It has no head norm and no lambda_init: it is grouped-query attention with twice the query heads, then a subtraction.
 The authors' lambda has no b. With b = -6 a model starts with hardly any subtraction, which training then opens.
+
+With noise_ratio = R, R neighbouring heads share a noise head (arXiv 2510.06949; Motif-3's ratio is 4), and there are
+H + H/R sub-heads, in groups of R signal heads and their noise head. Each head still has its own lambda.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
+from ...io.fields import OMITTED, Count
 from ..graph import GROUP_QUERY_MULTIPLE, Cache, Graph, Heads, Value
 from ..mixers import Operations, Place
 from ._attention import Differential
@@ -21,16 +25,17 @@ from .softmax import GroupQueryOptions
 
 @dataclass(frozen=True)
 class Options(GroupQueryOptions):
-    """lambda_bias: whether lambda has the bias b [H]."""
+    """lambda_bias: whether lambda has the bias b [H]. noise_ratio: signal heads per noise head."""
 
     lambda_bias: bool = field(default=False, kw_only=True)
+    noise_ratio: Count = field(default=1, kw_only=True, metadata=OMITTED)
 
     def module(self, place: Place) -> DiffV2:
         return DiffV2(self, place)
 
     @property
     def softmaxes(self) -> int:
-        return 2 * self.num_heads
+        return self.num_heads + self.num_heads // self.noise_ratio
 
     @property
     def width(self) -> int:
@@ -39,9 +44,10 @@ class Options(GroupQueryOptions):
     def operations(self, context: int, low_bit: bool) -> Operations:
         """The difference is of the outputs; in low bits, of the weights, with one product with the values after it."""
         plain = super().operations(context, low_bit)
+        context = self.seen(context)
         if not low_bit:
             return replace(plain, other=plain.other + self.num_heads * self.head_dim)
-        return replace(plain, matrix=plain.matrix // 2, other=plain.other + self.num_heads * self.seen(context))
+        return replace(plain, matrix=self.width * context, other=plain.other + self.num_heads * context)
 
     @property
     def float_linears(self) -> tuple[str, ...]:
@@ -65,10 +71,15 @@ class DiffV2(Differential):
 
     def onnx_heads(self, g: Graph, x: Value, past: Cache) -> tuple[Value, Cache]:
         weight = g.op("Sigmoid", [g.linear(x, self.lambda_proj, "lambda_proj")])  # [B, S, H]
-        heads, kv_heads, width = self.num_heads, self.num_kv_heads, self.head_dim
+        heads, kv_heads, width, ratio = self.num_heads, self.num_kv_heads, self.head_dim, self.noise_ratio
         if g.low_bit or width % GROUP_QUERY_MULTIPLE or self.sliding_window or not self.rope:
-            return self.onnx_attention(g, x, g.cast(weight, "float32"), past, Heads(heads, kv_heads, width))
-        out, present = self.onnx_attention(g, x, None, past, Heads(2 * heads, kv_heads, width))
+            return self.onnx_attention(g, x, g.cast(weight, "float32"), past, Heads(heads, kv_heads, width, ratio))
+        out, present = self.onnx_attention(g, x, None, past, Heads(heads + heads // ratio, kv_heads, width))
+        if ratio > 1:
+            groups = g.op("Reshape", [out, g.const([0, 0, heads // ratio, ratio + 1, width])])
+            signal, noise = g.ops("Split", [groups, g.const([ratio, 1])], 2, axis=3)  # [B, S, H/R, R, d], [.., 1, d]
+            noise = g.op("Mul", [noise, g.op("Reshape", [weight, g.const([0, 0, heads // ratio, ratio, 1])])])
+            return g.op("Reshape", [g.op("Sub", [signal, noise]), g.const([0, 0, heads * width])]), present
         pairs = g.op("Reshape", [out, g.const([0, 0, heads, 2 * width])])
         signal, noise = g.ops("Split", [pairs], 2, axis=-1, num_outputs=2)  # [B, S, H, d]
         noise = g.op("Mul", [noise, g.op("Unsqueeze", [weight, g.const([-1])])])

@@ -51,8 +51,8 @@ class Options(GroupQueryOptions):
 
 class Softmax(Attention):
     def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None, carried: Carried) -> Tensor:
-        (found,) = self.branches(*self.projected(x, rope, state, carried), mask)
-        return found.to(x.dtype).transpose(1, 2).flatten(2)
+        (output,) = self.branches(*self.projected(x, rope, state, carried), mask)
+        return output.to(x.dtype).transpose(1, 2).flatten(2)
 
     def onnx_heads(self, g: Graph, x: Value, past: Cache) -> tuple[Value, Cache]:
         return self.onnx_attention(g, x, None, past, Heads(self.num_heads, self.num_kv_heads, self.head_dim))

@@ -95,7 +95,7 @@ class Checkpoint:
 
     def _check(self, stored: dict[str, Entry], expected: dict[str, tuple[int, ...]]) -> None:
         """Raise DiffbitError for missing, unknown and misshapen tensors."""
-        beside = {linear_of(name) for name in stored if name not in expected and not name.endswith(".bias")}
+        with_parts = {linear_of(name) for name in stored if name not in expected and not name.endswith(".bias")}
         for name, entry in stored.items():
             if name not in expected and not self._is_part(name, expected):
                 raise DiffbitError(
@@ -104,7 +104,7 @@ class Checkpoint:
                 )
         for name, shape in expected.items():
             if name not in stored:
-                if self._is_part(name, expected) and linear_of(name) in beside:
+                if self._is_part(name, expected) and linear_of(name) in with_parts:
                     continue
                 hint = ""
                 if name == HEAD:
@@ -130,17 +130,17 @@ class Checkpoint:
     def _canonical(self, stored: Mapping[str, Entry], on_disk: Mapping[str, str]) -> dict[str, Entry]:
         """Return entries by canonical name, in the model's order, each weight followed by its parts."""
         if self.quantization is None:
-            return {name: self._own_rows(name, stored[there]) for name, there in on_disk.items()}
-        beside: dict[str, list[str]] = {}
+            return {name: self._rows_of(name, stored[there]) for name, there in on_disk.items()}
+        parts_of: dict[str, list[str]] = {}
         for name in sorted(stored):
-            beside.setdefault(linear_of(name), []).append(name)
+            parts_of.setdefault(linear_of(name), []).append(name)
         entries: dict[str, Entry] = {}
         for name, there in on_disk.items():
-            parts = {linear_of(name) + part.removeprefix(linear_of(there)): part for part in beside[linear_of(there)]}
+            parts = {linear_of(name) + part.removeprefix(linear_of(there)): part for part in parts_of[linear_of(there)]}
             entries |= {name: stored[part] for name, part in parts.items()}
         return entries
 
-    def _own_rows(self, name: str, entry: Entry) -> Entry:
+    def _rows_of(self, name: str, entry: Entry) -> Entry:
         place = self._places[name]
         return entry.part(place.first, shapes(self.config)[name][0]) if place.of_rows else entry
 

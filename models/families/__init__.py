@@ -74,5 +74,5 @@ def write_config(config: ModelConfig, dtype: str, quantization: dict[str, Any] |
 def loader_config(config: ModelConfig, dtype: str, max_position: int) -> dict[str, Any]:
     """Return the config.json of an artifact. It describes every model as a llama with the right number of cache heads,
     which is all that loaders need to pass the cache to the graph."""
-    own = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": max_position, "torch_dtype": dtype}
-    return common_fields(config) | own
+    fields = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": max_position, "torch_dtype": dtype}
+    return common_fields(config) | fields

@@ -4,9 +4,9 @@ from .arithmetic import Arithmetic, LogitsHook, explicit_softmax
 from .masks import real_tokens, within
 from .norm import LayerNorm, RMSNorm
 from .rope import Rope, apply_rope
-from .state import Carried, LayerCache, NoState, State
+from .state import Carried, NoState, State
 
 __all__ = [
-    "Arithmetic", "Carried", "LayerCache", "LayerNorm", "LogitsHook", "NoState", "RMSNorm", "Rope", "State",
-    "apply_rope", "explicit_softmax", "real_tokens", "within",
+    "Arithmetic", "Carried", "LayerNorm", "LogitsHook", "NoState", "RMSNorm", "Rope", "State", "apply_rope",
+    "explicit_softmax", "real_tokens", "within",
 ]  # fmt: skip

@@ -70,18 +70,13 @@ class Arithmetic:
         return probabilities @ value.float().repeat_interleave(probabilities.shape[1] // value.shape[1], dim=1)
 
 
-def explicit_softmax(
-    logits: Tensor, mask: Tensor | None, hook: LogitsHook | None, bias: Tensor | None = None
-) -> Tensor:
-    """Apply the hook, a bias and softmax to logits [B, H, S, T]; returns float32 probabilities, 0 where the mask
-    hides."""
+def explicit_softmax(logits: Tensor, mask: Tensor | None, hook: LogitsHook | None) -> Tensor:
+    """Apply the hook and softmax to logits [B, H, S, T]; returns float32 probabilities, 0 where the mask hides."""
     if mask is None:
         length, total = logits.shape[-2:]
         mask = full_causal(length, total, logits.device)
     if hook is not None:
         logits = hook(logits, mask).float()
-    if bias is not None:
-        logits = logits + bias
     hidden = ~mask
     probabilities = logits.masked_fill(hidden, torch.finfo(logits.dtype).min).softmax(-1)
     return probabilities.masked_fill(hidden, 0.0)  # a query that sees nothing gets zeros, not uniform probabilities

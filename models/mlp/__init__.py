@@ -3,12 +3,11 @@
     Options    a frozen dataclass, stored field by field in config.json and manifests; it has `module`
     an MLP     the module that `Options.module` makes
 
-All of them are gated MLPs so far: _gated.py has the base class, with the norm before down_proj. A file needs nothing
-but the names below.
+_gated.py has the base class of gated MLPs, with the norm before down_proj. A file needs nothing but the names below.
 """
 
 from ..graph import Graph, Value
 from ..mixers import Place
-from ._gated import GatedMLP, MLPOptions
+from ._gated import MLP, GatedMLP, MLPOptions
 
-__all__ = ["GatedMLP", "Graph", "MLPOptions", "Place", "Value", "swiglu"]
+__all__ = ["MLP", "GatedMLP", "Graph", "MLPOptions", "Place", "Value", "swiglu"]

@@ -2,14 +2,15 @@
 
     y = down_proj(ffn_sub_norm(act(gate_proj(x)) * up_proj(x)))
 
-An MLP is one file in models/mlp/ that says what `act` is.
+An MLP is one file in models/mlp/. A gated one says what `act` is; another kind defines its module, whose linears have
+the names up_proj and down_proj (and gate_proj).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 from torch import Tensor, nn
@@ -26,6 +27,12 @@ class MLPOptions(ABC):
     intermediate_size: Annotated[int, bounds(1, 1 << 22)]
     bias: bool = field(default=False, kw_only=True)
 
+    scalable: ClassVar[bool] = (
+        True  # only linears read x, and the output is linear in up_proj's: methods may scale both
+    )
+    residual: ClassVar[bool] = True  # its output is added to the residual stream; False: replaces it
+    elementwise: ClassVar[int] = 0  # operations per token for each of the intermediate_size channels, without linears
+
     def __post_init__(self) -> None:
         check(self)
 
@@ -34,16 +41,28 @@ class MLPOptions(ABC):
         """The name of the MLP's file."""
         return type(self).__module__.rpartition(".")[2]
 
-    @property
-    @abstractmethod
-    def elementwise(self) -> int:
-        """Operations per token for each of the intermediate_size channels, without the linears."""
+    @classmethod
+    def of_size(cls, hidden_size: int, intermediate_size: int, bias: bool) -> MLPOptions:
+        """Return the options for a model of these sizes."""
+        return cls(intermediate_size, bias=bias)
+
+    def operations(self, hidden_size: int) -> int:
+        """Return the operations per token without the linears."""
+        return self.elementwise * self.intermediate_size
 
     @abstractmethod
-    def module(self, place: Place) -> GatedMLP: ...
+    def module(self, place: Place) -> MLP: ...
 
 
-class GatedMLP(nn.Module):
+class MLP(nn.Module):
+    """forward: x [B, S, E] -> [B, S, E]."""
+
+    def onnx(self, g: Graph, x: Value) -> Value:
+        """Add `forward` as ONNX nodes."""
+        raise NotImplementedError
+
+
+class GatedMLP(MLP):
     wide = False  # act(gate) * up may overflow float16, so a float16 graph computes it in float32
 
     def __init__(self, options: MLPOptions, place: Place) -> None:

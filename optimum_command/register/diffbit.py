@@ -48,16 +48,16 @@ class DiffbitExportCommand(BaseOptimumCLICommand):
             print_error(str(error))
             raise SystemExit(2) from None
 
-        def given(names: tuple[str, ...]) -> list[str]:
-            found = {name: getattr(self.args, name) for name in names}
-            return [f"--{name.replace('_', '-')}={value}" for name, value in found.items() if value is not None]
+        def options_of(names: tuple[str, ...]) -> list[str]:
+            values = {name: getattr(self.args, name) for name in names}
+            return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
 
         model = self.args.model
         if not Path(model).exists() and not model.startswith("hf:"):
             model = f"hf:{model}"
-        export = ["-o", str(self.args.output), *given(EXPORT), *(["--overwrite"] if self.args.overwrite else [])]
+        export = ["-o", str(self.args.output), *options_of(EXPORT), *(["--overwrite"] if self.args.overwrite else [])]
         with TemporaryDirectory(prefix="diffbit-") as folder:
-            if quantize := given(QUANTIZE):
+            if quantize := options_of(QUANTIZE):
                 low = str(Path(folder, self.args.output.name))
                 try:
                     main(["quantize", model, "-o", low, *quantize, "--quiet"])

@@ -146,7 +146,7 @@ class Passes:
         if layer.is_layer:
             tokens.exact.take_past(layer.index, run)
         else:
-            for rows in tokens.here.own(tokens.exact.slices):
+            for rows in tokens.here.mine(tokens.exact.slices):
                 run(tokens.exact.batch(rows))
         totals = {name: OutputError() for name in errors}
         for part in tokens.here.share(range(tokens.here.count), lambda _: errors):
@@ -192,9 +192,9 @@ class _Replay:
             if batch.first not in self.heads:
                 heads = compute()
                 self.heads[batch.first] = heads, carried.get(self.index)
-            heads, given = self.heads[batch.first]
-            if given is not None:
-                carried[self.index] = given
+            heads, passed_on = self.heads[batch.first]
+            if passed_on is not None:
+                carried[self.index] = passed_on
             return heads
 
         return replay

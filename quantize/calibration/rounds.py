@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ...formats import Format, QTensor
-from ..layer import Layer, table_rows
-from ..model import Round, quantize_weight
+from ..layer import Layer, Round, quantize_weight, table_rows
 from .passes import Passes
 from .stats import CalibStats, proxy_loss
 

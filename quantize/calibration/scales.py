@@ -49,9 +49,9 @@ def least(weight: Tensor, format: Format, error: Callable[[Tensor], Tensor]) -> 
     best_scale, best_zero = format.fit(weight)
     best = loss(best_scale, best_zero)
     for scale, zero in format.candidates(weight):
-        found = loss(scale, zero)
-        better = found < best
-        best, best_scale = torch.where(better, found, best), torch.where(better, scale, best_scale)
+        losses = loss(scale, zero)
+        better = losses < best
+        best, best_scale = torch.where(better, losses, best), torch.where(better, scale, best_scale)
         if zero is not None and best_zero is not None:
             best_zero = torch.where(better, zero, best_zero)
     return best_scale, best_zero
@@ -80,26 +80,26 @@ def solve(
             normal[:, g:, g] = normal[:, g, g:]
         normal.diagonal(dim1=1, dim2=2).add_(ridge * _group_sums(format, unit * unit))
         target = weight[rows].float()
-        wanted = _group_sums(format, (target @ gram).add_(target, alpha=ridge) * unit)  # C^T H w [n, G]
+        vectors = _group_sums(format, (target @ gram).add_(target, alpha=ridge) * unit)  # C^T H w [n, G]
         if scale.shape[0] == 1 and len(weight) > 1:  # one scale for all
-            matrix, vector = matrix + normal.sum(0), vector + wanted.sum(0)
+            matrix, vector = matrix + normal.sum(0), vector + vectors.sum(0)
             continue
-        solved[rows] = _solution(format, normal, wanted, old).float()
+        solved[rows] = _solution(format, normal, vectors, old).float()
     if scale.shape[0] == 1 and len(weight) > 1:
         return _solution(format, matrix[None], vector[None], scale.double()).float()
     return solved
 
 
-def _solution(format: Format, normal: Tensor, wanted: Tensor, old: Tensor) -> Tensor:
-    """Solve normal [n, G, G] s = wanted [n, G] in fp64; returns `old` where the solution is no better."""
+def _solution(format: Format, normal: Tensor, vector: Tensor, old: Tensor) -> Tensor:
+    """Solve normal [n, G, G] s = vector [n, G] in fp64; returns `old` where the solution is no better."""
     slack = 1e-7 * normal.diagonal(dim1=1, dim2=2).mean(-1, keepdim=True) + torch.finfo(torch.float32).tiny  # [n, 1]
     regular = normal + torch.diag_embed(slack.expand_as(old))
-    new = torch.linalg.solve(regular, wanted + slack * old)
+    new = torch.linalg.solve(regular, vector + slack * old)
     new = torch.where(new * old > 0, new, old)  # keeps signs: codebooks have no negative scales; 0 of an empty group
     new = format.stored(new.float()).double()
 
     def loss(s: Tensor) -> Tensor:
-        return (s * (torch.einsum("ngh,nh->ng", normal, s) - 2 * wanted)).sum(-1, keepdim=True)
+        return (s * (torch.einsum("ngh,nh->ng", normal, s) - 2 * vector)).sum(-1, keepdim=True)
 
     return torch.where(loss(new) <= loss(old), new, old)
 

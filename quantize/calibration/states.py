@@ -64,10 +64,10 @@ class States:
         """Set the hidden states to embedding(ids [n, S]) -> [n, S, E]."""
         self.fill(lambda rows: embedding(self.ids[rows]))
 
-    def fill(self, made: Callable[[slice], Tensor]) -> None:
+    def fill(self, compute: Callable[[slice], Tensor]) -> None:
         self.hidden, self.carried = self.space(self.ids.shape[1], self.config.hidden_size), {}
         for rows in self.slices:
-            self.hidden[rows] = made(rows).float()
+            self.hidden[rows] = compute(rows).float()
 
     def space(self, *shape: int) -> Tensor | DiskTensor:
         """Allocate a tensor [n, *shape] for all windows, in memory or on disk."""
@@ -83,14 +83,14 @@ class States:
             hidden = run(batch)
             return hidden, {index: batch.carried[index]} if index in self.config.last_readers else {}
 
-        for rows, made in zip(self.slices, self.here.share(self.slices, past), strict=True):
-            self._put(rows, *made)
+        for rows, output in zip(self.slices, self.here.share(self.slices, past), strict=True):
+            self._put(rows, *output)
         for giver in [giver for giver in self.carried if self.config.last_readers[giver] <= index]:
             del self.carried[giver]
 
-    def _put(self, rows: slice, hidden: Tensor, given: Carried) -> None:
+    def _put(self, rows: slice, hidden: Tensor, passed_on: Carried) -> None:
         self.hidden[rows] = hidden
-        for giver, values in given.items():
+        for giver, values in passed_on.items():
             if giver not in self.carried:
                 self.carried[giver] = tuple(self.space(*value.shape[1:]) for value in values)
             for whole, value in zip(self.carried[giver], values, strict=True):
@@ -102,9 +102,9 @@ class States:
             self.hidden, self.carried = self.space(self.ids.shape[1], self.config.hidden_size), {}
         for rows in self.slices:
 
-            def held(rows: slice = rows) -> tuple[Tensor, Carried]:
+            def states(rows: slice = rows) -> tuple[Tensor, Carried]:
                 return self.hidden[rows], {giver: tuple(v[rows] for v in vs) for giver, vs in self.carried.items()}
 
-            made = self.here.of_first(held)
+            received = self.here.on_first(states)
             if not self.here.first:
-                self._put(rows, *made)
+                self._put(rows, *received)

@@ -50,7 +50,7 @@ class Gatherer:
             self._absmax = x.new_zeros(width)
             self._sum_abs = x.new_zeros(width)
         self.tokens += len(x)
-        for k in self.here.own(range(0, x.shape[1], BLOCK)):
+        for k in self.here.mine(range(0, x.shape[1], BLOCK)):
             self._gram[k : k + BLOCK, k:].addmm_(x[:, k : k + BLOCK].T, x[:, k:])
         magnitude = x.abs()
         self._sum_abs += magnitude.sum(0)
@@ -61,8 +61,8 @@ class Gatherer:
         count = max(1, self.tokens)
         if self.here.count > 1 and self.tokens:
             blocks = range(0, len(self._gram), BLOCK)
-            found = self.here.share(blocks, lambda k: self._gram[k : k + BLOCK, k:])
-            for k, block in zip(blocks, found, strict=True):
+            columns = self.here.share(blocks, lambda k: self._gram[k : k + BLOCK, k:])
+            for k, block in zip(blocks, columns, strict=True):
                 self._gram[k : k + BLOCK, k:] = block
         gram = self._gram.triu().div_(count) if self.tokens else self._gram
         gram += gram.triu(1).T
@@ -81,7 +81,7 @@ def gather(linears: dict[str, nn.Module], passes: Sequence[Pass], here: Processe
     processes that share the passes.
     """
     seen: dict[int, tuple[Tensor, Tensor]] = {}  # of this batch; holds the tensors, so their ids stay unique
-    found: dict[str, Tensor] = {}
+    inputs_by_name: dict[str, Tensor] = {}
     counted = torch.empty(0)
 
     def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -89,16 +89,16 @@ def gather(linears: dict[str, nn.Module], passes: Sequence[Pass], here: Processe
             x = inputs[0]
             if id(x) not in seen:
                 seen[id(x)] = (x, x[counted])
-            found[name] = seen[id(x)][1]
-            if len(found) == len(linears):
+            inputs_by_name[name] = seen[id(x)][1]
+            if len(inputs_by_name) == len(linears):
                 raise _Enough
 
         return keep
 
     def inputs(begin: Pass) -> dict[str, Tensor]:
         """{name: input [T, K]} of a batch."""
-        nonlocal counted, found
-        found = {}
+        nonlocal counted, inputs_by_name
+        inputs_by_name = {}
         run, counted = begin()
         handles = [module.register_forward_pre_hook(hook(name)) for name, module in linears.items()]
         try:
@@ -108,7 +108,7 @@ def gather(linears: dict[str, nn.Module], passes: Sequence[Pass], here: Processe
             seen.clear()
             for handle in handles:
                 handle.remove()
-        return found
+        return inputs_by_name
 
     gatherers: dict[str, Gatherer] = {}
     for batch in here.share(passes, inputs):
@@ -118,8 +118,8 @@ def gather(linears: dict[str, nn.Module], passes: Sequence[Pass], here: Processe
                 of[id(x)] = gatherers.setdefault(name, Gatherer(here))
                 of[id(x)].add(x)
             gatherers[name] = of[id(x)]
-    made = {gatherer: gatherer.stats() for gatherer in dict.fromkeys(gatherers.values())}
-    return {name: made[gatherer] for name, gatherer in gatherers.items()}
+    stats = {gatherer: gatherer.stats() for gatherer in dict.fromkeys(gatherers.values())}
+    return {name: stats[gatherer] for name, gatherer in gatherers.items()}
 
 
 def proxy_loss(weight: Tensor, quantized: QTensor, gram: Tensor, here: Processes = ALONE) -> float:

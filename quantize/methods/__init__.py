@@ -19,8 +19,7 @@ from ...io import plugins
 from ...io.errors import DiffbitError
 from ...models import ModelConfig
 from ..calibration import Passes
-from ..layer import Layer
-from ..model import Round, quantize_weight
+from ..layer import Layer, Round, quantize_weight
 
 __all__ = ["Layer", "Method", "Passes", "Recipe", "find", "methods", "parse_recipe", "quantize_weight", "table"]
 

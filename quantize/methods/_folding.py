@@ -34,11 +34,11 @@ def unchanged(layer: Layer, stream: Rotation | None = None) -> Iterator[None]:
     if layer.is_layer:
         hidden = torch.randn(1, PROBE_TOKENS, layer.config.hidden_size, generator=torch.Generator().manual_seed(0))
         hidden = hidden.to(next(iter(before.values())).device)
-        wanted = _probe(layer, before, hidden)
-        found = _probe(layer, layer.tensors, hidden, stream)
-        errors = [float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in zip(found, wanted, strict=True)]
+        expected = _probe(layer, before, hidden)
+        outputs = _probe(layer, layer.tensors, hidden, stream)
+        errors = [float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in zip(outputs, expected, strict=True)]
         error = max(errors, key=lambda error: math.inf if math.isnan(error) else error)
-        if not error <= PROBE_ERROR and all(part.isfinite().all() for part in wanted):  # formats report infinite ones
+        if not error <= PROBE_ERROR and all(part.isfinite().all() for part in expected):  # formats report infinite ones
             raise DiffbitError(
                 f"{layer.prefix[:-1]}: rotating or scaling its weights changes the output of "
                 f"{layer.spec.mixer.name!r} by {error:.1%}; leave out rotate and awq, or correct the symmetries in its "
@@ -85,7 +85,7 @@ def change_rows(layer: Layer, weight: str, change: Callable[[Tensor], Tensor]) -
 
 
 def mlp_readers(layer: Layer) -> list[str]:
-    """Return the MLP's weights that multiply its normed input."""
+    """Return the gated MLP's weights that multiply its normed input."""
     return [f"{layer.prefix}mlp.{name}_proj.weight" for name in ("gate", "up")]
 
 
@@ -107,35 +107,37 @@ class Group:
 def groups(layer: Layer) -> list[Group]:
     """Return the groups of a layer that can be scaled channel by channel without changing its function.
 
-    They are the norms' weights with the layers after them, up_proj with down_proj (act(gate) * up is linear in up), and
-    v_proj with o_proj if the attention variant lets scales pass and there is no norm between them.
+    They are the norms' weights with the layers after them, up_proj with down_proj (act(gate) * up is linear in up; not
+    in other MLPs), and v_proj with o_proj if the attention variant lets scales pass and there is no norm between them.
     """
     start, tensors = layer.prefix, layer.tensors
-    found: list[tuple[str, list[str]]] = []
+    pairs: list[tuple[str, list[str]]] = []
     if layer.is_layer:
         if layer.spec.norms != "after":
-            found.append((f"{start}input_layernorm.weight", attention_readers(layer)))
-            found.append((f"{start}post_attention_layernorm.weight", mlp_readers(layer)))
+            pairs.append((f"{start}input_layernorm.weight", attention_readers(layer)))
         norm = layer.spec.sub_norms  # before down_proj and o_proj
-        maker = "mlp.ffn_sub_norm" if norm else "mlp.up_proj"
-        found.append((f"{start}{maker}.weight", [f"{start}mlp.down_proj.weight"]))
+        if layer.spec.mlp.scalable:
+            if layer.spec.norms != "after":
+                pairs.append((f"{start}post_attention_layernorm.weight", mlp_readers(layer)))
+            maker = "mlp.ffn_sub_norm" if norm else "mlp.up_proj"
+            pairs.append((f"{start}{maker}.weight", [f"{start}mlp.down_proj.weight"]))
         if norm:
-            found.append((f"{start}self_attn.attn_sub_norm.weight", [f"{start}self_attn.o_proj.weight"]))
+            pairs.append((f"{start}self_attn.attn_sub_norm.weight", [f"{start}self_attn.o_proj.weight"]))
         elif layer.symmetries.value_scales:
-            found.append((f"{start}self_attn.v_proj.weight", [f"{start}self_attn.o_proj.weight"]))
+            pairs.append((f"{start}self_attn.v_proj.weight", [f"{start}self_attn.o_proj.weight"]))
     elif layer.index >= 0 and not layer.config.tie_embeddings:
-        found.append((FINAL_NORM, [HEAD]))
-    return [Group(maker, tuple(readers), _channels(layer, maker, tensors[readers[0]])) for maker, readers in found]
+        pairs.append((FINAL_NORM, [HEAD]))
+    return [Group(maker, tuple(readers), _channels(layer, maker, tensors[readers[0]])) for maker, readers in pairs]
 
 
 def _channels(layer: Layer, maker: str, reader: Tensor) -> Tensor:
     """Return the channel of each column: its own, or that of the value head that its head reads."""
-    made, read = len(layer.tensors[maker]), reader.shape[1]
-    if made == read:
+    channels, read = len(layer.tensors[maker]), reader.shape[1]
+    if channels == read:
         return torch.arange(read)
     width = layer.symmetries.value_width
     head, place = torch.arange(read) // width, torch.arange(read) % width
-    return head // (read // made) * width + place
+    return head // (read // channels) * width + place
 
 
 def scale_groups(layer: Layer, search: Callable[[str, list[Tensor], list[Format], Tensor], Tensor]) -> None:
@@ -163,13 +165,13 @@ def fold(layer: Layer, group: Group, scale: Tensor) -> None:
     A norm's weight is divided in its own dtype, and the readers are scaled by the resulting quotient, so that nothing
     is lost in fp16, except the rounding of a LayerNorm's bias.
     """
-    made = layer.tensors[group.maker]
-    scale = scale.double().to(made.device)
-    if made.dim() == 1:
-        divided = (made.double() / scale).to(made.dtype)
+    weight = layer.tensors[group.maker]
+    scale = scale.double().to(weight.device)
+    if weight.dim() == 1:
+        divided = (weight.double() / scale).to(weight.dtype)
         fits = (divided != 0) & divided.isfinite()
-        scale = torch.where(fits, made.double() / divided.double(), 1.0)
-        layer.tensors[group.maker] = torch.where(fits, divided, made)
+        scale = torch.where(fits, weight.double() / divided.double(), 1.0)
+        layer.tensors[group.maker] = torch.where(fits, divided, weight)
         bias = f"{group.maker.removesuffix('.weight')}.bias"
         if bias in layer.tensors:
             layer.tensors[bias] = layer.tensors[bias].double() / scale

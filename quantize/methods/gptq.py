@@ -132,8 +132,8 @@ def descend(
             at = k - start
             s, z = scale_of[k // width], None if zero_of is None else zero_of[k // width]
             value = format.decode_each(codes[k], s, z)
-            wanted = torch.addmv(pull[at], change[:at].T, gram[start:k, k]).div_(diagonal[k]).add_(value)
-            codes[k] = encode(wanted, s, z)
+            targets = torch.addmv(pull[at], change[:at].T, gram[start:k, k]).div_(diagonal[k]).add_(value)
+            codes[k] = encode(targets, s, z)
             change[at] = value - format.decode_each(codes[k], s, z)
         lost[start:end] += change
     return codes.T.contiguous()

@@ -45,8 +45,8 @@ def quantize(weight: Tensor, format: Format, stats: Any = None) -> QTensor:
     scale, zero = format.fit(weight)
     real = format.grouped(torch.ones(1, weight.shape[1], device=weight.device))[0]  # [G, group]; 0: padding
     for rows, s, z, (part,) in format.by_rows(scale, zero, weight):
-        found, zeros = _solve(part, real, format, s, z)
-        scale[rows] = found[..., 0]
+        scales, zeros = _solve(part, real, format, s, z)
+        scale[rows] = scales[..., 0]
         if zero is not None and zeros is not None:
             zero[rows] = zeros[..., 0]
     return format.nearest(weight, scale, zero)

@@ -80,7 +80,7 @@ def learn(layer: Layer, passes: Passes, tokens: Tokens, start: Mapping[str, QTen
     Each step needs the one before it: one process takes them, and others wait.
     """
     problem = Problem(layer, passes, tokens)
-    best, floats = tokens.here.of_first(lambda: _descend(problem, start, steps))
+    best, floats = tokens.here.on_first(lambda: _descend(problem, start, steps))
     for name, tensor in floats.items():
         layer.refitted[name] = tensor.to(layer.tensors[name].dtype)
     return best
@@ -157,8 +157,8 @@ class Problem:
                 return passes.run(true, tokens.exact.batch(rows))
 
             with torch.no_grad():
-                for rows, made in zip(tokens.exact.slices, tokens.here.share(tokens.exact.slices, aim), strict=True):
-                    self.target[rows] = made
+                for rows, output in zip(tokens.exact.slices, tokens.here.share(tokens.exact.slices, aim), strict=True):
+                    self.target[rows] = output
 
     def loss(self, weights: Mapping[str, Tensor], floats: Mapping[str, Tensor], rows: Tensor) -> Tensor:
         """Return the loss on these windows of calibration text."""
@@ -169,8 +169,8 @@ class Problem:
         if self.true is None:
             return (output - self.target[rows])[batch.counted].square().sum() / max(1, int(batch.counted.sum()))
         with torch.no_grad():
-            wanted = self.passes.run(self.true, self.tokens.exact.batch(rows))[batch.counted].log_softmax(-1)
-        return F.kl_div(output[batch.counted].log_softmax(-1), wanted, reduction="batchmean", log_target=True)
+            expected = self.passes.run(self.true, self.tokens.exact.batch(rows))[batch.counted].log_softmax(-1)
+        return F.kl_div(output[batch.counted].log_softmax(-1), expected, reduction="batchmean", log_target=True)
 
     def checked(self, weights: Mapping[str, Tensor], floats: Mapping[str, Tensor]) -> float:
         """Return the loss on CHECK_WINDOWS evenly spread windows."""
@@ -232,8 +232,8 @@ class LearnedWeight:
         scale, zero = self.scales()
         codes = torch.empty(self.weight.shape, dtype=torch.uint8, device=self.weight.device)
         for rows, s, z, (weight, offset) in self.format.by_rows(scale, zero, self.weight, self.offset):
-            found = self.format.encode_each(torch.addcmul(weight, offset, s), s, z)
-            codes[rows] = found.flatten(1)[:, : codes.shape[1]].to(torch.uint8)
+            block = self.format.encode_each(torch.addcmul(weight, offset, s), s, z)
+            codes[rows] = block.flatten(1)[:, : codes.shape[1]].to(torch.uint8)
         return QTensor(self.format, self.start.shape, codes, scale, None if zero is None else zero.to(torch.uint8))
 
     def gradients(
@@ -262,9 +262,9 @@ class LearnedWeight:
         """Take a step of SignSGD: move offsets, and the ends of a symmetric range, by `rate` units of the scale."""
         assert self.rounded.grad is not None
         with torch.enable_grad():
-            found = [values for values in self.scales() if values is not None]
-        scale, zero = found[0].detach(), found[1].detach() if len(found) > 1 else None
-        grads = [scale.new_empty(len(self.weight), scale.shape[1]) for _ in found]
+            scale_and_zero = [values for values in self.scales() if values is not None]
+        scale, zero = scale_and_zero[0].detach(), scale_and_zero[1].detach() if len(scale_and_zero) > 1 else None
+        grads = [scale.new_empty(len(self.weight), scale.shape[1]) for _ in scale_and_zero]
         bound = BOUND * self.unit
         for rows, to_offset, *to_ends in self.gradients(self.rounded.grad, scale, zero):
             offset, first = self.offset[rows], self.first[rows]
@@ -274,8 +274,8 @@ class LearnedWeight:
                 assert part is not None
                 whole[rows] = part
         ends = [end for end in (self.upper, self.lower) if end is not None]
-        grads = [grad.sum_to_size(values.shape) for grad, values in zip(grads, found, strict=True)]
-        for end, grad in zip(ends, torch.autograd.grad(found, ends, grads), strict=True):
+        grads = [grad.sum_to_size(values.shape) for grad, values in zip(grads, scale_and_zero, strict=True)]
+        for end, grad in zip(ends, torch.autograd.grad(scale_and_zero, ends, grads), strict=True):
             end.sub_(grad.sign(), alpha=rate / 2 ** (self.format.bits - 1)).clamp_(*CLIP)
         self.rounded.grad = None
         self.round()

@@ -47,6 +47,11 @@ def transform(layer: Layer, passes: Passes) -> None:
             f"{layer.prefix[:-1]}: has norms after its mixer and its MLP, whose weights no other weight can take in, "
             "so the residual stream cannot be rotated; use rotate_heads in place of rotate"
         )
+    if layer.is_layer and not layer.spec.mlp.scalable:
+        raise DiffbitError(
+            f"{layer.prefix[:-1]}: its MLP ({layer.spec.mlp.name}) computes functions of single channels of the "
+            "residual stream, so the stream cannot be rotated; use rotate_heads in place of rotate"
+        )
     stream = Rotation(layer.config.hidden_size, SEED, keeps_mean=layer.config.norm == "layer")
     tensors = layer.tensors
     with unchanged(layer, stream):

@@ -25,10 +25,10 @@ def test_the_table_of_sources_has_the_hash_of_each_file() -> None:
     table = (TEXT / "README.md").read_text()
     for file in TEXT.glob("*/*.jsonl"):
         data = file.read_bytes()
-        found = re.search(rf"\| {file.parent.name}/{file.name} \| (\d+) \| ([\d,]+) \| (\w+) \|", table)
-        assert found is not None, file
-        assert int(found[1]) == data.count(b"\n") and int(found[2].replace(",", "")) == len(data)
-        assert found[3] == hashlib.sha256(data).hexdigest()
+        row = re.search(rf"\| {file.parent.name}/{file.name} \| (\d+) \| ([\d,]+) \| (\w+) \|", table)
+        assert row is not None, file
+        assert int(row[1]) == data.count(b"\n") and int(row[2].replace(",", "")) == len(data)
+        assert row[3] == hashlib.sha256(data).hexdigest()
 
 
 def test_nothing_to_evaluate_on_is_in_the_text_for_calibration() -> None:
@@ -73,12 +73,12 @@ def test_dialogues_are_in_the_chat_template_of_the_model(tmp_path: Path) -> None
         (b"{{ raise_exception('a system message must come first') }}", "a system message must come first"),
     ],
 )
-def test_a_template_that_is_of_no_use_is_remarked_on_once_and_dialogues_are_plain(
+def test_an_unusable_template_is_reported_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], template: bytes, reason: str
 ) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(template)
-    found = load_text("mix", "eval", render=chat_template(tmp_path)).documents
-    assert found == load_text("mix", "eval").documents
+    documents = load_text("mix", "eval", render=chat_template(tmp_path)).documents
+    assert documents == load_text("mix", "eval").documents
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"{tmp_path}: dialogues") and reason in line and line.count(str(tmp_path)) == 1
 

@@ -21,18 +21,18 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def made(text: str, tokenizer: Path, needles: int = 5, queries: int = 3, **changes: int) -> NeedleWindows:
+def rows_of(text: str, tokenizer: Path, needles: int = 5, queries: int = 3, **changes: int) -> NeedleWindows:
     return needle_windows(text, tokenizer, 160, needles, queries, 12, **changes)
 
 
 def test_every_query_is_answered_by_its_needle(text: str, trained: Callable[[str], Path]) -> None:
-    found = made(text, trained("diff_v1"))
+    rows = rows_of(text, trained("diff_v1"))
     backend = load_tokenizer(trained("diff_v1")).backend
-    cut, length = found.windows, 160
+    cut, length = rows.windows, 160
     assert cut.ids.shape == (12, length) and cut.mask.all() and cut.ids.dtype == np.int64
     assert cut.scored == 12 * 3 * VALUE
     answers = set()
-    for ids, target, starts, depths in zip(cut.ids, cut.target, found.starts, found.depths, strict=True):
+    for ids, target, starts, depths in zip(cut.ids, cut.target, rows.starts, rows.depths, strict=True):
         whole = backend.decode(ids.tolist())
         lines = LINE.findall(whole)
         assert len(lines) == 8
@@ -50,7 +50,7 @@ def test_every_query_is_answered_by_its_needle(text: str, trained: Callable[[str
             answers.add(value)
         assert target.sum() == 3 * VALUE
     assert len(answers) > 30
-    assert found.depths.min() < 0.2 and found.depths.max() > 0.8
+    assert rows.depths.min() < 0.2 and rows.depths.max() > 0.8
 
 
 def test_the_tokens_are_those_of_the_text(trained: Callable[[str], Path]) -> None:
@@ -65,10 +65,10 @@ def test_the_tokens_are_those_of_the_text(trained: Callable[[str], Path]) -> Non
 
 def test_the_same_for_the_same_seed_and_from_the_split_asked_for(text: str, trained: Callable[[str], Path]) -> None:
     path = trained("softmax")
-    first, again, other = made(text, path), made(text, path), made(text, path, seed=1)
+    first, again, other = rows_of(text, path), rows_of(text, path), rows_of(text, path, seed=1)
     assert first.windows.sha256 == again.windows.sha256 != other.windows.sha256
     assert (first.starts == again.starts).all() and (first.depths == again.depths).all()
-    assert first.windows.sha256 != made(text, path, queries=2).windows.sha256
+    assert first.windows.sha256 != rows_of(text, path, queries=2).windows.sha256
     backend = load_tokenizer(path).backend
     for split, low, high in (("eval", 3700, 4000), ("calib", 3500, 3900)):
         rows = needle_windows(text, path, 160, 2, 1, 4, split=split).windows.ids  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ def test_the_same_for_the_same_seed_and_from_the_split_asked_for(text: str, trai
     assert len(np.unique(many.windows.ids, axis=0)) == 200
 
 
-def test_refusals(text: str, trained: Callable[[str], Path], tmp_path: Path) -> None:
+def test_bad_input_is_refused(text: str, trained: Callable[[str], Path], tmp_path: Path) -> None:
     path = trained("diff_v1")
     for arguments, sentence in {
         (160, 2, 3, 1): "3 queries for 2 needles",

@@ -100,7 +100,7 @@ def test_eval_windows_of_the_standard_library(tmp_path: Path) -> None:
     assert eval_windows("stdlib", tmp_path, 32, max_windows=8, limit=20_000).sha256 == cut.sha256
 
 
-def test_refusals() -> None:
+def test_bad_input_is_refused() -> None:
     for arguments, sentence in {
         (1, 0, None): "length of 2 or more",
         (4, 4, None): "pass 0 to 3",

@@ -16,17 +16,17 @@ Maker = Callable[..., Path]
 def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Maker:
     """checkpoint_of("diff_v1", "int4_g32", num_heads=4): a random model's folder, quantized if a format is given."""
     folder = tmp_path_factory.mktemp("export")
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def make(attention: str, format: str | None = None, **changes: object) -> Path:
         name = "-".join([attention, *(f"{key}={value}" for key, value in changes.items())])
-        if name not in made:
-            made[name] = write_model(folder / f"m{len(made)}", config_of(attention, **changes))
+        if name not in folders:
+            folders[name] = write_model(folder / f"m{len(folders)}", config_of(attention, **changes))
         if format is None:
-            return made[name]
+            return folders[name]
         key = f"{name}-{format}"
-        if key not in made:
-            made[key] = write_quantized(made[name], format)
-        return made[key]
+        if key not in folders:
+            folders[key] = write_quantized(folders[name], format)
+        return folders[key]
 
     return make

@@ -131,7 +131,7 @@ def modes(config: ModelConfig) -> Iterator[dict[str, object]]:
         yield {"capacity": config.max_position, "in_place": True}
 
 
-def relative_error(found: np.ndarray, wanted: torch.Tensor) -> np.ndarray:
+def relative_error(actual: np.ndarray, expected: torch.Tensor) -> np.ndarray:
     """[..., V] -> [...]: the largest difference, relative to the standard deviation of the wanted logits."""
-    right = wanted.double().numpy()
-    return np.abs(found.astype(np.float64) - right).max(-1) / right.std(-1)
+    right = expected.double().numpy()
+    return np.abs(actual.astype(np.float64) - right).max(-1) / right.std(-1)

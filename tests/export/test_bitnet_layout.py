@@ -40,8 +40,8 @@ def eager() -> Iterator[None]:
     torch.compiler.set_stance("default")
 
 
-def assert_same_weights(found: Path, wanted: Path) -> None:
-    ours, source = Checkpoint(found), Checkpoint(wanted)
+def assert_same_weights(folder: Path, original: Path) -> None:
+    ours, source = Checkpoint(folder), Checkpoint(original)
     assert ours.config == source.config
     for name in shapes(source.config):
         weight, exact = read_weight(ours, name), read_weight(source, name)
@@ -83,8 +83,8 @@ def test_a_ternary_checkpoint(
     assert stored["model.layers.0.mlp.up_proj.weight"].shape == (32, 64)
     assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     ids = torch.randint(61, (4, 9), generator=torch.Generator().manual_seed(2))
-    wanted = theirs(out)(ids).logits
-    error = (load(tmp_path / "q")(ids) - wanted).abs().amax(-1) / wanted.std(-1)
+    expected = theirs(out)(ids).logits
+    error = (load(tmp_path / "q")(ids) - expected).abs().amax(-1) / expected.std(-1)
     assert error.median() < 1e-5 and error.max() < 0.1  # tests/quantize/test_bitnet_layout.py says why not less
 
 
@@ -94,8 +94,10 @@ def test_a_bitnet_folder(settings: dict[str, str], tmp_path: Path) -> None:
     out = export_checkpoint(source, tmp_path / "hf", "bitnet")
     assert_same_weights(out, source)
     if settings == PACKED:
-        stored, wanted = load_file(out / "model.safetensors"), load_file(source / "model.safetensors")
-        assert all(torch.equal(stored[name], tensor) for name, tensor in wanted.items()) and len(stored) == len(wanted)
+        stored, expected = load_file(out / "model.safetensors"), load_file(source / "model.safetensors")
+        assert all(torch.equal(stored[name], tensor) for name, tensor in expected.items()) and len(stored) == len(
+            expected
+        )
 
 
 @pytest.mark.parametrize("settings", [PACKED, DIVIDING, MASTER], ids=["packed", "dividing", "master"])
@@ -106,17 +108,17 @@ def test_an_artifact_computes_what_transformers_does(settings: dict[str, str], t
     artifact = export_artifact(source, tmp_path / "onnx")
     assert verify(artifact).passed
     model, ids = theirs(source), torch.randint(61, (4, 9), generator=torch.Generator().manual_seed(2))
-    wanted = model(ids).logits
+    logits_of_transformers = model(ids).logits
     run = Runner(artifact, Checkpoint(source).config)
-    error = relative_error(run(ids.numpy(), np.ones((4, 9), np.int64)), wanted)
+    error = relative_error(run(ids.numpy(), np.ones((4, 9), np.int64)), logits_of_transformers)
     assert np.median(error) < 1e-5 and error.max() < 0.1
-    expected, found = ids[:1, :4].tolist()[0], ids[:1, :4].tolist()[0]
-    logits = run(np.array([found]), np.ones((1, 4), np.int64))
+    expected, generated = ids[:1, :4].tolist()[0], ids[:1, :4].tolist()[0]
+    logits = run(np.array([generated]), np.ones((1, 4), np.int64))
     for _ in range(24):
         expected.append(int(model(torch.tensor([expected])).logits[0, -1].argmax()))
-        found.append(int(logits[0, -1].argmax()))
-        logits = run(np.array([found[-1:]]), np.ones((1, len(found)), np.int64))
-    assert found == expected
+        generated.append(int(logits[0, -1].argmax()))
+        logits = run(np.array([generated[-1:]]), np.ones((1, len(generated)), np.int64))
+    assert generated == expected
 
 
 @pytest.mark.parametrize(

@@ -55,12 +55,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
     text = folder / "text.txt"
     draw = np.random.default_rng(0).integers(0, 1000, (400, 3))
     text.write_text("".join(SENTENCE.format(*row) for row in draw))
-    made: dict[tuple[str, ...], Trained] = {}
+    models: dict[tuple[str, ...], Trained] = {}
 
     def make(attention: str, activations: str, mlp: str) -> Trained:
         key = attention, activations, mlp
-        if key in made:
-            return made[key]
+        if key in models:
+            return models[key]
         config = ModelConfig.uniform(
             vocab_size=288, hidden_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=32,
             intermediate_size=160, max_position=32, attention=attention, mlp=mlp, sub_norms=True, tie_embeddings=True,
@@ -77,8 +77,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
         model = load(run / MASTER).train()
         qat.prepare(model, scheme)
         ids = np.random.default_rng(1).integers(0, config.vocab_size, (2, 16))
-        made[key] = Trained(model, export_artifact(run, run.with_name(f"{run.name}-onnx")), ids)
-        return made[key]
+        models[key] = Trained(model, export_artifact(run, run.with_name(f"{run.name}-onnx")), ids)
+        return models[key]
 
     return make
 
@@ -101,8 +101,8 @@ def forward(layer: qat.QATLinear, x: np.ndarray) -> Forward:
     )  # fmt: skip
 
 
-def same(found: np.ndarray | None, wanted: np.ndarray) -> bool:
-    return found is not None and found.shape == wanted.shape and bool((found == wanted).all())
+def same(actual: np.ndarray | None, expected: np.ndarray) -> bool:
+    return actual is not None and actual.shape == expected.shape and bool((actual == expected).all())
 
 
 every_model = pytest.mark.parametrize(
@@ -128,14 +128,14 @@ def test_the_body_computes_what_was_trained(
     assert len(calls) == 7 * model.config.num_layers
     for module, call in calls.items():
         layer = model.get_submodule(f"model.{module}")
-        own = forward(layer, call.x)
+        numbers = forward(layer, call.x)
         assert same(call.spread, spread(torch.from_numpy(call.x), layer.rounding).numpy()), module
-        assert same(call.q, own.q), module
-        assert same(call.a, own.a), module
-        assert same(call.weight, own.weight.T), module
-        assert same(call.sums, own.sums), module
-        assert same(call.scale, own.scale), module
-        assert same(call.y, own.y), module
+        assert same(call.q, numbers.q), module
+        assert same(call.a, numbers.a), module
+        assert same(call.weight, numbers.weight.T), module
+        assert same(call.sums, numbers.sums), module
+        assert same(call.scale, numbers.scale), module
+        assert same(call.y, numbers.y), module
 
 
 @every_model
@@ -148,11 +148,11 @@ def test_the_kernels_compute_what_was_trained(
         for some in (ids, ids[:1, :1]):  # a prompt and a step: kernels have a way of their own for few rows
             for module, call in ternary_calls(artifact, some, isa).items():
                 layer = model.get_submodule(f"model.{module}")
-                own = forward(layer, call.x)
+                numbers = forward(layer, call.x)
                 q, a, sums = through_a_kernel(call, isa)
                 assert same(call.spread, spread(torch.from_numpy(call.x), layer.rounding).numpy()), (isa, module)
-                assert same(q, own.q), (isa, module)
-                assert same(a, own.a), (isa, module)
-                assert same(sums, own.sums), (isa, module)
-                assert same(call.scale, own.scale), (isa, module)
-                assert same(call.y, own.y), (isa, module)
+                assert same(q, numbers.q), (isa, module)
+                assert same(a, numbers.a), (isa, module)
+                assert same(sums, numbers.sums), (isa, module)
+                assert same(call.scale, numbers.scale), (isa, module)
+                assert same(call.y, numbers.y), (isa, module)

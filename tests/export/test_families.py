@@ -65,9 +65,9 @@ def test_artifacts_compute_what_transformers_does(folder: Path, native: bool, tm
     with torch.no_grad():
         logits = theirs(ids).logits
     spread = float(logits.std())
-    found = [session.prefill(ids[:, :16].numpy(), all_positions=True)[0]]
-    found += [session.step(ids[:, place : place + 1].numpy()) for place in range(16, 24)]
-    ours = torch.cat([torch.from_numpy(part) for part in found])
+    pieces = [session.prefill(ids[:, :16].numpy(), all_positions=True)[0]]
+    pieces += [session.step(ids[:, place : place + 1].numpy()) for place in range(16, 24)]
+    ours = torch.cat([torch.from_numpy(part) for part in pieces])
     assert (ours - logits[0]).abs().max() < 3e-5 * spread
 
 
@@ -80,11 +80,11 @@ def test_quantized_models_are_exported_and_verified(folder: Path, name: str, tmp
     assert verify(artifact).passed
     ids = tokens(1, 12)
     expected = reference_model(tmp_path / "q")(ids)[0].detach()
-    found = torch.from_numpy(Session(artifact).prefill(ids.numpy(), all_positions=True)[0])
-    assert (found - expected).abs().mean() < 0.02 * expected.std()  # some activations round to another integer
+    logits = torch.from_numpy(Session(artifact).prefill(ids.numpy(), all_positions=True)[0])
+    assert (logits - expected).abs().mean() < 0.02 * expected.std()  # some activations round to another integer
 
 
-def test_the_residual_stream_is_rotated_or_the_reason_why_not_is_told(folder: Path, tmp_path: Path) -> None:
+def test_the_residual_stream_is_rotated_or_a_reason_is_given(folder: Path, tmp_path: Path) -> None:
     scheme = Scheme(weights=parse_format("int8"))
     if folder.name == "granite":
         quantize_checkpoint(folder, tmp_path / "q", scheme, method="rotate")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from diffbit.export import export_artifact
-from diffbit.export.graph import Graph
+from diffbit.export.onnx_graph import OnnxGraph
 from diffbit.formats import QuantLinear, names, parse_format
 from diffbit.quantize import Scheme, linear_shapes, quantize_checkpoint
 from diffbit.quantize.methods.rtn import quantize as rtn
@@ -64,7 +64,7 @@ def rounded(x: np.ndarray, block: int | None) -> np.ndarray:
 
 def build(folder: Path, weight: torch.Tensor, format: str, scale: float, dtype: str) -> tuple[onnx.ModelProto, object]:
     folder.mkdir()
-    g = Graph(folder, dtype)
+    g = OnnxGraph(folder, dtype)
     x = g.input("x", g.dtype, ["rows", weight.shape[1]])
     module = QuantLinear(rtn(weight, parse_format(format)))
     g.output("y", g.linear(x, module, "proj", scale), g.dtype, ["rows", weight.shape[0]])
@@ -95,9 +95,9 @@ def test_node_computes_the_format(tmp_path: Path, format: str, columns: int) -> 
     x = (torch.randint(-126, 127, (5, columns), generator=generator).float() * 0.01).numpy()
     x[:, :: block or columns] = 1.27
     x[3] = 0
-    (found,) = open_session(tmp_path / "m").run(None, {"x": x})
-    wanted = rounded(x, block).astype(np.float64) @ quantized.dequantize().double().numpy().T * 0.37
-    np.testing.assert_allclose(found, wanted, atol=2e-5 * np.abs(wanted).max())
+    (actual,) = open_session(tmp_path / "m").run(None, {"x": x})
+    expected = rounded(x, block).astype(np.float64) @ quantized.dequantize().double().numpy().T * 0.37
+    np.testing.assert_allclose(actual, expected, atol=2e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("format", ["int4_g32", "int8", "int2_g64", "nf4", "mxfp4", "ternary"])
@@ -108,12 +108,12 @@ def test_fp16(tmp_path: Path, format: str) -> None:
     if "proj.scale" in types and format not in ("ternary", "mxfp4"):
         assert types["proj.scale"] == onnx.TensorProto.FLOAT16
     x = torch.randn(7, 192, generator=torch.Generator().manual_seed(1)).half()
-    (found,) = open_session(tmp_path / "m").run(None, {"x": x.numpy()})
+    (actual,) = open_session(tmp_path / "m").run(None, {"x": x.numpy()})
     module = QuantLinear(quantized, quantized.format.device_rounding(None))
-    wanted = module(x.float())
-    assert found.dtype == np.float16
-    assert np.median(np.abs(found - wanted.numpy())) < 1e-3
-    assert np.abs(found - wanted.numpy()).max() < 2e-2
+    expected = module(x.float())
+    assert actual.dtype == np.float16
+    assert np.median(np.abs(actual - expected.numpy())) < 1e-3
+    assert np.abs(actual - expected.numpy()).max() < 2e-2
 
 
 @pytest.mark.parametrize("isa", [None, *native.instruction_sets()])
@@ -122,24 +122,24 @@ def test_int4_activations_are_the_layers_own_bits(tmp_path: Path, dtype: str, is
     """Two layers with and one without a Hadamard, all in one graph and of one function each."""
     generator = torch.Generator().manual_seed(5)
     widths = {"o_proj": 192, "gate_proj": 192, "down_proj": 320}
-    g = Graph(tmp_path, dtype)
+    g = OnnxGraph(tmp_path, dtype)
     x = torch.randn(5, 320, generator=generator)
     x[:, 7] *= 40
-    wanted, inputs = [], {}
+    expected, inputs = [], {}
     for name, columns in widths.items():
         weight = rtn(torch.randn(24, columns, generator=generator), parse_format("ternary"))
         module = QuantLinear(weight, weight.format.rounding(name, columns, "int4"))
         g.output(f"{name}.y", g.linear(g.input(name, g.dtype, ["rows", columns]), module, name), g.dtype, ["rows", 24])
-        given = x[:, :columns].half() if dtype == "fp16" else x[:, :columns]
-        inputs[name] = given.numpy()
-        wanted.append(module(given).numpy())
+        part = x[:, :columns].half() if dtype == "fp16" else x[:, :columns]
+        inputs[name] = part.numpy()
+        expected.append(module(part).numpy())
     g.save()
     model = onnx.load(tmp_path / "model.onnx", load_external_data=False)
     assert [node.op_type for node in model.graph.node].count("Hadamard") == 2
     with mock.patch.dict(os.environ, {native.ISA: isa or ""}):
         session = session_of(tmp_path / "model.onnx", "cpu", 1, native.library() if isa else None)
-    for found, exact in zip(session.run(None, inputs), wanted, strict=True):
-        assert np.array_equal(found, exact)
+    for actual, exact in zip(session.run(None, inputs), expected, strict=True):
+        assert np.array_equal(actual, exact)
 
 
 @pytest.mark.parametrize("isa", [None, *native.instruction_sets()])
@@ -152,7 +152,7 @@ def test_ternary_layers_with_one_input_are_one_product(tmp_path: Path, dtype: st
         name: QuantLinear(rtn(torch.randn(rows, 200, generator=generator) * std, parse_format("ternary")))
         for name, (rows, std) in layers.items()
     }
-    g = Graph(tmp_path, dtype)
+    g = OnnxGraph(tmp_path, dtype)
     values = g.linears(g.input("x", g.dtype, ["rows", 200]), modules)
     for value, (name, (rows, _)) in zip(values, layers.items(), strict=True):
         g.output(name, value, g.dtype, ["rows", rows])
@@ -168,8 +168,8 @@ def test_ternary_layers_with_one_input_are_one_product(tmp_path: Path, dtype: st
         session = onnxruntime.InferenceSession(tmp_path / "model.onnx", options, providers=["CPUExecutionProvider"])
     for rows in (1, 7):
         x = torch.randn(rows, 200, generator=generator).to(torch.float16 if dtype == "fp16" else torch.float32)
-        for found, module in zip(session.run(None, {"x": x.numpy()}), modules.values(), strict=True):
-            assert np.array_equal(found, module(x).numpy())
+        for actual, module in zip(session.run(None, {"x": x.numpy()}), modules.values(), strict=True):
+            assert np.array_equal(actual, module(x).numpy())
     loaded = onnx.load(tmp_path / "loaded.onnx").graph
     product = next(node for node in loaded.node if node.op_type == ("TernaryMatMul" if isa else "MatMulInteger"))
     weights = {tensor.name: tensor for tensor in loaded.initializer}
@@ -205,9 +205,9 @@ def test_what_stands_before_the_product_is_done_once_at_load(tmp_path: Path, for
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     plain = onnxruntime.InferenceSession(tmp_path / "m" / "model.onnx", options, providers=["CPUExecutionProvider"])
     x = np.random.default_rng(0).standard_normal((3, columns), np.float32)
-    (wanted,), (found,) = folded.run(None, {"x": x}), plain.run(None, {"x": x})
+    (expected,), (actual,) = folded.run(None, {"x": x}), plain.run(None, {"x": x})
     # unfolded weights are multiplied without rounding x, so only int8's error is left between the two
-    np.testing.assert_allclose(found, wanted, atol=0.02 * np.abs(wanted).max())
+    np.testing.assert_allclose(actual, expected, atol=0.02 * np.abs(expected).max())
 
 
 def test_every_format_goes_all_the_way(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The bias of diff_v2's lambda: its formula in float64, and in every graph that computes it."""
+"""The bias of diff_v2's lambda, with and without shared noise heads: its formula in float64, and in every graph that
+computes it."""
 
 from __future__ import annotations
 
@@ -24,6 +25,13 @@ CASES: dict[str, tuple[dict[str, Any], Scheme]] = {
     "rounded lambda": ({}, Scheme(parse_format("int8"), overrides=(("*.lambda_proj", parse_format("int8")),))),
     "int4 cache": ({}, Scheme(attention=AttentionScheme(keys="int4", values="int4"))),
     "narrow heads": ({"head_dim": 12}, Scheme()),
+    "noise of 2": ({"num_heads": 4, "num_kv_heads": 2, "noise_ratio": 2}, Scheme()),
+    "noise of 4": ({"num_heads": 4, "noise_ratio": 4}, Scheme(parse_format("int4_g32"))),
+    "noise of 4, int4 cache": (
+        {"num_heads": 8, "num_kv_heads": 2, "noise_ratio": 4},
+        Scheme(attention=AttentionScheme(keys="int4", values="int4")),
+    ),
+    "narrow heads, noise of 2": ({"head_dim": 12, "noise_ratio": 2}, Scheme()),
 }
 
 
@@ -38,15 +46,20 @@ def test_artifact_matches_torch(case: str, tmp_path: Path) -> None:
     if scheme != Scheme():
         quantize_checkpoint(source, tmp_path / "q", scheme)
         source = tmp_path / "q"
+    assert (
+        Checkpoint(source).config.layers[0].mixer == config_of("diff_v2", lambda_bias=True, **changes).layers[0].mixer
+    )
     artifact = export_artifact(source, tmp_path / "onnx")
     assert verify(artifact).passed
     ids = torch.arange(12)[None] * 7 % 61
     with torch.inference_mode():
-        wanted = reference_model(source)(ids)[0, 7:]
+        expected = reference_model(source)(ids)[0, 7:]
     for native in (True, False):
         session = Session(artifact, native=native)
-        found = [session.prefill(ids[:, :8].numpy()), *(session.step(ids[:, i : i + 1].numpy()) for i in range(8, 12))]
-        assert relative_error(np.concatenate(found), wanted).max() < 1e-4
+        logits = [session.prefill(ids[:, :8].numpy()), *(session.step(ids[:, i : i + 1].numpy()) for i in range(8, 12))]
+        # a last bit of a key may round to another float16 number in a low-bit cache's residual window
+        bound = 1e-3 if scheme.attention.has_window else 1e-4
+        assert relative_error(np.concatenate(logits), expected).max() < bound
 
 
 def test_formula_and_checkpoint(tmp_path: Path) -> None:
@@ -56,10 +69,10 @@ def test_formula_and_checkpoint(tmp_path: Path) -> None:
     x = torch.randn(1, 5, 64)
     weight, bias = attention.lambda_proj.weight.double(), attention.lambda_proj.bias.double()
     assert bias.abs().max() > 0.05
-    wanted = torch.sigmoid(x.double() @ weight.T + bias)  # [1, 5, H]
-    torch.testing.assert_close(attention.lambda_of(x).double()[..., 0].transpose(1, 2), wanted, rtol=1e-5, atol=1e-6)
+    expected = torch.sigmoid(x.double() @ weight.T + bias)  # [1, 5, H]
+    torch.testing.assert_close(attention.lambda_of(x).double()[..., 0].transpose(1, 2), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_only_diff_v2_has_it() -> None:
-    with pytest.raises(DiffbitError, match="lambda_bias is true, but softmax has no projection to lambda"):
+    with pytest.raises(DiffbitError, match="lambda_bias is True, but softmax has no such option"):
         config_of("softmax", lambda_bias=True)

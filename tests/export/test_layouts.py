@@ -24,9 +24,9 @@ from diffbit.quantize import Scheme, quantize_checkpoint
     ],
 )
 def test_the_artifact_is_the_same(layout: str, format: str, trained: Callable[[str], Path], tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    quantize_checkpoint(trained("diff_v1"), own, Scheme(weights=parse_format(format)))
-    export_checkpoint(own, tmp_path / "theirs", layout)
-    artifacts = [export_artifact(folder, folder.with_suffix(".onnx")) for folder in (own, tmp_path / "theirs")]
+    ours = tmp_path / "own"
+    quantize_checkpoint(trained("diff_v1"), ours, Scheme(weights=parse_format(format)))
+    export_checkpoint(ours, tmp_path / "theirs", layout)
+    artifacts = [export_artifact(folder, folder.with_suffix(".onnx")) for folder in (ours, tmp_path / "theirs")]
     for name in ("model.onnx", "model.onnx.data"):
         assert (artifacts[0] / name).read_bytes() == (artifacts[1] / name).read_bytes(), name

@@ -75,18 +75,18 @@ def check_genai(og: Any, artifact: Path, checkpoint: Path) -> None:
 def test_runtime_session(checkpoint_of: Maker, attention: str) -> None:
     checkpoint = checkpoint_of(attention)
     session = runtime.Session(write_artifact(checkpoint), threads=1)
-    found = list(PROMPT)
+    tokens = list(PROMPT)
     logits = session.prefill([PROMPT])
     for _ in range(COUNT):
         logits[0, 3] = -np.inf
-        found.append(int(logits[0].argmax()))
-        logits = session.step([found[-1:]])
-    assert found == torch_tokens(checkpoint)
+        tokens.append(int(logits[0].argmax()))
+        logits = session.step([tokens[-1:]])
+    assert tokens == torch_tokens(checkpoint)
     # a padded batch, either side
     ids, mask = np.array([[0, 0, *PROMPT], [9, 8, 7, 6, 5]]), np.array([[0, 0, 1, 1, 1], [1] * 5])
     session.reset()
     logits = session.prefill(ids, mask)
     model = reference_model(checkpoint)
     with torch.inference_mode():
-        wanted = [model(torch.tensor([row]))[0, -1] for row in (PROMPT, [9, 8, 7, 6, 5])]
-    np.testing.assert_allclose(logits, torch.stack(wanted).numpy(), atol=1e-4 * float(wanted[0].std()))
+        expected = [model(torch.tensor([row]))[0, -1] for row in (PROMPT, [9, 8, 7, 6, 5])]
+    np.testing.assert_allclose(logits, torch.stack(expected).numpy(), atol=1e-4 * float(expected[0].std()))

@@ -46,8 +46,8 @@ def prefill_error(checkpoint: Path, config: ModelConfig, dtype: str) -> np.ndarr
     ids = tokens(8, 5)
     logits = Runner(write_artifact(checkpoint, dtype), config)(ids.numpy(), np.ones((8, 5), np.int64))
     with torch.inference_mode():
-        wanted = reference_model(checkpoint)(ids)
-    return relative_error(logits, wanted).max(-1)
+        expected = reference_model(checkpoint)(ids)
+    return relative_error(logits, expected).max(-1)
 
 
 @variants
@@ -150,12 +150,12 @@ def test_cached_steps_with_padding(
         mask[-1, 5:7] = 0  # in the prompt's end: generated tokens follow it
     ids = tokens(2, 11)
     with torch.inference_mode():
-        wanted = reference_model(checkpoint)(ids, attention_mask=torch.from_numpy(mask))
+        expected = reference_model(checkpoint)(ids, attention_mask=torch.from_numpy(mask))
     for mode in modes(config):
         run = Runner(write_artifact(checkpoint, dtype), config, **mode)
         parts = [run(ids[:, :7].numpy(), mask[:, :7])]
         parts += [run(ids[:, t : t + 1].numpy(), mask[:, : t + 1]) for t in range(7, 11)]
-        error = relative_error(np.concatenate(parts, 1), wanted)
+        error = relative_error(np.concatenate(parts, 1), expected)
         assert error[mask == 1].max() < bound, mode
 
 
@@ -166,23 +166,23 @@ def test_chunks_and_steps(checkpoint_of: Maker, attention: str, dtype: str, boun
     config, checkpoint = config_of(attention), checkpoint_of(attention)
     ids = tokens(1, 11)
     with torch.inference_mode():
-        wanted = reference_model(checkpoint)(ids)
+        expected = reference_model(checkpoint)(ids)
     for mode in modes(config):
         run = Runner(write_artifact(checkpoint, dtype), config, **mode)
         edges = [0, 1, 7, 10, 11]
         parts = [run(ids[:, start:stop].numpy(), np.ones((1, stop), np.int64)) for start, stop in pairwise(edges)]
-        assert relative_error(np.concatenate(parts, 1), wanted).max() < bound, mode
+        assert relative_error(np.concatenate(parts, 1), expected).max() < bound, mode
 
 
 @variants
 def test_greedy_tokens_are_torchs(checkpoint_of: Maker, attention: str) -> None:
     config, checkpoint = config_of(attention), checkpoint_of(attention)
-    model, wanted = reference_model(checkpoint), [5, 17, 42]
-    run, found = Runner(write_artifact(checkpoint), config), [5, 17, 42]
-    logits = run(np.array([found]), np.ones((1, 3), np.int64))
+    model, expected = reference_model(checkpoint), [5, 17, 42]
+    run, tokens = Runner(write_artifact(checkpoint), config), [5, 17, 42]
+    logits = run(np.array([tokens]), np.ones((1, 3), np.int64))
     for _ in range(20):
         with torch.inference_mode():
-            wanted.append(int(model(torch.tensor([wanted]))[0, -1].argmax()))
-        found.append(int(logits[0, -1].argmax()))
-        logits = run(np.array([found[-1:]]), np.ones((1, len(found)), np.int64))
-    assert found == wanted
+            expected.append(int(model(torch.tensor([expected]))[0, -1].argmax()))
+        tokens.append(int(logits[0, -1].argmax()))
+        logits = run(np.array([tokens[-1:]]), np.ones((1, len(tokens)), np.int64))
+    assert tokens == expected

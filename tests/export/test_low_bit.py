@@ -47,16 +47,16 @@ variants = pytest.mark.parametrize("attention", VARIANTS)
 def quantized_of(checkpoint_of: Maker, tmp_path_factory: pytest.TempPathFactory) -> Maker:
     """quantized_of("diff_v1", scheme): a checkpoint whose weights are float and whose attention is not."""
     folder = tmp_path_factory.mktemp("low")
-    made: dict[tuple[str, AttentionScheme], Path] = {}
+    folders: dict[tuple[str, AttentionScheme], Path] = {}
 
     def make(attention: str, scheme: AttentionScheme) -> Path:
         key = attention, scheme
-        if key not in made and scheme == AttentionScheme():
-            made[key] = checkpoint_of(attention, **CONFIG)
-        elif key not in made:
-            made[key] = folder / f"q{len(made)}"
-            quantize_checkpoint(checkpoint_of(attention, **CONFIG), made[key], Scheme(attention=scheme))
-        return made[key]
+        if key not in folders and scheme == AttentionScheme():
+            folders[key] = checkpoint_of(attention, **CONFIG)
+        elif key not in folders:
+            folders[key] = folder / f"q{len(folders)}"
+            quantize_checkpoint(checkpoint_of(attention, **CONFIG), folders[key], Scheme(attention=scheme))
+        return folders[key]
 
     return make
 
@@ -75,8 +75,8 @@ def tokens(*shape: int) -> torch.Tensor:
     return torch.randint(0, 61, shape, generator=torch.Generator().manual_seed(1))
 
 
-def close(found: np.ndarray, wanted: torch.Tensor) -> None:
-    error = relative_error(found, wanted)
+def close(actual: np.ndarray, expected: torch.Tensor) -> None:
+    error = relative_error(actual, expected)
     assert np.median(error) < USUAL and error.max() < WORST, error
 
 
@@ -103,28 +103,28 @@ def test_logits(quantized_of: Maker, artifact_of: Maker, attention: str, name: s
     assert session.native is native
     ids = tokens(1, 110)
     with torch.inference_mode():
-        wanted = model(ids)[0]
+        expected = model(ids)[0]
     parts = [session.prefill(ids[:, start:stop].numpy(), all_positions=True)[0] for start, stop in ((0, 37), (37, 96))]
     parts += [session.step(ids[:, place : place + 1].numpy()) for place in range(96, 110)]
-    close(np.concatenate(parts), wanted)
+    close(np.concatenate(parts), expected)
     session.reset()
-    close(session.prefill(ids.numpy(), all_positions=True)[0], wanted)
+    close(session.prefill(ids.numpy(), all_positions=True)[0], expected)
 
     session.reset()
     rows, mask = tokens(2, 75), torch.ones(2, 75, dtype=torch.int64)
     mask[0, 40:70] = 0
     rows[0, 40:70] = 0  # the session's padding: it shares grids with its neighbours
     with torch.inference_mode():
-        wanted = model(rows, attention_mask=mask)
-    found = [session.prefill(rows[:, :70].numpy(), mask[:, :70].numpy(), all_positions=True)]
+        expected = model(rows, attention_mask=mask)
+    parts_of_rows = [session.prefill(rows[:, :70].numpy(), mask[:, :70].numpy(), all_positions=True)]
     if any(buffer.multiple > 1 for buffer in session.artifact.cache.buffers.values()):
         with pytest.raises(DiffbitError, match="rows of unequal length cannot continue together"):
             session.step(rows[:, 70:71].numpy())
     else:
-        found += [session.step(rows[:, place : place + 1].numpy())[:, None] for place in range(70, 75)]
-    logits = np.concatenate(found, 1)
+        parts_of_rows += [session.step(rows[:, place : place + 1].numpy())[:, None] for place in range(70, 75)]
+    logits = np.concatenate(parts_of_rows, 1)
     real = mask.bool()[:, : logits.shape[1]]
-    close(logits[real.numpy()], wanted[:, : logits.shape[1]][real])
+    close(logits[real.numpy()], expected[:, : logits.shape[1]][real])
 
 
 @pytest.mark.slow
@@ -133,16 +133,16 @@ def test_logits(quantized_of: Maker, artifact_of: Maker, attention: str, name: s
 def test_greedy_tokens_are_torchs(
     quantized_of: Maker, artifact_of: Maker, attention: str, scheme: AttentionScheme
 ) -> None:
-    model, wanted = load(quantized_of(attention, scheme)), tokens(1, 100)
+    model, expected = load(quantized_of(attention, scheme)), tokens(1, 100)
     for _ in range(16):
         with torch.inference_mode():
-            wanted = torch.cat((wanted, model(wanted)[:, -1:].argmax(-1)), 1)
+            expected = torch.cat((expected, model(expected)[:, -1:].argmax(-1)), 1)
     for native in (True, False):
         session = runtime.Session(artifact_of(attention, scheme), threads=1, native=native)
-        found = [int(session.prefill(wanted[:, :100].numpy()).argmax())]
-        while len(found) < 16:
-            found.append(int(session.step([found[-1:]]).argmax()))
-        assert found == wanted[0, 100:].tolist(), native
+        generated = [int(session.prefill(expected[:, :100].numpy()).argmax())]
+        while len(generated) < 16:
+            generated.append(int(session.step([generated[-1:]]).argmax()))
+        assert generated == expected[0, 100:].tolist(), native
 
 
 @variants
@@ -150,10 +150,10 @@ def test_greedy_tokens_are_torchs(
 def test_fp16(quantized_of: Maker, artifact_of: Maker, attention: str, scheme: AttentionScheme) -> None:
     model, ids = reference_model(quantized_of(attention, scheme)), tokens(1, 100)
     with torch.inference_mode():
-        wanted = model(ids)[0]
+        expected = model(ids)[0]
     for native in (True, False):
         session = runtime.Session(artifact_of(attention, scheme, "fp16"), threads=1, native=native)
-        error = relative_error(session.prefill(ids.numpy(), all_positions=True)[0], wanted)
+        error = relative_error(session.prefill(ids.numpy(), all_positions=True)[0], expected)
         assert np.median(error) < 0.05 and error.max() < WORST
 
 
@@ -197,10 +197,10 @@ def test_the_graph_and_its_buffers(artifact_of: Maker, attention: str) -> None:
     graph = graph_of(artifact).graph
     nodes = [node for node in graph.node if node.op_type == "DiffAttention"]
     assert len(nodes) == 2 and not any(node.op_type == "GroupQueryAttention" for node in graph.node)
-    given = {a.name: a.i for a in nodes[0].attribute if a.name not in ("scale", "norm_eps")}
+    attributes = {a.name: a.i for a in nodes[0].attribute if a.name not in ("scale", "norm_eps")}
     expected = {"branches": 1 if attention == "softmax" else 2, "wide_value": int(attention == "diff_v1")}
     expected |= {"key_bits": 8, "value_bits": 4, "query_bits": 0, "window": 32, "num_heads": 4, "num_kv_heads": heads}
-    assert expected.items() <= given.items()
+    assert expected.items() <= attributes.items()
     assert (nodes[0].input[3] == "") == (attention == "softmax")  # lambda
     assert nodes[0].input[13] == nodes[0].output[5] == ""  # keys of 8 bits have none that are recent
     assert nodes[0].input[14] == "past_key_values.0.value_recent" and nodes[0].output[6] == "present.0.value_recent"
@@ -246,11 +246,11 @@ def test_a_context_that_is_no_multiple_of_32(
     artifact = export_artifact(tmp_path / "q", tmp_path / "a", context_length=75)
     ids = tokens(1, 75)
     with torch.inference_mode():
-        wanted = load(tmp_path / "q")(ids)[0]
+        expected = load(tmp_path / "q")(ids)[0]
     for native in (True, False):
         session = runtime.Session(artifact, threads=1, native=native)
         assert session.capacity == 75
-        close(session.prefill(ids.numpy(), all_positions=True)[0], wanted)
+        close(session.prefill(ids.numpy(), all_positions=True)[0], expected)
         with pytest.raises(DiffbitError, match="holds 75 tokens, but 76 are wanted"):
             session.step([[1]])
 

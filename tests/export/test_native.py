@@ -51,10 +51,10 @@ def test_kernels_and_bodies_say_the_same(
         monkeypatch.setenv(native.ISA, isa)
         session = runtime.Session(artifact, threads=1)
         assert session.native
-        found, other = tokens(session)
+        generated, other = tokens(session)
         np.testing.assert_allclose(other[0], logits[0], atol=tolerance * spread)
         if format is None and dtype == "fp32":
-            assert found == want
+            assert generated == want
 
 
 def test_the_cache_of_version_1_grows_in_place(checkpoint_of: Maker) -> None:
@@ -106,10 +106,10 @@ def test_without_a_library_the_bodies_run(checkpoint_of: Maker, monkeypatch: pyt
     session = runtime.Session(artifact)
     assert not session.native
     assert runtime.verify(artifact).passed
-    for flag, said in (([], True), (["--no-native"], False)):
+    for flag, warns in (([], True), (["--no-native"], False)):
         done = CliRunner().invoke(app, ["run", str(artifact), "a", "--max-tokens", "1", *flag])
         assert done.exit_code == 0, done.output
-        assert ("no native library in this installation" in done.stderr) is said
+        assert ("no native library in this installation" in done.stderr) is warns
 
 
 def test_an_instruction_set_that_is_not_there(checkpoint_of: Maker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,11 +57,11 @@ def test_tables(tmp_path: Path, tied: bool, embedding: str, head: str, dtype: st
     readers = [node.op_type for node in graph.node if "embed_tokens.codes" in node.input]
     assert len(readers) == (2 if once else embedding != "none"), "a tied table is read by both and stored once"
     with torch.inference_mode():
-        wanted = reference_model(checkpoint)(IDS)
+        expected = reference_model(checkpoint)(IDS)
     bound = 1e-4 if dtype == "fp32" else 0.15
     for with_library in (True, False):
-        found = Session(artifact, native=with_library).prefill(IDS.numpy(), all_positions=True)
-        assert np.median(relative_error(found, wanted)) < bound
+        logits = Session(artifact, native=with_library).prefill(IDS.numpy(), all_positions=True)
+        assert np.median(relative_error(logits, expected)) < bound
     assert verify(artifact).passed
 
 
@@ -131,18 +131,18 @@ def test_a_tied_table_is_resident_once(tmp_path: Path, format: str) -> None:
 @linux
 def test_float16_weights_are_resident_once(tmp_path: Path) -> None:
     """Those of the layers, too, in an artifact for CPUs; one for GPUs has ONNX Runtime's own product."""
-    made = {}
+    artifacts = {}
     for width in (64, 20000):
         folder = tmp_path / str(width)
         folder.mkdir()
         write_model(folder / "float", config_of("diff_v2", hidden_size=256, num_layers=1, intermediate_size=width))
-        made[width] = export_artifact(folder / "float", folder / "a", dtype="fp16")
-    assert grown(*made.values()) < 1.4 * 2 * 3 * 20000 * 256
+        artifacts[width] = export_artifact(folder / "float", folder / "a", dtype="fp16")
+    assert grown(*artifacts.values()) < 1.4 * 2 * 3 * 20000 * 256
     on_gpu = export_artifact(tmp_path / "64" / "float", tmp_path / "gpu", dtype="fp16", target="cuda")
     with torch.inference_mode():
-        wanted = reference_model(tmp_path / "64" / "float")(IDS)
-    for artifact, with_library in ((made[64], True), (made[64], False), (on_gpu, True)):
-        found = Session(artifact, native=with_library).prefill(IDS.numpy(), all_positions=True)
-        assert np.median(relative_error(found, wanted)) < 0.01
-    assert "MatMul" not in {node.op_type for node in graph_of(made[64]).graph.node}
+        expected = reference_model(tmp_path / "64" / "float")(IDS)
+    for artifact, with_library in ((artifacts[64], True), (artifacts[64], False), (on_gpu, True)):
+        logits = Session(artifact, native=with_library).prefill(IDS.numpy(), all_positions=True)
+        assert np.median(relative_error(logits, expected)) < 0.01
+    assert "MatMul" not in {node.op_type for node in graph_of(artifacts[64]).graph.node}
     assert "FloatMatMul" not in {node.op_type for node in graph_of(on_gpu).graph.node}

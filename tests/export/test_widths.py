@@ -24,8 +24,8 @@ def test_any_width_runs(attention: str, width: int, tmp_path: Path) -> None:
     assert verify(artifact).passed
     ids = torch.arange(10)[None] * 7 % 61
     with torch.inference_mode():
-        wanted = reference_model(source)(ids)[0, 5:]
+        expected = reference_model(source)(ids)[0, 5:]
     for native in (True, False):
         session = Session(artifact, native=native)
-        found = [session.prefill(ids[:, :6].numpy()), *(session.step(ids[:, i : i + 1].numpy()) for i in range(6, 10))]
-        assert relative_error(np.concatenate(found), wanted).max() < 1e-4
+        logits = [session.prefill(ids[:, :6].numpy()), *(session.step(ids[:, i : i + 1].numpy()) for i in range(6, 10))]
+        assert relative_error(np.concatenate(logits), expected).max() < 1e-4

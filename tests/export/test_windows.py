@@ -59,14 +59,14 @@ def test_an_artifact_computes_what_torch_computes(checkpoint: Path, artifact: Pa
     assert len(names) in (4, 5)  # with floats a plain layer's body is a signature of its own
     ids = torch.randint(0, 61, (1, 4 * WINDOW), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        wanted = reference_model(checkpoint)(ids)[0]
+        expected = reference_model(checkpoint)(ids)[0]
     session, got, done = runtime.Session(artifact, threads=1, native=native), [], 0
     for count in (33, 1, 1, 50, 3, 2, 41, 1, 1, 27):
         chunk = ids[:, done : done + count].numpy()
         got += list(session.step(chunk) if count == 1 else session.prefill(chunk, all_positions=True)[0])
         done += count
     assert done == 4 * WINDOW
-    error = relative_error(np.stack(got), wanted)
+    error = relative_error(np.stack(got), expected)
     usual = 1e-5 if "quantized" not in checkpoint.name else 5e-3  # a code that moves to its neighbour moves its readers
     assert np.median(error) < usual and error.max() < 30 * usual, error
 
@@ -79,10 +79,10 @@ def test_a_session_keeps_only_what_its_rings_still_hold(artifact: Path) -> None:
         session.reset()
         session.prefill([ids[:length]])
         other = [*ids[:kept], 7, 8, 9]
-        found = session.reuse(other)
-        assert found in (0, kept) and found == (kept if session.artifact.cache.holds(kept, length) else 0)
+        reused = session.reuse(other)
+        assert reused in (0, kept) and reused == (kept if session.artifact.cache.holds(kept, length) else 0)
         fresh.reset()
-        np.testing.assert_allclose(session.prefill([other[found:]]), fresh.prefill([other]), atol=2e-2)
+        np.testing.assert_allclose(session.prefill([other[reused:]]), fresh.prefill([other]), atol=2e-2)
     if "recent" in " ".join(session.artifact.cache.buffers):
         return  # blocks are the batch's: a session refuses rows of unequal length
     rows = np.stack([ids[:90], np.concatenate([np.zeros(25, np.int64), ids[:65]])])
@@ -91,6 +91,6 @@ def test_a_session_keeps_only_what_its_rings_still_hold(artifact: Path) -> None:
     got = [session.prefill(rows, mask), session.step([[5], [6]]), session.step([[1], [2]])]
     for row, (tokens, steps) in enumerate(((ids[:90], (5, 1)), (ids[:65], (6, 2)))):
         fresh.reset()
-        wanted = [fresh.prefill([tokens]), *(fresh.step([[step]]) for step in steps)]
-        for a, b in zip(got, wanted, strict=True):
+        expected = [fresh.prefill([tokens]), *(fresh.step([[step]]) for step in steps)]
+        for a, b in zip(got, expected, strict=True):
             np.testing.assert_allclose(a[row], b[0], atol=2e-2)

@@ -46,7 +46,7 @@ class Call:
 def ternary_calls(artifact: Path, ids: np.ndarray, isa: str | None = None) -> dict[str, Call]:
     """Run the graph on `ids` [B, S] and an empty cache: on the library's kernels, or on the bodies if isa is None."""
     model = onnx.load(artifact / "model.onnx")
-    wanted: dict[tuple[str, str], str] = {}  # (module, field of Call) -> value
+    name_of: dict[tuple[str, str], str] = {}  # (module, field of Call) -> value
     attributes: dict[str, dict[str, int]] = {}
     makers = _makers(model.graph)
     constants = {value.name: onnx.numpy_helper.to_array(value) for value in model.graph.initializer}
@@ -61,26 +61,26 @@ def ternary_calls(artifact: Path, ids: np.ndarray, isa: str | None = None) -> di
         spread = before is not None and before.op_type == hadamard.OP.name
         names = (before.input[0] if spread else node.input[0], *node.input, node.output[0])
         for field, name in zip(("x", "spread", "packed", "scale", "y"), names, strict=True):
-            wanted[module, field] = name
+            name_of[module, field] = name
     if isa is None:
         model = inliner.inline_local_functions(model)
         makers = _makers(model.graph)
         for module in attributes:
-            product = makers[makers[wanted[module, "y"]].input[0]]  # stepped * scale, below the cast to A's type
+            product = makers[makers[name_of[module, "y"]].input[0]]  # stepped * scale, below the cast to A's type
             stepped = makers[product.input[0]]  # sums * a
             matmul = makers[makers[stepped.input[0]].input[0]]
             assert (product.op_type, stepped.op_type, matmul.op_type) == ("Mul", "Mul", "MatMulInteger")
-            wanted[module, "q"], wanted[module, "weight"] = matmul.input[:2]
-            wanted[module, "sums"], wanted[module, "a"] = matmul.output[0], stepped.input[1]
-    found = _run(model, ids, set(wanted.values()), isa)
-    fields = {key: found[name] for key, name in wanted.items()}
+            name_of[module, "q"], name_of[module, "weight"] = matmul.input[:2]
+            name_of[module, "sums"], name_of[module, "a"] = matmul.output[0], stepped.input[1]
+    arrays = _run(model, ids, set(name_of.values()), isa)
+    fields = {key: arrays[name] for key, name in name_of.items()}
     calls: dict[str, Call] = {}
     for module, numbers in attributes.items():
-        own = {field: value for (name, field), value in fields.items() if name == module}
+        of_module = {field: value for (name, field), value in fields.items() if name == module}
         if isa is None:
-            own["q"] = own["q"].astype(np.int64) - 128  # the body holds them as uint8
-        rows = sizes.get(wanted[module, "y"], [numbers["N"]])
-        calls.update(_each(module, Call(numbers, **own), rows))
+            of_module["q"] = of_module["q"].astype(np.int64) - 128  # the body holds them as uint8
+        rows = sizes.get(name_of[module, "y"], [numbers["N"]])
+        calls.update(_each(module, Call(numbers, **of_module), rows))
     return calls
 
 

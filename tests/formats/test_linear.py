@@ -41,11 +41,11 @@ def test_int4_ternary_is_the_op_behind_the_hadamard_to_the_last_bit():
     weight = rtn(normal(16, 192), parse_format("ternary"))
     x = normal(2, 3, 192, seed=1)
     turned = hadamard.reference(x, 64)
-    wanted = ternary_matmul.reference(turned, weight.packed(), weight.scale.view(1), 4)
-    assert torch.equal(QuantLinear(weight, Rounding(4, 64))(x), wanted)
+    expected = ternary_matmul.reference(turned, weight.packed(), weight.scale.view(1), 4)
+    assert torch.equal(QuantLinear(weight, Rounding(4, 64))(x), expected)
     half = x.half()
-    wanted = ternary_matmul.reference(hadamard.reference(half, 64), weight.packed(), weight.scale.view(1), 4)
-    assert torch.equal(QuantLinear(weight, Rounding(4, 64))(half), wanted)
+    expected = ternary_matmul.reference(hadamard.reference(half, 64), weight.packed(), weight.scale.view(1), 4)
+    assert torch.equal(QuantLinear(weight, Rounding(4, 64))(half), expected)
 
 
 def test_per_token_int8():
@@ -130,8 +130,8 @@ def test_matmul_nbits_computes_what_we_say(bits, block, symmetric):
             x = normal(tokens, columns, seed=block)
             got = run_matmul_nbits(x, weight, block).double()
             exact = x.double() @ weight.dequantize().double().T
-            said = (x if rounding is None else rounding(x)).double() @ weight.dequantize().double().T
-            assert (got - said).norm() <= 2e-6 * said.norm()
+            expected = (x if rounding is None else rounding(x)).double() @ weight.dequantize().double().T
+            assert (got - expected).norm() <= 2e-6 * expected.norm()
             assert rounding is None or (got - exact).norm() > 1e-3 * exact.norm()
 
 

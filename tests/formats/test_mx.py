@@ -35,22 +35,22 @@ def value(code: int) -> float:
     return -VALUES[code - 8] if code > 7 else VALUES[code]
 
 
-def test_a_block_has_the_standards_scale_or_its_double_whichever_errs_less() -> None:
+def test_a_block_has_the_better_of_two_scales() -> None:
     w = weight()
-    found = rtn(w, MX)
+    rounded = rtn(w, MX)
     doubled = 0
-    for row, codes, scales in zip(w, found.codes, found.scale, strict=True):
+    for row, codes, scales in zip(w, rounded.codes, rounded.scale, strict=True):
         for g, block in enumerate(row.split(32)):
             values = block.tolist()
             scale, _ = standard(values)
             errors = {}
-            for each in (scale, 2 * scale):
-                errors[each] = sum((value(nearest(x / each)) * each - x) ** 2 for x in values)
+            for candidate in (scale, 2 * scale):
+                errors[candidate] = sum((value(nearest(x / candidate)) * candidate - x) ** 2 for x in values)
             best = min(errors, key=errors.__getitem__)
             assert scales[g].item() == best
             assert codes[32 * g : 32 * g + 32].tolist() == [nearest(x / best) for x in values]
             doubled += best != scale
-    assert 0 < doubled < found.scale.numel()
+    assert 0 < doubled < rounded.scale.numel()
 
 
 def test_every_scale_comes_back_from_its_byte() -> None:
@@ -68,19 +68,19 @@ def test_what_is_mxfp4_already_comes_back_exactly(scale: float) -> None:
     codes[:, 32:64] %= 4  # blocks whose largest number is small
     codes[0, :32] = 0
     exact = MX.decode(codes, torch.full((16, 4), scale), None)
-    found = rtn(exact, MX)
-    assert torch.equal(found.dequantize(), exact)
-    assert torch.equal(QTensor.from_packed(MX, (16, 128), **found.parts()).dequantize(), exact)
+    rounded = rtn(exact, MX)
+    assert torch.equal(rounded.dequantize(), exact)
+    assert torch.equal(QTensor.from_packed(MX, (16, 128), **rounded.parts()).dequantize(), exact)
 
 
 def test_the_layout_is_that_of_gpt_oss() -> None:
     """transformers' convert_moe_packed_tensors reads our codes and scales as the same numbers."""
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
-    found = rtn(weight(), MX)
-    parts = found.parts()
+    rounded = rtn(weight(), MX)
+    parts = rounded.parts()
     blocks, scales = parts["codes"].view(1, 8, 8, 16), parts["scale"].view(1, 8, 8)
     theirs = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    assert torch.equal(theirs[0].T, found.dequantize())
+    assert torch.equal(theirs[0].T, rounded.dequantize())
 
 
 def test_refused() -> None:

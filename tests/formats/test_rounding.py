@@ -28,8 +28,8 @@ def test_four_bits_are_the_slow_version(columns: int) -> None:
     q, a = rounded_input(x, Rounding(4))
     for row, codes, step in zip(x.tolist(), q.tolist(), a[:, 0].tolist(), strict=True):
         mean = np.float32(float(sum(abs(Fraction(value)) for value in row) / columns))
-        wanted = max(mean, np.float32(1e-5)) / np.float32(math.sqrt(7))
-        assert step == pytest.approx(wanted, rel=1.2e-7)
+        expected = max(mean, np.float32(1e-5)) / np.float32(math.sqrt(7))
+        assert step == pytest.approx(expected, rel=1.2e-7)
         assert codes == [min(max(round(float(np.float32(value) / np.float32(step))), -8), 7) for value in row]
 
 
@@ -48,16 +48,16 @@ def test_eight_bits_are_the_slow_version() -> None:
 
 
 @pytest.mark.parametrize("block", [2, 64, 256])
-def test_spread_is_a_product_with_hadamards_matrix_and_so_is_its_gradient(block: int) -> None:
+def test_spread_and_its_gradient_are_products_with_hadamards_matrix(block: int) -> None:
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < block:
         matrix = torch.kron(torch.tensor([[1, 1], [1, -1]]).double(), matrix)
     matrix = torch.block_diag(*[matrix] * (768 // block)) / math.sqrt(block)
     x, gradient = normal(2, 3, 768).requires_grad_(), normal(2, 3, 768, seed=1)
     spread(x, Rounding(4, block)).backward(gradient)
-    for got, given in ((spread(x, Rounding(4, block)), x), (x.grad, gradient)):
+    for got, source in ((spread(x, Rounding(4, block)), x), (x.grad, gradient)):
         assert got is not None
-        torch.testing.assert_close(got.double(), given.double() @ matrix, rtol=0, atol=3e-6)
+        torch.testing.assert_close(got.double(), source.double() @ matrix, rtol=0, atol=3e-6)
 
 
 def test_which_layer_rounds_how() -> None:

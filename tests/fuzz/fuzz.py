@@ -76,8 +76,8 @@ class Workplace:
             make(self.examples)
             (self.root / "modules").write_text("\n".join(sys.modules))
 
-        made = forks.run(prepare)  # in a child: a small parent is forked fast
-        assert made.code == 0, made.error
+        done = forks.run(prepare)  # in a child: a small parent is forked fast
+        assert done.code == 0, done.error
         for name in (self.root / "modules").read_text().split():  # not to be imported again in each case
             with suppress(Exception):
                 importlib.import_module(name)
@@ -102,9 +102,9 @@ class Workplace:
         here.mkdir()
         try:
             shutil.copytree(self.examples / target.example, here / "case")
-            for beside in ("model", "tokenizer"):
+            for part in ("model", "tokenizer"):
                 if target.example in ("scheme", "texts"):
-                    shutil.copytree(self.examples / beside, here / beside)
+                    shutil.copytree(self.examples / part, here / part)
             (here / "text.txt").write_text(TEXT)
             (self.root / SECRET).write_bytes(bytes(4096))
             (here / SECRET).write_bytes(bytes(4096))

@@ -346,8 +346,8 @@ def _tensor(model: onnx.ModelProto, random: Random) -> None:
 
 def _external(model: onnx.ModelProto, random: Random) -> None:
     """Where the bytes of a tensor lie."""
-    held = [tensor for tensor in model.graph.initializer if tensor.external_data]
-    tensor = random.choice(held or [random.choice(model.graph.initializer)])
+    external = [tensor for tensor in model.graph.initializer if tensor.external_data]
+    tensor = random.choice(external or [random.choice(model.graph.initializer)])
     tensor.data_location = onnx.TensorProto.EXTERNAL
     numbers = [str(random.choice(INTEGERS)), "x", ""]
     changes = {

@@ -259,12 +259,12 @@ def export(folder: Path) -> None:
 
 def _tokenize(folder: Path) -> None:
     """As calibration does, and as a device does."""
-    found = tokenizer_files(folder)
-    if "tokenizer.json" not in found:
+    files = tokenizer_files(folder)
+    if "tokenizer.json" not in files:
         return
     windows = eval_windows(str(folder.parent / "text.txt"), folder, 8, 2)
     assert windows.ids.shape == (2, 8)
-    (folder / "tokenizer.json").write_bytes(found["tokenizer.json"])
+    (folder / "tokenizer.json").write_bytes(files["tokenizer.json"])
     tokenizer = Tokenizer(folder / "tokenizer.json")
     ids = tokenizer.encode("naïve 日本語 def f(x):\n")
     stream = tokenizer.stream(ids)
@@ -318,14 +318,14 @@ def _is_json(folder: Path) -> bool:
 
 def _locations(message: Any) -> set[str]:
     """Of external tensors anywhere in a model, found by onnx's own classes."""
-    found = set()
+    locations = set()
     for field, value in message.ListFields():
         if field.name == "external_data":
-            found |= {entry.value for entry in value if entry.key == "location"}
+            locations |= {entry.value for entry in value if entry.key == "location"}
         elif field.message_type is not None:
             for inner in value if hasattr(value, "add") else [value]:
-                found |= _locations(inner)
-    return found
+                locations |= _locations(inner)
+    return locations
 
 
 def run_resealed(folder: Path) -> None:

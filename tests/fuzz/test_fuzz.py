@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from .found import FOUND
 from .fuzz import Workplace
+from .regressions import REGRESSIONS
 
 pytestmark = [
     pytest.mark.slow,
@@ -22,13 +22,13 @@ CASES, PART = 1500, 750
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Workplace]:
-    with Workplace() as made:
-        yield made
+    with Workplace() as workplace:
+        yield workplace
 
 
-@pytest.mark.parametrize("name", FOUND)
-def test_what_was_found(name: str, place: Workplace) -> None:
-    target, damage = FOUND[name]
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_what_fuzzing_found_stays_mended(name: str, place: Workplace) -> None:
+    target, damage = REGRESSIONS[name]
     refused = place.outcomes[f"{target} refused"]
     problem = place.problem(target, damage)
     assert problem is None, problem

@@ -43,10 +43,10 @@ CORPUS = [
 def odd_strings() -> list[str]:
     """500 of them."""
     chosen = random.Random(0)
-    made = ["", "a", " a", "a ", "  a  ", "x" * 3000, "the quick brown fox " * 300, *PARTS]
-    while len(made) < 500:
-        made.append("".join(chosen.choices(PARTS, k=chosen.randint(1, 12))))
-    return made
+    strings = ["", "a", " a", "a ", "  a  ", "x" * 3000, "the quick brown fox " * 300, *PARTS]
+    while len(strings) < 500:
+        strings.append("".join(chosen.choices(PARTS, k=chosen.randint(1, 12))))
+    return strings
 
 
 STRINGS = odd_strings()
@@ -81,8 +81,8 @@ def converted(folder: Path) -> Tokenizer:
     return Tokenizer.from_buffer(tokenizer_files(folder)[TOKENIZER])
 
 
-def assert_same(texts: Iterable[str], found: Callable[[str], object], wanted: Callable[[str], object]) -> None:
-    other = [(text, found(text), wanted(text)) for text in texts if found(text) != wanted(text)]
+def assert_same(texts: Iterable[str], ours: Callable[[str], object], theirs: Callable[[str], object]) -> None:
+    other = [(text, ours(text), theirs(text)) for text in texts if ours(text) != theirs(text)]
     assert not other, (len(other), other[0])
 
 
@@ -153,24 +153,24 @@ def test_ids_are_sentencepieces(kind: str, options: dict[str, Any], tmp_path: Pa
 @pytest.mark.parametrize("words", [None, r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s+"])
 def test_byte_level_bpe(words: str | None, tmp_path: Path) -> None:
     """GPT-2's, and one that cuts as o200k and Qwen do; a file that truncates and pads does so to no prompt."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if words is not None:
-        made.normalizer = normalizers.NFC()
+        backend.normalizer = normalizers.NFC()
         cut = pre_tokenizers.Split(Regex(words), behavior="isolated")
-        made.pre_tokenizer = pre_tokenizers.Sequence(
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
             [cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
-    made.decoder = decoders.ByteLevel()
+    backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=500, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         special_tokens=["<s>", "</s>", "[INST]"],
     )  # fmt: skip
-    made.train_from_iterator(CORPUS, trainer)
-    made.add_tokens([AddedToken("<tool>", rstrip=True)])
-    made.enable_truncation(16)
-    made.enable_padding(length=16, pad_token="</s>", pad_id=1)
-    fast = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.add_tokens([AddedToken("<tool>", rstrip=True)])
+    backend.enable_truncation(16)
+    backend.enable_padding(length=16, pad_token="</s>", pad_id=1)
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>")
     fast.save_pretrained(tmp_path)
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path), runtime.Tokenizer(tmp_path / TOKENIZER)
     assert_same(STRINGS, ours.encode, lambda text: theirs(text).input_ids)
@@ -207,7 +207,7 @@ def test_the_folder_hands_on_a_tokenizer_json(checkpoint: Path, tmp_path: Path) 
     write(source, trained("bpe", vocab_size=360))
     (source / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "temperature": 0.5}))
     (source / "chat_template.jinja").write_text("{{ messages }}")
-    wanted = converted(source).encode("hello").ids
+    expected = converted(source).encode("hello").ids
     assert load_tokenizer(source).eos_id == 2
     run = CliRunner()
     for arguments in (
@@ -219,7 +219,7 @@ def test_the_folder_hands_on_a_tokenizer_json(checkpoint: Path, tmp_path: Path) 
         assert result.exit_code == 0, result.output
     for folder in ("q", "onnx", "float"):
         assert not (tmp_path / folder / SENTENCEPIECE).exists()
-        assert runtime.Tokenizer(tmp_path / folder / TOKENIZER).encode("hello") == wanted
+        assert runtime.Tokenizer(tmp_path / folder / TOKENIZER).encode("hello") == expected
         assert (tmp_path / folder / "chat_template.jinja").read_text() == "{{ messages }}"
         names = ("tokenizer_config.json", "generation_config.json")
         options, sampling = (json.loads((tmp_path / folder / name).read_text()) for name in names)
@@ -244,7 +244,7 @@ def test_the_folder_hands_on_a_tokenizer_json(checkpoint: Path, tmp_path: Path) 
     ],
     ids=["empty", "noise", "cut", "words", "class", "tokens"],
 )
-def test_refusals(
+def test_bad_input_is_refused(
     damage: Callable[[Path], object], words: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "source"

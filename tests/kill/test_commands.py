@@ -133,8 +133,8 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def content(folder: Path, names: tuple[str, ...] = ()) -> dict[str, bytes]:
-    found = {str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()}
-    return {name: file.read_bytes() for name, file in found.items() if not names or name in names}
+    files = {str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()}
+    return {name: file.read_bytes() for name, file in files.items() if not names or name in names}
 
 
 @dataclass
@@ -171,8 +171,8 @@ class Trial:
         with pytest.raises(DiffbitError, match="already exists") if over else nullcontext():
             self.run()
         names = self.command.same
-        wanted = {name: data for name, data in self.new.items() if not names or name in names}
-        assert content(self.out, names) == wanted
+        expected = {name: data for name, data in self.new.items() if not names or name in names}
+        assert content(self.out, names) == expected
         left = {path.name for path in self.place.iterdir()} - {"out"}
         ended = over or not self.command.whole  # then the same command does nothing, or nothing more
         assert not left or (ended and all(name.startswith((".out.", "out.unf")) for name in left)), "something is left"

@@ -100,4 +100,5 @@ def small_config(attention: str = "softmax", **changes: Any) -> ModelConfig:
         "intermediate_size": 48,
         "max_position": 64,
     }
+    values |= {"num_kv_heads": 4} if attention == "crate" else {}  # each of its heads is its own key
     return ModelConfig.uniform(attention=attention, **(values | changes))

@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from diffbit import DiffbitError, models
+from diffbit.io import plugins
 from diffbit.models.families import read_config, write_config
 from diffbit.models.layers.rope import Llama3, NoPositions, inverse_frequencies
 
@@ -86,12 +87,12 @@ def test_frequencies_are_transformers(kind: str, width: int, old: bool) -> None:
     rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
     rope |= {"original_max_position_embeddings": 8192} if kind in ("llama3", "yarn") else {}
     values = MINIMAL | {"num_attention_heads": 1, "head_dim": width, "max_position_embeddings": 32768}
-    given: dict[str, Any] = {"rope_scaling": rope} if old else {"rope_parameters": rope}
-    ours = read_config(values | given | {"rope_theta": 1e6})
+    fields: dict[str, Any] = {"rope_scaling": rope} if old else {"rope_parameters": rope}
+    ours = read_config(values | fields | {"rope_theta": 1e6})
     theirs = LlamaConfig(**values, rope_parameters=rope | {"rope_theta": 1e6})
-    wanted, amplitude = ROPE_INIT_FUNCTIONS[kind](theirs, torch.device("cpu"))
-    found = inverse_frequencies(ours.rope_width, ours.rope_theta, ours.rope_scaling)
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+    expected, amplitude = ROPE_INIT_FUNCTIONS[kind](theirs, torch.device("cpu"))
+    frequencies = inverse_frequencies(ours.rope_width, ours.rope_theta, ours.rope_scaling)
+    torch.testing.assert_close(frequencies, expected, rtol=1e-6, atol=0)
     assert ours.rope_scaling is not None and ours.rope_scaling.amplitude == amplitude
     assert (amplitude != 1) == (kind == "yarn")
     assert models.ModelConfig.from_dict(json.loads(json.dumps(ours.to_dict()))) == ours
@@ -124,9 +125,9 @@ def test_llama3_tables_against_transformers() -> None:
     config = small_config(head_dim=32, rope_theta=500.0, rope_scaling=scaling)
     plain = models.rope_tables(small_config(head_dim=32, rope_theta=500.0), 128)[0]
     cos, sin = models.rope_tables(config, 128)
-    wanted = LlamaRotaryEmbedding(theirs)(torch.zeros(1), torch.arange(128)[None])
-    torch.testing.assert_close(cos, wanted[0][0, :, :16], rtol=0, atol=1e-5)
-    torch.testing.assert_close(sin, wanted[1][0, :, :16], rtol=0, atol=1e-5)
+    expected = LlamaRotaryEmbedding(theirs)(torch.zeros(1), torch.arange(128)[None])
+    torch.testing.assert_close(cos, expected[0][0, :, :16], rtol=0, atol=1e-5)
+    torch.testing.assert_close(sin, expected[1][0, :, :16], rtol=0, atol=1e-5)
     untouched = (cos == plain).all(0)
     slowed = torch.isclose(cos[8], plain[1]) & ~untouched  # position 8 at an eighth of the frequency
     assert untouched.any() and slowed.any() and not (untouched | slowed).all()
@@ -141,7 +142,7 @@ def test_llama3_tables_against_transformers() -> None:
         ({"head_dim": 7}, "head_dim is 7, wanted an even number"),
         ({"num_kv_heads": 3}, "num_heads is 4, wanted a multiple of num_kv_heads, which is 3"),
         ({"attention": "linear"}, f"attention is 'linear', wanted one of {', '.join(models.variants())}"),
-        ({"mlp": "gelu"}, "mlp is 'gelu', wanted one of geglu, polynorm, relu2, swiglu"),
+        ({"mlp": "gelu"}, f"mlp is 'gelu', wanted one of {', '.join(plugins.names('diffbit.models.mlp'))}"),
         ({"sub_norms": 1}, "sub_norms is 1, wanted true or false"),
         ({"rope_theta": 0.0}, "rope_theta is 0.0"),
         ({"norm_eps": float("nan")}, "norm_eps is nan"),

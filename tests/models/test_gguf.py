@@ -108,10 +108,10 @@ def write(file: Path, type: TYPES = TYPES.F32, tied: bool = True, without: str =
 
 
 def theirs(file: Path) -> Any:
-    found = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    config = AutoConfig.from_pretrained(**found)
+    source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    config = AutoConfig.from_pretrained(**source)
     config.head_dim = WIDTH  # transformers 5.23 does not read qwen3's
-    return AutoModelForCausalLM.from_pretrained(**found, config=config, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=torch.float32).eval()
 
 
 # ---- weights and config ---------------------------------------------------------------------------------------------
@@ -168,10 +168,10 @@ def test_llama3_scaling_is_found_in_the_factors(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
 def test_other_scalings(kind: str, tmp_path: Path) -> None:
     scaling = {"rope.scaling.type": kind, "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16}
-    found = Checkpoint(write(tmp_path / "m.gguf", **scaling)).config
+    config = Checkpoint(write(tmp_path / "m.gguf", **scaling)).config
     values = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 16}
-    fields = common_fields(found) | {"rope_theta": 500.0, "rope_scaling": values}
-    assert found.rope_scaling is not None and read_config(fields).rope_scaling == found.rope_scaling
+    fields = common_fields(config) | {"rope_theta": 500.0, "rope_scaling": values}
+    assert config.rope_scaling is not None and read_config(fields).rope_scaling == config.rope_scaling
 
 
 def copy_with(source: Path, out: Path, name: str, tensor: np.ndarray) -> None:
@@ -217,10 +217,10 @@ ODD = [
 def odd_strings() -> list[str]:
     choose = random.Random(0)
     letters = "abcdefghijklmnop ABC 0123456789 .,;:!?'\"-_()[]{}<>|/\\\n\t éüß中日русский🙂 \u0301½"
-    made = ["".join(choose.choices(letters, k=choose.randint(1, 40))) for _ in range(280)]
+    strings = ["".join(choose.choices(letters, k=choose.randint(1, 40))) for _ in range(280)]
     return [
         *ODD,
-        *made,
+        *strings,
         *(choose.choice(ODD) + choose.choice(["", " ", "\n"]) + choose.choice(ODD) for _ in range(200)),
     ]
 
@@ -247,21 +247,21 @@ def test_byte_level_tokens(pre: str, tmp_path: Path) -> None:
     """The ids of the tokenizer that the metadata were taken from, with the words of `pre`; and transformers' ids."""
     train_tokenizer([TEXT], 500, tmp_path)
     file = write(tmp_path / "m.gguf", tokenizer=of_byte_level(tmp_path, pre, **{"chat_template": "{{ x }}"}))
-    wanted = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    expected = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre in ("gpt-2", "smollm"))
     if pre == "smollm":  # as SmolLM2's own tokenizer.json has it
-        wanted.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), level])
+        expected.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), level])
     elif pre != "gpt-2":
         split = pre_tokenizers.Split(tokenizers.Regex(WORDS[pre][0][0]), "isolated")
-        wanted.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+        expected.pre_tokenizer = pre_tokenizers.Sequence([split, level])
     (tmp_path / "tokenizer.json").rename(tmp_path / "other.json")
-    found = tokenizer_files(file)
-    assert found["chat_template.jinja"] == b"{{ x }}"
-    mine = tokenizers.Tokenizer.from_buffer(found["tokenizer.json"])
+    files = tokenizer_files(file)
+    assert files["chat_template.jinja"] == b"{{ x }}"
+    mine = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
     bos = [0] if WORDS[pre][2] else []
     for text in odd_strings():
         ids = mine.encode(text).ids
-        assert ids == bos + wanted.encode(text).ids
+        assert ids == bos + expected.encode(text).ids
         assert mine.decode(ids, skip_special_tokens=False).removeprefix("<|endoftext|>" if bos else "") == text
     if pre != "smollm":  # for which transformers 5.23 takes GPT-2's words: digits stay together
         other = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from diffbit import DiffbitError, models
 from diffbit.formats import parse_format
+from diffbit.io import plugins
 from diffbit.models import LayerSpec, ModelConfig
 from diffbit.models.attention import diff_v1, diff_v2, softmax
 from diffbit.models.families import family_for, read_config, write_config
@@ -21,6 +22,7 @@ from diffbit.quantize import Scheme, load_block, quantize_checkpoint
 
 from .helpers import small_config, tokens
 
+MLPS = ", ".join(plugins.names("diffbit.models.mlp"))
 LAYERS = (
     LayerSpec(softmax.Options(4, 2, 8), swiglu.Options(48)),
     LayerSpec(diff_v1.Options(2, 1, 8, norm_eps=1e-6, lambda_init=-0.0099), relu2.Options(40), sub_norms=True),
@@ -74,8 +76,8 @@ def test_only_what_a_family_can_hold_is_written_in_it() -> None:
 
 def test_lambda_init_is_the_layers_own_or_that_of_its_index() -> None:
     config = small_config("diff_v1")
-    given = replace(config.layers[0], mixer=replace(config.layers[0].mixer, lambda_init=0.25))
-    blocks = [models.Block(replace(config, layers=(layer,) * 2), 1) for layer in (config.layers[0], given)]
+    with_lambda_init = replace(config.layers[0], mixer=replace(config.layers[0].mixer, lambda_init=0.25))
+    blocks = [models.Block(replace(config, layers=(layer,) * 2), 1) for layer in (config.layers[0], with_lambda_init)]
     assert [block.self_attn.lambda_init for block in blocks] == [diff_v1.lambda_init(1), 0.25]
 
 
@@ -98,7 +100,10 @@ def test_layers_share_one_table_of_angles() -> None:
             r"layers\[1\]\.mixer\.num_kv_heads is missing, wanted a whole number",
         ),
         ({"mixer": {"name": "softmax", "window": 4}}, "mixer: unknown field 'window'"),
-        ({"mlp": {"name": "gelu"}}, r"mlp\.name is 'gelu', wanted one of geglu, polynorm, relu2, swiglu"),
+        (
+            {"mlp": {"name": "gelu"}},
+            rf"mlp\.name is 'gelu', wanted one of {MLPS}",
+        ),
         ({"mlp": {"name": "swiglu", "intermediate_size": 0}}, "intermediate_size is 0"),
         ({"sub_norms": 1}, "sub_norms is 1, wanted true or false"),
         ({"bias": True}, r"layers\[1\]: unknown field 'bias', wanted one of mixer, mlp, sub_norms, norms"),

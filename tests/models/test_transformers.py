@@ -79,7 +79,7 @@ CASES += [
 @pytest.mark.parametrize(
     ("kind", "changes"), [pytest.param(kind, changes, id=f"{kind}-{name}") for kind, name, changes in CASES]
 )
-def test_logits(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_logits_are_transformers(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """Of one token, of several, and of a batch padded on the left."""
     model = hf_model(kind, **changes)
     ours = models.load(saved(model, tmp_path / "m"))
@@ -102,7 +102,7 @@ def test_rope_scaling_changes_the_logits(rope: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_cache(kind: str, tmp_path: Path) -> None:
+def test_cached_logits_are_transformers(kind: str, tmp_path: Path) -> None:
     """All at once, token by token, in chunks."""
     model = hf_model(kind)
     ours = models.load(saved(model, tmp_path / "m"))
@@ -118,7 +118,7 @@ def test_cache(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_left_padding(kind: str, tmp_path: Path) -> None:
+def test_left_padded_batches_are_transformers(kind: str, tmp_path: Path) -> None:
     """A batch padded on the left: prefill and two steps, real positions only."""
     model = hf_model(kind)
     ours = models.load(saved(model, tmp_path / "m"))
@@ -211,5 +211,5 @@ def test_transformers_reads_what_we_write(
     ids = tokens(2, 9)
     for name, parameter in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], parameter.to(dtype)), name
-    wanted = models.load(tmp_path / "copy")(ids)
-    torch.testing.assert_close(reopened(written, tmp_path / "copy", torch.float32)(ids).logits, wanted, **CLOSE)
+    expected = models.load(tmp_path / "copy")(ids)
+    torch.testing.assert_close(reopened(written, tmp_path / "copy", torch.float32)(ids).logits, expected, **CLOSE)

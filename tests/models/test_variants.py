@@ -99,7 +99,9 @@ def test_hook_sees_scaled_logits_and_replaces_them(attention: str) -> None:
 def slow_diff_v2(x: Tensor, attention: torch.nn.Module, config: models.ModelConfig) -> Tensor:
     """Version 2 from its equations, one token and one head at a time, in float64; x [S, E]."""
     weights = {name: p.double() for name, p in attention.named_parameters()}
-    d, half = config.layers[0].mixer.head_dim, config.layers[0].mixer.head_dim // 2
+    mixer = config.layers[0].mixer
+    d, half, heads_of_kv = mixer.head_dim, mixer.head_dim // 2, mixer.num_heads // mixer.num_kv_heads
+    ratio = mixer.noise_ratio
     frequencies = inverse_frequencies(config.rope_width, config.rope_theta).double()
 
     def rotate(head: Tensor, position: int) -> Tensor:
@@ -112,24 +114,25 @@ def slow_diff_v2(x: Tensor, attention: torch.nn.Module, config: models.ModelConf
     rows = []
     for position, token in enumerate(x.double()):
         queries = [rotate(head, position) for head in heads("q_proj", token)]
-        gate = weights["lambda_proj.weight"] @ token
+        gate = weights["lambda_proj.weight"] @ token + weights.get("lambda_proj.bias", torch.zeros(1).double())
         attended = []
         for index, query in enumerate(queries):
-            group = (index // 2) // (config.layers[0].mixer.num_heads // config.layers[0].mixer.num_kv_heads)
+            group = index // (ratio + 1) * ratio // heads_of_kv
             keys = [rotate(heads("k_proj", other)[group], place) for place, other in enumerate(x.double())]
             scores = torch.stack([query @ key / math.sqrt(d) for key in keys[: position + 1]]).softmax(0)
             values = torch.stack([heads("v_proj", other)[group] for other in x.double()[: position + 1]])
             attended.append(scores @ values)
-        pairs = [
-            attended[2 * i] - gate[i].sigmoid() * attended[2 * i + 1] for i in range(config.layers[0].mixer.num_heads)
-        ]
+        pairs = []
+        for head in range(mixer.num_heads):
+            first = head // ratio * (ratio + 1)  # of the group: R signal heads, then their noise head
+            pairs.append(attended[first + head % ratio] - gate[head].sigmoid() * attended[first + ratio])
         rows.append(weights["o_proj.weight"] @ torch.cat(pairs))
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_diff_v2_is_its_equations(kv_heads: int) -> None:
-    config = small_config("diff_v2", num_kv_heads=kv_heads)
+@pytest.mark.parametrize(("kv_heads", "ratio", "bias"), [(1, 1, False), (2, 2, True), (4, 1, True), (1, 4, True)])
+def test_diff_v2_is_its_equations(kv_heads: int, ratio: int, bias: bool) -> None:
+    config = small_config("diff_v2", num_kv_heads=kv_heads, noise_ratio=ratio, lambda_bias=bias)
     torch.manual_seed(kv_heads)
     attention = config.layers[0].mixer.module(Place(0, 32))
     for parameter in attention.parameters():
@@ -137,6 +140,17 @@ def test_diff_v2_is_its_equations(kv_heads: int) -> None:
     x = torch.randn(1, 7, 32)
     out = attention(x, models.rope_for(config, torch.arange(7)[None]), None, None)
     torch.testing.assert_close(out[0].double(), slow_diff_v2(x[0], attention, config), rtol=0, atol=1e-5)
+
+
+def test_noise_heads_are_shared_within_a_kv_head() -> None:
+    with pytest.raises(DiffbitError, match="noise_ratio is 4, wanted a divisor of 2, the number of heads per kv head"):
+        small_config("diff_v2", noise_ratio=4)
+    with pytest.raises(DiffbitError, match="noise_ratio is 2, but softmax has no such option"):
+        small_config("softmax", noise_ratio=2)
+    shared, paired = (small_config("diff_v2", noise_ratio=ratio) for ratio in (2, 1))
+    assert family_for(shared).model_type == "diffbit"
+    assert "noise_ratio" not in paired.to_dict()["layers"][0]["mixer"]  # as in files of earlier versions
+    assert models.ModelConfig.from_dict(shared.to_dict()) == shared
 
 
 @pytest.mark.parametrize("attention", VARIANTS)

@@ -88,11 +88,11 @@ class Build:
             recorded, results = Path(folder) / "nodes", Path(folder) / "results"
             recorded.write_bytes(b"".join(map(_recorded, nodes)))
             done = self._call(str(recorded), str(results), *arguments, **environment)
-            found = _results(results.read_bytes()) if results.exists() else {}
+            results_of = _results(results.read_bytes()) if results.exists() else {}
             if done.returncode != 0 or done.stderr:
-                last = list(found)[-1] if found else "none"
+                last = list(results_of)[-1] if results_of else "none"
                 pytest.fail(f"exit status {done.returncode} in the node {last}:\n{done.stderr[:6000]}")
-            return found
+            return results_of
 
 
 def _recorded(node: Node) -> bytes:
@@ -116,7 +116,7 @@ def _recorded(node: Node) -> bytes:
 
 
 def _results(data: bytes) -> dict[str, list[np.ndarray] | str]:
-    found: dict[str, list[np.ndarray] | str] = {}
+    outputs_of: dict[str, list[np.ndarray] | str] = {}
     at = 0
     outputs: list[np.ndarray] = []
     while at < len(data):
@@ -125,16 +125,16 @@ def _results(data: bytes) -> dict[str, list[np.ndarray] | str]:
         at = stop + 1
         if what == "node":
             name, outputs = rest, []
-            found[name] = outputs
+            outputs_of[name] = outputs
         elif what == "error":
-            found[name] = rest
+            outputs_of[name] = rest
         elif what == "output":
             code, *shape = map(int, rest.split())
             count = int(np.prod(shape, dtype=np.int64))
             array = np.frombuffer(data, TYPES[code], count, at).reshape(shape)
             outputs.append(array)
             at += array.nbytes + 1
-    return found
+    return outputs_of
 
 
 def skip(reason: str) -> NoReturn:

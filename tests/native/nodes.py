@@ -81,11 +81,11 @@ def bits(array: np.ndarray) -> bytes:
     return array.tobytes()
 
 
-def equal(*wanted: np.ndarray) -> Callable[[list[np.ndarray]], None]:
+def equal(*expected: np.ndarray) -> Callable[[list[np.ndarray]], None]:
     """A check for the same bits."""
 
     def check(got: list[np.ndarray]) -> None:
-        for a, b in zip(got, wanted, strict=True):
+        for a, b in zip(got, expected, strict=True):
             assert a.shape == b.shape, f"shape {a.shape}, wanted {b.shape}"
             assert a.dtype == b.dtype, f"{a.dtype}, wanted {b.dtype}"
             assert bits(a) == bits(b), f"other bits: {a.ravel()[:4]}..., wanted {b.ravel()[:4]}..."
@@ -155,11 +155,13 @@ def product(name: str, rows: int, k: int, n: int, dtype: torch.dtype) -> Node:
     """FloatMatMul; tests/ops holds its order of sums."""
     g = generator(rows)
     a, weight = torch.randn(2, rows, k, generator=g).to(dtype), torch.randn(n, k, generator=g).to(dtype)
-    wanted = float_matmul.reference(a, weight).float().numpy()
+    expected = float_matmul.reference(a, weight).float().numpy()
 
     def check(got: list[np.ndarray]) -> None:
-        assert got[0].shape == wanted.shape
-        np.testing.assert_allclose(got[0].astype(np.float32), wanted, rtol=0, atol=0.01 * np.abs(wanted).max(initial=1))
+        assert got[0].shape == expected.shape
+        np.testing.assert_allclose(
+            got[0].astype(np.float32), expected, rtol=0, atol=0.01 * np.abs(expected).max(initial=1)
+        )
 
     return Node(
         f"float/{name}",
@@ -174,7 +176,7 @@ def product(name: str, rows: int, k: int, n: int, dtype: torch.dtype) -> Node:
 
 def mamba(op: ModuleType, case: MambaCase, in_place: bool = False, memory: bool = True) -> Node:
     """CausalConv or SelectiveScan. in_place: present_state lies where past_state does."""
-    given = case.conv() if op is causal_conv else case.scan()
+    inputs = case.conv() if op is causal_conv else case.scan()
     names = [tensor.name for tensor in op.OP.outputs if memory or tensor.name != "memory"]
 
     def check(got: list[np.ndarray]) -> None:
@@ -185,17 +187,17 @@ def mamba(op: ModuleType, case: MambaCase, in_place: bool = False, memory: bool 
             return None
         if name == "present_state":
             return Output(name, np.dtype(np.float32), 3, "past_state" if in_place else None)
-        return Output(name, array(given["x"]).dtype, 3)
+        return Output(name, array(inputs["x"]).dtype, 3)
 
     parts = f"{'' if memory else '_no_memory'}{'_in_place' if in_place else ''}"
     return Node(
         f"{op.OP.name}/{case.name}{parts}",
         op.OP.name,
         {"spec_version": op.OP.version},
-        {name: array(tensor) for name, tensor in given.items()},
+        {name: array(tensor) for name, tensor in inputs.items()},
         tuple(output(tensor.name) for tensor in op.OP.outputs),
         check,
-        constants=tuple(name for name in ("weight", "bias", "A", "D", "dt_bias") if name in given),
+        constants=tuple(name for name in ("weight", "bias", "A", "D", "dt_bias") if name in inputs),
     )
 
 
@@ -204,25 +206,25 @@ def attention(case: AttentionCase, in_place: bool = False, roundings: int = 1) -
 
     `roundings` of an output's size are allowed beside twice the reference's error.
     """
-    wanted = [array(tensor) for tensor in reference(case)]
+    expected = [array(tensor) for tensor in reference(case)]
     names = [name for name in case.signature().outputs if name]
     oracle = exact(case)[0].numpy()
 
     def check(got: list[np.ndarray]) -> None:
-        for name, a, b in zip(names[1:], got[1:], wanted[1:], strict=True):
-            slots = case.held(name) if name.endswith("recent") else None  # what lies behind may be anything
+        for name, a, b in zip(names[1:], got[1:], expected[1:], strict=True):
+            slots = case.filled(name) if name.endswith("recent") else None  # what lies behind may be anything
             assert a.shape == b.shape, f"{name}: shape {a.shape}, wanted {b.shape}"
             equal(b[:, :, :slots])([a[:, :, :slots]])
-        assert got[0].shape == oracle.shape and got[0].dtype == wanted[0].dtype
+        assert got[0].shape == oracle.shape and got[0].dtype == expected[0].dtype
         if not oracle.size:
             return
-        error, allowed = (np.abs(out.astype(np.float64) - oracle).max() for out in (got[0], wanted[0]))
+        error, allowed = (np.abs(out.astype(np.float64) - oracle).max() for out in (got[0], expected[0]))
         rounding = roundings * ROUNDING[case.dtype] * max(1.0, np.abs(oracle).max())
         assert error <= 2 * allowed + rounding, f"error {error:.3g}, the reference's {allowed:.3g}"
 
     def output(name: str) -> Output:
-        made, shared = wanted[names.index(name)], in_place and name != "out"
-        return Output(name, made.dtype, made.ndim, name.replace("present", "past") if shared else None)
+        result, shared = expected[names.index(name)], in_place and name != "out"
+        return Output(name, result.dtype, result.ndim, name.replace("present", "past") if shared else None)
 
     return Node(
         f"attention/{case.name}{'_in_place' if in_place else ''}",

@@ -134,7 +134,7 @@ OPS = {
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_any_shape(op: str) -> None:
+def test_any_shape_gives_the_expected_arrays(op: str) -> None:
     host = build("sanitized")
     node_of, cases = OPS[op]
     numbers = itertools.cycle((1, 2))  # of threads
@@ -145,9 +145,9 @@ def test_any_shape(op: str) -> None:
         nodes = [replace(node_of(case), name=str(i)) for i, case in enumerate(some)]
         for isa in host.instruction_sets:
             threads = next(numbers)
-            found = host.run(nodes, isa, threads)
+            results = host.run(nodes, isa, threads)
             for node, case in zip(nodes, some, strict=True):
-                wrong = differences(found[node.name], node)
+                wrong = differences(results[node.name], node)
                 assert not wrong, f"{isa}, {threads} threads: {case}: {wrong}"
 
     check()

@@ -36,18 +36,18 @@ def test_onnx_runtime_reports_the_sentence() -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_sanitizers_find_nothing(threads: int) -> None:
     host = build("sanitized")
-    found = host.run([case.node for case in table()], host.instruction_sets[0], threads)
+    results = host.run([case.node for case in table()], host.instruction_sets[0], threads)
     for case in table():
-        text = found[case.node.name]
+        text = results[case.node.name]
         assert isinstance(text, str), f"{case.node.name} computed something"
         assert re.search(case.sentence or "no entry of the op", text), f"{case.node.name}: {text}"
 
 
-def refused_or_computed(found: list[np.ndarray] | str, node: Node) -> bool:
+def refused_or_computed(result: list[np.ndarray] | str, node: Node) -> bool:
     """Whether a misshapen node got a sentence that names the op, or all of its first output's numbers."""
-    if isinstance(found, str):
-        return found.startswith(node.op) or "no entry" in found
-    return not np.isnan(found[0]).any()
+    if isinstance(result, str):
+        return result.startswith(node.op) or "no entry" in result
+    return not np.isnan(result[0]).any()
 
 
 @pytest.mark.slow
@@ -56,9 +56,9 @@ def test_misshapen_inputs(base: Node) -> None:
     host = build("sanitized")
     nodes = list(misshapen(base))
     for isa in {host.instruction_sets[0], "scalar"}:
-        found = host.run(nodes, isa, threads=1)
+        results = host.run(nodes, isa, threads=1)
         wrong = [
-            f"{node.name}: {found[node.name]}" for node in nodes if not refused_or_computed(found[node.name], node)
+            f"{node.name}: {results[node.name]}" for node in nodes if not refused_or_computed(results[node.name], node)
         ]
         assert not wrong, "\n".join(wrong)
     isa, *_ = native.instruction_sets()
@@ -67,4 +67,4 @@ def test_misshapen_inputs(base: Node) -> None:
             outputs: list[np.ndarray] | str = sessions.run(sessions.session(node, isa), node)
         except Exception as error:
             outputs = str(error)
-        assert isinstance(outputs, str) == isinstance(found[node.name], str), f"{node.name}: {outputs}"
+        assert isinstance(outputs, str) == isinstance(results[node.name], str), f"{node.name}: {outputs}"

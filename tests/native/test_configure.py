@@ -25,7 +25,7 @@ H100 = "echo 9.0"
 
 @dataclass(frozen=True)
 class Configured:
-    said: str
+    output: str
     commands: list[str]  # of the compiler, one for each file
 
     @property
@@ -72,16 +72,16 @@ def real_nvcc() -> str:
 
 def test_cuda_is_compiled_only_where_it_is_asked_for(machine: Machine) -> None:
     for _ in range(2):  # and again in the same folder
-        found = machine.configure(nvidia_smi=NO_CARD)
-        assert "no kernels for NVIDIA GPUs: ask for them with -DDIFFBIT_CUDA=ON" in found.said
-        assert found.has_cpu_kernels and not found.architectures
+        configured = machine.configure(nvidia_smi=NO_CARD)
+        assert "no kernels for NVIDIA GPUs: ask for them with -DDIFFBIT_CUDA=ON" in configured.output
+        assert configured.has_cpu_kernels and not configured.architectures
 
 
 def test_a_card_gets_its_own_kernels(machine: Machine) -> None:
     real_nvcc()
     for _ in range(2):
-        found = machine.configure(nvidia_smi="echo 9.0; echo 8.6; echo 9.0")
-        assert found.architectures == {"86", "90a"} and found.has_cpu_kernels
+        configured = machine.configure(nvidia_smi="echo 9.0; echo 8.6; echo 9.0")
+        assert configured.architectures == {"86", "90a"} and configured.has_cpu_kernels
 
 
 def test_an_old_compiler_drops_the_architecture(machine: Machine) -> None:
@@ -89,9 +89,9 @@ def test_an_old_compiler_drops_the_architecture(machine: Machine) -> None:
     refuse = """case "$*" in *90a*) echo "nvcc fatal : Unsupported gpu architecture 'compute_90a'" >&2; exit 1;; esac"""
     nvcc = machine.tool("nvcc", f'{refuse}\nexec {real_nvcc()} "$@"')
     options = ("-DDIFFBIT_CUDA=ON", "-DDIFFBIT_CUDA_ARCHITECTURES=80 90a")
-    found = machine.configure(*options, nvidia_smi=NO_CARD, nvcc=nvcc)
-    assert re.search("no kernels for sm_90a: nvcc .* Unsupported gpu architecture 'compute_90a'", found.said)
-    assert found.architectures == {"80"} and found.has_cpu_kernels
+    configured = machine.configure(*options, nvidia_smi=NO_CARD, nvcc=nvcc)
+    assert re.search("no kernels for sm_90a: nvcc .* Unsupported gpu architecture 'compute_90a'", configured.output)
+    assert configured.architectures == {"80"} and configured.has_cpu_kernels
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,10 @@ def test_an_old_compiler_drops_the_architecture(machine: Machine) -> None:
 def test_without_a_compiler_that_works_there_are_the_cpus_kernels(machine: Machine, script: str | None) -> None:
     nvcc = machine.folder / "nowhere" if script is None else machine.tool("nvcc", script)
     for options in (["-DDIFFBIT_CUDA=ON"], []):  # asked for, and for the machine's own card
-        found = machine.configure(*options, nvidia_smi=H100, nvcc=nvcc)
-        assert "no kernels for NVIDIA GPUs: nvcc is missing" in found.said and "or does not work" in found.said
-        assert found.has_cpu_kernels and not found.architectures
+        configured = machine.configure(*options, nvidia_smi=H100, nvcc=nvcc)
+        assert (
+            "no kernels for NVIDIA GPUs: nvcc is missing" in configured.output
+            and "or does not work" in configured.output
+        )
+        assert configured.has_cpu_kernels and not configured.architectures
         shutil.rmtree(machine.folder / "build")

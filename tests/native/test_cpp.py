@@ -27,13 +27,13 @@ PROMPT = [315, 221, 7]
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = library()
-    if not shutil.which("c++") or found is None:
+    path = library()
+    if not shutil.which("c++") or path is None:
         skip("needs a C++ compiler and the native library")
     folder = tmp_path_factory.mktemp("cpp")
     (runtime,) = (Path(onnxruntime.__path__[0]) / "capi").glob("libonnxruntime.so.1.*")
     (folder / "libonnxruntime.so.1").symlink_to(runtime)  # the name that it gives itself
-    (folder / "libdiffbit_ops.so").symlink_to(found)
+    (folder / "libdiffbit_ops.so").symlink_to(path)
     include = [f"-I{ROOT / 'tests' / 'native' / 'stand_in'}", f"-I{ROOT / 'csrc' / 'ort'}"]
     link = [f"-L{folder}", "-ldiffbit_ops", "-l:libonnxruntime.so.1", f"-Wl,-rpath,{folder}"]
     source = ROOT / "examples" / "cpp" / "run.cpp"
@@ -75,12 +75,12 @@ def with_states(tmp_path: Path) -> Path:
 def test_it_writes_the_tokens_of_run(program: Path, name: str, request: pytest.FixtureRequest) -> None:
     artifact = Artifact.open(name if name == "nano" else request.getfixturevalue(name))
     session = Session(artifact)
-    wanted = [int(session.prefill([PROMPT])[0].argmax())]
-    while len(wanted) < 16:
-        wanted.append(int(session.prefill([wanted[-1:]])[0].argmax()))
+    expected = [int(session.prefill([PROMPT])[0].argmax())]
+    while len(expected) < 16:
+        expected.append(int(session.prefill([expected[-1:]])[0].argmax()))
     done = run(program, artifact.path, *PROMPT)
     assert (done.returncode, done.stderr) == (0, "")
-    assert [int(line) for line in done.stdout.split()] == wanted
+    assert [int(line) for line in done.stdout.split()] == expected
 
 
 def test_what_onnx_runtime_refuses_is_said(program: Path, tmp_path: Path) -> None:

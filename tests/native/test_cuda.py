@@ -48,10 +48,10 @@ def readelf(*arguments: str | Path) -> str:
 def test_exports_nothing_else(library: Path) -> None:
     defined = [line.split() for line in readelf("--dyn-syms", library).splitlines() if " DEFAULT " in line]
     names = {words[7] for words in defined if words[6] != "UND"}
-    wanted = {"RegisterCustomOps", "diffbit_isas", "diffbit_cuda_architectures"}
+    expected = {"RegisterCustomOps", "diffbit_isas", "diffbit_cuda_architectures"}
     if native.cuda_architectures():
-        wanted |= {f"diffbit_cuda_{op.of.call.function}{end}" for op in cuda.STRUCTURES for end in ("", "_workspace")}
-    assert names == wanted
+        expected |= {f"diffbit_cuda_{op.of.call.function}{end}" for op in cuda.STRUCTURES for end in ("", "_workspace")}
+    assert names == expected
 
 
 def test_needs_neither_cuda_nor_torch_nor_onnx_runtime(library: Path) -> None:
@@ -78,10 +78,10 @@ def test_holds_code_for_the_architectures_that_it_names(library: Path) -> None:
     names = native.cuda_architectures()
     if not names:
         pytest.skip("the library was built without CUDA")
-    found = list(fat_binaries(library.read_bytes()))
-    assert {number for kind, number in found if kind == "elf"} == {int(name.rstrip("a")) for name in names}
+    binaries = list(fat_binaries(library.read_bytes()))
+    assert {number for kind, number in binaries if kind == "elf"} == {int(name.rstrip("a")) for name in names}
     for_newer = {int(names[0])} if names[0].isdigit() else set()
-    assert {number for kind, number in found if kind == "ptx"} == for_newer
+    assert {number for kind, number in binaries if kind == "ptx"} == for_newer
 
 
 def kind(node: Node) -> tuple[object, ...]:
@@ -96,8 +96,8 @@ def test_ops_as_onnx_runtime_calls_them() -> None:
     """A case of each kind from its node to its kernel on the emulated GPU; tests/ops computes every case."""
     table = list({kind(node): node for node in nodes()}.values())
     assert len(table) > 60
-    found = build("emulated").run_cuda(table)
-    wrong = [text for node in table if (text := differences(found[node.name], node))]
+    results = build("emulated").run_cuda(table)
+    wrong = [text for node in table if (text := differences(results[node.name], node))]
     assert not wrong, "\n".join(wrong)
 
 
@@ -106,8 +106,8 @@ def test_bfloat16_as_onnx_runtime_calls_it() -> None:
     table = list(bfloat16_nodes())
     assert {node.op for node in table} == {op.name for op in schema.OPS}
     library = build("emulated")
-    found, there = library.run_cuda(table), library.run(table, "scalar", 1)
-    wrong = [text for node in table if (text := differences(found[node.name], node))]
+    results, there = library.run_cuda(table), library.run(table, "scalar", 1)
+    wrong = [text for node in table if (text := differences(results[node.name], node))]
     assert not wrong, "\n".join(wrong)
     assert set(there.values()) == {"no entry of the op has these types"}
 
@@ -116,8 +116,8 @@ def test_wrong_nodes_end_in_a_sentence() -> None:
     """The same ones as on the CPU, but where only the device could read what is wrong."""
     on_the_device = ("positions_beyond", "positions_negative", "no_tables", "zeros_of_9")
     table = [case for case in broken() if not case.node.name.endswith(on_the_device)]
-    found = build("emulated").run_cuda(case.node for case in table)
+    results = build("emulated").run_cuda(case.node for case in table)
     for case in table:
-        text = found[case.node.name]
+        text = results[case.node.name]
         assert isinstance(text, str), f"{case.node.name} computed something"
         assert re.search(case.sentence or "no entry of the op", text), f"{case.node.name}: {text}"

@@ -39,7 +39,7 @@ def differences(got: list[np.ndarray] | str, node: Node) -> str | None:
 
 
 @pytest.mark.parametrize(("kind", "isa"), HOSTS, ids=lambda value: value)
-def test_every_case(kind: str, isa: str) -> None:
+def test_every_case_gives_the_expected_arrays(kind: str, isa: str) -> None:
     host = build(kind)
     if isa not in host.instruction_sets:
         pytest.skip(f"this CPU has no {isa}; it has {', '.join(host.instruction_sets)}")

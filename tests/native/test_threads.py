@@ -45,8 +45,10 @@ def test_two_sessions_at_once() -> None:
     prepared = [(node, *(sessions.session(node, isa, 2) for _ in range(2))) for node in table()]
     alone = {node.name: bits(sessions.run(first, node)) for node, first, _ in prepared}
 
-    def repeat(made: list[tuple[Node, onnxruntime.InferenceSession]]) -> list[str]:
-        return [node.name for _ in range(2) for node, one in made if bits(sessions.run(one, node)) != alone[node.name]]
+    def repeat(opened: list[tuple[Node, onnxruntime.InferenceSession]]) -> list[str]:
+        return [
+            node.name for _ in range(2) for node, one in opened if bits(sessions.run(one, node)) != alone[node.name]
+        ]
 
     with ThreadPoolExecutor(2) as pool:
         both = [[(node, pair[which]) for node, *pair in prepared] for which in (0, 1)]

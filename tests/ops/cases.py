@@ -76,14 +76,14 @@ class AttentionCase:
         """Slots of a sliding window's buffer; 0: it is no ring."""
         return -(-self.sliding_window // 32) * 32 if bits < 8 else self.sliding_window
 
-    def held(self, present: str) -> int:
+    def filled(self, present: str) -> int:
         """Slots of an output that hold tokens (or blocks of them, for scales), along its third dimension."""
         bits = self.key_bits if "key" in present else self.value_bits
         quantized = self.total if bits >= 8 else self.quantized(self.total)
         if present.endswith("recent"):
             return self.total - quantized
-        held = min(quantized, self.ring(bits)) if self.sliding_window else quantized
-        return held // 32 if present.endswith("scale") and bits < 8 else held
+        tokens = min(quantized, self.ring(bits)) if self.sliding_window else quantized
+        return tokens // 32 if present.endswith("scale") and bits < 8 else tokens
 
     def inputs(self) -> dict[str, torch.Tensor | None]:
         """Random inputs in the op's order, None those that the node has no use for.
@@ -166,7 +166,7 @@ class AttentionCase:
 
     def attributes(self) -> dict[str, int | float]:
         """The node's attributes."""
-        given = {
+        values = {
             "num_heads": self.heads,
             "num_kv_heads": self.kv_heads,
             "branches": self.branches,
@@ -180,7 +180,7 @@ class AttentionCase:
             "window": self.window,
             "sliding_window": self.sliding_window,
         }
-        return diff_attention.OP.attributes_of(given)
+        return diff_attention.OP.attributes_of(values)
 
 
 _V1 = AttentionCase("v1_prefill")
@@ -260,6 +260,7 @@ ATTENTION_CASES = [
     replace(_GROUPED, name="grouped_decode", steps=1, past=300, beyond=3, d=64, batch=2, padding="left", seed=111),
     replace(_GROUPED, name="grouped_fp16", noise_ratio=2, kv_heads=2, steps=2, past=19, dtype=torch.float16, seed=112),
     replace(_V2, name="grouped_v2", heads=6, kv_heads=2, noise_ratio=3, steps=3, past=9, batch=2, seed=113),
+    _low("grouped_v2_int4_decode", 4, 4, base=_V2, heads=8, kv_heads=2, noise_ratio=4, steps=1, past=99, seed=119),
     _low("grouped_int8_decode", 8, 8, base=_GROUPED, steps=1, past=70, beyond=1, d=128, seed=114),
     _low("grouped_int8_query8", 8, 8, 8, base=_GROUPED, steps=1, past=300, d=64, seed=115),
     _low("grouped_int4_decode", 4, 4, base=_GROUPED, steps=1, past=300, beyond=3, d=64, seed=116),

@@ -24,7 +24,7 @@ def shapes_of(case: AttentionCase, x: Tensors) -> dict[str, tuple[torch.Size, to
         assert past is not None
         shape = list(past.shape)
         if not name.endswith("recent"):
-            shape[2] = max(shape[2], case.held(name))
+            shape[2] = max(shape[2], case.filled(name))
         shapes[name] = (torch.Size(shape), past.dtype)
     return shapes
 
@@ -89,21 +89,21 @@ def run_cuda(device: Device, case: AttentionCase, x: Tensors, in_place: bool = F
     return {name: tensor.cpu() for name, tensor in got.items()}
 
 
-def same_bits(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+def same_bits(got: torch.Tensor, expected: torch.Tensor) -> bool:
     """One NaN is like the other, and so are zeros."""
-    return got.dtype == wanted.dtype and torch.equal(got.nan_to_num(1e4), wanted.nan_to_num(1e4))
+    return got.dtype == expected.dtype and torch.equal(got.nan_to_num(1e4), expected.nan_to_num(1e4))
 
 
 def check(case: AttentionCase, got: dict[str, torch.Tensor], roundings: int = 1) -> None:
     """The cache bit for bit; the output with at most twice the reference's error, both against float64."""
     names = [name for name in case.signature().outputs if name]
-    wanted = dict(zip(names, reference(case), strict=True))
+    expected = dict(zip(names, reference(case), strict=True))
     assert [*got] == names
     for name in names[1:]:
-        assert got[name].shape == wanted[name].shape, name
-        slots = case.held(name) if name.endswith("recent") else None
-        assert same_bits(got[name][:, :, :slots], wanted[name][:, :, :slots]), f"{name} has other bits"
+        assert got[name].shape == expected[name].shape, name
+        slots = case.filled(name) if name.endswith("recent") else None
+        assert same_bits(got[name][:, :, :slots], expected[name][:, :, :slots]), f"{name} has other bits"
     oracle = exact(case)[0]
     size = max(1.0, float(oracle.abs().max()))
-    error, allowed = (float((out.double() - oracle).abs().max()) for out in (got["out"], wanted["out"]))
+    error, allowed = (float((out.double() - oracle).abs().max()) for out in (got["out"], expected["out"]))
     assert error <= 2 * allowed + roundings * ROUNDING[case.dtype] * size, f"{error:.3g}, the reference's {allowed:.3g}"

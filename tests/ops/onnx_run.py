@@ -48,8 +48,8 @@ def node_of(
     outputs: dict[str, int | None],
 ) -> onnx.NodeProto:
     """A node; inputs and outputs that are None are empty names."""
-    given, made = (["" if x is None else name for name, x in side.items()] for side in (inputs, outputs))
-    return helper.make_node(name, given, made, domain=domain, **attributes)
+    input_names, output_names = (["" if x is None else name for name, x in side.items()] for side in (inputs, outputs))
+    return helper.make_node(name, input_names, output_names, domain=domain, **attributes)
 
 
 @functools.cache

@@ -72,11 +72,11 @@ def test_rows_and_grids_with_no_finite_step_are_nan(odd: float, device: Device) 
         x["key"][0, 2, 5] = x["value"][0, *value] = odd
         got = run_cuda(device, case, x)
         names = [name for name in case.signature().outputs if name]
-        wanted = dict(zip(names, call_reference(case, x), strict=True))
+        expected = dict(zip(names, call_reference(case, x), strict=True))
         for name in names:
-            slots = case.held(name) if name.endswith("recent") else None
-            assert torch.equal(got[name][:, :, :slots].isnan(), wanted[name][:, :, :slots].isnan()), name
-            assert name == "out" or same_bits(got[name][:, :, :slots], wanted[name][:, :, :slots]), name
+            slots = case.filled(name) if name.endswith("recent") else None
+            assert torch.equal(got[name][:, :, :slots].isnan(), expected[name][:, :, :slots].isnan()), name
+            assert name == "out" or same_bits(got[name][:, :, :slots], expected[name][:, :, :slots]), name
 
 
 @on_each_device
@@ -111,8 +111,8 @@ def test_a_position_beyond_the_tables_is_nan(device: Device) -> None:
 @on_each_device
 def test_nothing_to_do(device: Device) -> None:
     for case in (AttentionCase("no_steps", steps=0, past=3, beyond=2), AttentionCase("no_batch", batch=0, past=3)):
-        got, wanted = run_cuda(device, case, case.inputs()), call_reference(case, case.inputs())
-        for a, b in zip(got.values(), wanted, strict=True):
+        got, expected = run_cuda(device, case, case.inputs()), call_reference(case, case.inputs())
+        for a, b in zip(got.values(), expected, strict=True):
             assert a.shape == b.shape and same_bits(a, b)
 
 

@@ -37,12 +37,12 @@ def caches(case: AttentionCase, x: Tensors) -> tuple[Cached, Cached]:
         if new is not None:
             rows = new.float().view(case.batch, case.steps, case.kv_heads, case.d)
             if name == "key":
-                rows = rotated(rows, *(x[each] for each in ("position_ids", "cos", "sin")))  # type: ignore[arg-type]
+                rows = rotated(rows, *(x[input_name] for input_name in ("position_ids", "cos", "sin")))  # type: ignore[arg-type]
             rows = rows.transpose(1, 2)
         scale, recent = (x.get(f"past_{name}_{part}") for part in ("scale", "recent"))
         ring = case.sliding_window > 0
-        found = append(rows, past, scale, recent, case.total - steps, bits, case.window, ring)
-        return found.as_stored(case.steps) if case.query_only else found
+        stored = append(rows, past, scale, recent, case.total - steps, bits, case.window, ring)
+        return stored.as_stored(case.steps) if case.query_only else stored
 
     return cache("key", case.key_bits), cache("value", case.value_bits)
 
@@ -76,8 +76,8 @@ def composed(case: AttentionCase, x: Tensors) -> torch.Tensor:
     for branch in range(n):
         logits = torch.zeros(())
         for seen, k in keys:
-            found = torch.einsum("bsgrd,bgtd->bgrst", q[..., branch, :].float(), k[:, :, branch if width == 2 else 0])
-            logits = logits + torch.where(seen, found, 0.0)
+            dots = torch.einsum("bsgrd,bgtd->bgrst", q[..., branch, :].float(), k[:, :, branch if width == 2 else 0])
+            logits = logits + torch.where(seen, dots, 0.0)
         scores = logits.to(dtype).float() * case.attributes()["scale"]
         shares = torch.softmax(scores.masked_fill(~visible, -math.inf), -1)
         shares = torch.where(visible, shares, 0.0).to(dtype).float()
@@ -97,10 +97,10 @@ def composed(case: AttentionCase, x: Tensors) -> torch.Tensor:
 
 def check(case: AttentionCase, x: Tensors, got: dict[str, torch.Tensor]) -> None:
     names = [name for name in case.signature().outputs if name]
-    wanted = dict(zip(names, call_reference(case, x), strict=True))
+    expected = dict(zip(names, call_reference(case, x), strict=True))
     for name in names[1:]:
-        slots = case.held(name) if name.endswith("recent") else None
-        assert same_bits(got[name][:, :, :slots], wanted[name][:, :, :slots]), f"{name} has other bits"
+        slots = case.filled(name) if name.endswith("recent") else None
+        assert same_bits(got[name][:, :, :slots], expected[name][:, :, :slots]), f"{name} has other bits"
     oracle = call_reference(case, in_doubles(x))[0]
     peer = composed(case, x)
 

@@ -23,7 +23,7 @@ import torch
 from onnx import helper
 
 from diffbit.io.errors import DiffbitError
-from diffbit.ops import diff_attention, diff_attention_reference
+from diffbit.ops import diff_attention, diff_attention_body, diff_attention_reference
 from diffbit.ops.signature import DOMAIN
 from diffbit.runtime import native
 
@@ -43,30 +43,30 @@ class Tokens:
         self.floats: dict[int, np.ndarray] = {}  # token -> [d]
         self.codes: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}  # token -> codes [d], step, point
         past, d = x[f"past_{name}"][b, head], case.d
-        held = case.total if case.query_only else case.past
+        stored = case.total if case.query_only else case.past
         if ring := case.ring(self.bits):  # what the ring has dropped is not read
-            past = np.resize(past, (max(held, ring), *past.shape[1:]))
+            past = np.resize(past, (max(stored, ring), *past.shape[1:]))
         for s in range(0 if case.query_only else case.steps):
             row = x[name][b, s, head * d : (head + 1) * d]
             row = row if self.bits == 16 else row.astype(np.float32)
             row = rotated(x, row, int(x["position_ids"][b, s])) if name == "key" else row
             self.floats[case.past + s] = row
         if self.bits == 16:
-            self.floats |= {t: past[t] for t in range(held)}
+            self.floats |= {t: past[t] for t in range(stored)}
             return
         scale = x[f"past_{name}_scale"][b, head]
         if ring:
             blocks = 32 if self.bits < 8 else 1
-            scale = np.resize(scale, (max(held, ring) // blocks, *scale.shape[1:]))
+            scale = np.resize(scale, (max(stored, ring) // blocks, *scale.shape[1:]))
         if self.bits == 8:
-            self.codes = {t: (past[t], scale[t], np.float32(0)) for t in range(held)}
+            self.codes = {t: (past[t], scale[t], np.float32(0)) for t in range(stored)}
             for t, row in self.floats.items():
                 step = np.abs(row).max() / np.float32(127)
                 self.codes[t] = np.round(row / (step or np.float32(1))), step, np.float32(0)
             return
-        recent, before = x[f"past_{name}_recent"][b, head], case.quantized(held)
+        recent, before = x[f"past_{name}_recent"][b, head], case.quantized(stored)
         self.floats = {t: row.astype(np.float16) for t, row in self.floats.items()}
-        self.floats |= {t: recent[t - before] for t in range(before, held)}
+        self.floats |= {t: recent[t - before] for t in range(before, stored)}
         for t in range(before):
             self.codes[t] = self.unpacked(past[t]), *scale[t // 32]
         for first in range(before, case.quantized(case.total), 32):
@@ -179,8 +179,8 @@ def call_reference(case: AttentionCase, x: dict[str, torch.Tensor | None]) -> tu
     attributes = case.attributes()
     del attributes["spec_version"]
     outputs = diff_attention_reference.reference(**{**x, "past_length": case.past}, **attributes)
-    wanted = dict(zip(diff_attention.OUTPUTS, outputs, strict=True))
-    assert [name for name in wanted if wanted[name] is not None] == list(filter(None, case.signature().outputs))
+    expected = dict(zip(diff_attention.OUTPUTS, outputs, strict=True))
+    assert [name for name in expected if expected[name] is not None] == list(filter(None, case.signature().outputs))
     return tuple(output for output in outputs if output is not None)
 
 
@@ -227,17 +227,17 @@ def run(
     case: AttentionCase, x: dict[str, np.ndarray | None], isa: str | None = None, threads: int = 1
 ) -> list[np.ndarray]:
     outputs, kinds = outputs_of(case)
-    body = body_of(diff_attention.function, case.signature())
+    body = body_of(diff_attention_body.function, case.signature())
     return run_node(body, x, case.attributes(), outputs, isa=isa, threads=threads, kinds=kinds)
 
 
-def assert_same_cache(case: AttentionCase, got: Iterable[np.ndarray], wanted: Iterable[np.ndarray]) -> None:
+def assert_same_cache(case: AttentionCase, got: Iterable[np.ndarray], expected: Iterable[np.ndarray]) -> None:
     """The outputs behind the first, bit for bit, but for what lies behind the recent tokens."""
     names = [name for name in case.signature().outputs[1:] if name]
-    for name, a, b in zip(names, got, wanted, strict=True):
+    for name, a, b in zip(names, got, expected, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype, name
         if name.endswith("recent"):
-            a, b = (array[:, :, : case.held(name)] for array in (a, b))
+            a, b = (array[:, :, : case.filled(name)] for array in (a, b))
         np.testing.assert_array_equal(a, b, err_msg=name)
 
 
@@ -248,26 +248,26 @@ def test_reference_is_the_equation(case: AttentionCase) -> None:
     for name, present in zip(("present_key", "present_value"), presents, strict=False):
         bits = case.key_bits if name == "present_key" else case.value_bits
         room = 0 if case.beyond is None else -(-case.beyond // 32) * 32 if bits < 8 else case.beyond
-        assert present.shape[2] == (case.ring(bits) or case.held(name) + room)
-        assert not present[:, :, : case.held(name)].isnan().any()
+        assert present.shape[2] == (case.ring(bits) or case.filled(name) + room)
+        assert not present[:, :, : case.filled(name)].isnan().any()
     np.testing.assert_allclose(reference(case)[0].double().numpy(), exact(case)[0].numpy(), atol=TOLERANCE[case.dtype])
 
 
 @cases
 def test_body_is_the_reference(case: AttentionCase) -> None:
-    got, wanted = run(case, arrays(case.inputs())), [tensor.numpy() for tensor in reference(case)]
-    assert got[0].dtype == wanted[0].dtype
-    np.testing.assert_allclose(got[0].astype(np.float64), wanted[0], atol=TOLERANCE[case.dtype])
-    assert_same_cache(case, got[1:], wanted[1:])
+    got, expected = run(case, arrays(case.inputs())), [tensor.numpy() for tensor in reference(case)]
+    assert got[0].dtype == expected[0].dtype
+    np.testing.assert_allclose(got[0].astype(np.float64), expected[0], atol=TOLERANCE[case.dtype])
+    assert_same_cache(case, got[1:], expected[1:])
 
 
 @on_isas_in_turn(ATTENTION_CASES)
 def test_kernel_is_the_reference(case: AttentionCase, isa: str) -> None:
-    got, wanted = run(case, arrays(case.inputs()), isa), [tensor.numpy() for tensor in reference(case)]
-    assert_same_cache(case, got[1:], wanted[1:])
+    got, expected = run(case, arrays(case.inputs()), isa), [tensor.numpy() for tensor in reference(case)]
+    assert_same_cache(case, got[1:], expected[1:])
     oracle = exact(case)[0].numpy()
     size = max(1.0, np.abs(oracle).max())
-    error, allowed = (np.abs(array.astype(np.float64) - oracle).max() for array in (got[0], wanted[0]))
+    error, allowed = (np.abs(array.astype(np.float64) - oracle).max() for array in (got[0], expected[0]))
     assert error <= 2 * allowed + ROUNDING[case.dtype] * size
 
 
@@ -288,10 +288,10 @@ def test_an_int8_row_with_no_finite_step_is_nan(odd: float, isa: str) -> None:
     case = AttentionCase("odd", steps=5, past=3, beyond=1, d=20, key_bits=8, value_bits=8)
     x = case.inputs()
     x["key"][0, 3, 2] = x["value"][0, 4, 19] = odd
-    got, wanted = run(case, arrays(x), isa), call_reference(case, x)
-    for a, b in zip(got, wanted, strict=True):
+    got, expected = run(case, arrays(x), isa), call_reference(case, x)
+    for a, b in zip(got, expected, strict=True):
         np.testing.assert_array_equal(np.isnan(a), b.isnan().numpy())
-    for a, b in zip(got[1:], wanted[1:], strict=True):
+    for a, b in zip(got[1:], expected[1:], strict=True):
         np.testing.assert_array_equal(a, b.numpy())
     rows = slice(case.past, case.past + case.steps)
     assert [int(np.isnan(scales[:, :, rows]).sum()) for scales in got[3:]] == [1, 1]
@@ -303,8 +303,8 @@ def test_a_grid_with_no_finite_step_is_nan(odd: float, isa: str) -> None:
     case = AttentionCase("odd", steps=40, past=60, beyond=0, d=64, key_bits=4, value_bits=2)
     x = case.inputs()
     x["key"][0, 2, 5] = x["value"][0, 2, 64 + 40] = odd  # token 62, of the second group
-    got, wanted = run(case, arrays(x), isa), [tensor.numpy() for tensor in call_reference(case, x)]
-    assert_same_cache(case, got[1:], wanted[1:])
+    got, expected = run(case, arrays(x), isa), [tensor.numpy() for tensor in call_reference(case, x)]
+    assert_same_cache(case, got[1:], expected[1:])
     key_grids, value_grids = got[3][:, :, :2], got[4][:, :, :2]
     turned = (5, 5 + 32)  # RoPE turns them together
     assert np.argwhere(np.isnan(key_grids)).tolist() == [[0, 0, 1, part, i] for part in (0, 1) for i in turned]
@@ -349,10 +349,10 @@ prompts = pytest.mark.parametrize(
 )
 
 
-def assert_same(case: AttentionCase, got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    found, expected = ([tensor.numpy() for tensor in side] for side in (got, wanted))
-    np.testing.assert_allclose(found[0], expected[0], atol=TOLERANCE[case.dtype])
-    assert_same_cache(case, found[1:], expected[1:])
+def assert_same(case: AttentionCase, got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    actual, exact_ = ([tensor.numpy() for tensor in side] for side in (got, expected))
+    np.testing.assert_allclose(actual[0], exact_[0], atol=TOLERANCE[case.dtype])
+    assert_same_cache(case, actual[1:], exact_[1:])
 
 
 @prompts
@@ -391,12 +391,12 @@ def test_a_window_that_nothing_exceeds_is_none(isa: str | None, bits: tuple[int,
     def session(case: AttentionCase, x: dict[str, torch.Tensor | None]) -> list[torch.Tensor]:
         return [torch.from_numpy(array) for array in run(case, arrays(x), isa)]
 
-    without, *held = in_chunks(case, sizes, session)
+    without, *linears = in_chunks(case, sizes, session)
     out, *rings = in_chunks(replace(case, sliding_window=54), sizes, session)
     np.testing.assert_array_equal(out, without)
     names = [name for name in case.signature().outputs[1:] if name]
-    for name, ring, linear in zip(names, rings, held, strict=True):
-        np.testing.assert_array_equal(ring[:, :, : case.held(name)], linear[:, :, : case.held(name)], name)
+    for name, ring, linear in zip(names, rings, linears, strict=True):
+        np.testing.assert_array_equal(ring[:, :, : case.filled(name)], linear[:, :, : case.filled(name)], name)
 
 
 @by_body_and_kernel
@@ -409,9 +409,9 @@ def test_queries_alone_read_what_a_whole_node_reads(isa: str | None, bits: tuple
     x = arrays(whole.inputs())
     out, *presents = run(whole, x, isa)
     names = [name.replace("present", "past") for name in whole.signature().outputs[1:] if name]
-    own = {name: x[name][:, -steps:] for name in ("query", "position_ids")}
+    of_queries = {name: x[name][:, -steps:] for name in ("query", "position_ids")}
     past = np.array([whole.total - steps])
-    x = x | dict(zip(names, presents, strict=True)) | own | {"key": None, "value": None, "past_length": past}
+    x = x | dict(zip(names, presents, strict=True)) | of_queries | {"key": None, "value": None, "past_length": past}
     (alone,) = run(replace(whole, steps=steps, past=int(past[0]), query_only=True), x, isa)
     # of a low-bit cache only the last query sees the same tokens as codes
     same = slice(None) if min(keys, values) >= 8 else slice(-1, None)
@@ -453,7 +453,7 @@ IN_PLACE = [case for case in ATTENTION_CASES if case.beyond is not None]
 
 @on_isas_in_turn(IN_PLACE, sets=1)
 def test_a_shared_buffer_gains_the_new_rows_and_nothing_else(case: AttentionCase, isa: str) -> None:
-    wanted = run(case, arrays(case.inputs()), isa)
+    expected = run(case, arrays(case.inputs()), isa)
     session, x = node_session(case, isa=isa), fed(arrays(case.inputs()))
     outputs = [name for name in case.signature().outputs if name]
     binding = session.io_binding()
@@ -464,13 +464,13 @@ def test_a_shared_buffer_gains_the_new_rows_and_nothing_else(case: AttentionCase
     for name in outputs[1:]:
         binding.bind_ortvalue_output(name, values[name.replace("present", "past")])
     session.run_with_iobinding(binding)
-    np.testing.assert_array_equal(binding.get_outputs()[0].numpy(), wanted[0])
-    for name, copied in zip(outputs[1:], wanted[1:], strict=True):
+    np.testing.assert_array_equal(binding.get_outputs()[0].numpy(), expected[0])
+    for name, copied in zip(outputs[1:], expected[1:], strict=True):
         shared, before = values[name.replace("present", "past")].numpy(), x[name.replace("present", "past")]
-        held = case.held(name)
-        np.testing.assert_array_equal(shared[:, :, :held], copied[:, :, :held])
+        filled = case.filled(name)
+        np.testing.assert_array_equal(shared[:, :, :filled], copied[:, :, :filled])
         if not name.endswith("recent"):
-            np.testing.assert_array_equal(shared[:, :, held:], before[:, :, held:])
+            np.testing.assert_array_equal(shared[:, :, filled:], before[:, :, filled:])
 
 
 # Kernels share what divides the work between threads: each case with one of them
@@ -483,22 +483,22 @@ def test_a_shared_buffer_gains_the_new_rows_and_nothing_else(case: AttentionCase
 )
 def test_threads_and_neighbours_change_no_bit(case: AttentionCase, isa: str) -> None:
     x = arrays(case.inputs())
-    wanted = run(case, x, isa)
+    expected = run(case, x, isa)
     sessions = [node_session(case, threads, isa) for threads in (2, 4)]
-    found: list[list[np.ndarray]] = []
+    results: list[list[np.ndarray]] = []
 
     def several(session: onnxruntime.InferenceSession) -> None:
-        found.extend(session.run(None, fed(x)) for _ in range(5))
+        results.extend(session.run(None, fed(x)) for _ in range(5))
 
     workers = [threading.Thread(target=several, args=(session,)) for session in sessions for _ in range(2)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    assert len(found) == 20
-    for got in found:
-        np.testing.assert_array_equal(got[0], wanted[0])
-        assert_same_cache(case, got[1:], wanted[1:])
+    assert len(results) == 20
+    for got in results:
+        np.testing.assert_array_equal(got[0], expected[0])
+        assert_same_cache(case, got[1:], expected[1:])
 
 
 def test_bad_attributes_are_sentences() -> None:

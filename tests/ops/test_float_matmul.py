@@ -44,12 +44,12 @@ def node(a: torch.Tensor, weight: torch.Tensor) -> tuple[dict[str, np.ndarray], 
 
 @cases
 @dtypes
-def test_body(rows: int, k: int, n: int, dtype: torch.dtype) -> None:
+def test_body_is_the_reference(rows: int, k: int, n: int, dtype: torch.dtype) -> None:
     a, weight = inputs(rows, k, n, dtype)
     (got,) = run_node(body_of(float_matmul.function), *node(a, weight), {"Y": 3}, ("W",))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
-    wanted = float_matmul.reference(a, weight)
-    torch.testing.assert_close(torch.from_numpy(got), wanted, rtol=tolerance, atol=tolerance * k**0.5)
+    expected = float_matmul.reference(a, weight)
+    torch.testing.assert_close(torch.from_numpy(got), expected, rtol=tolerance, atol=tolerance * k**0.5)
 
 
 @on_each_isa
@@ -66,13 +66,13 @@ def test_kernel_is_exact(rows: int, k: int, n: int, dtype: torch.dtype, isa: str
 
 @on_each_device
 @cases
-def test_cuda_kernel(rows: int, k: int, n: int, device: Device) -> None:
+def test_cuda_kernel_is_the_reference(rows: int, k: int, n: int, device: Device) -> None:
     for dtype in TYPES:
         a, weight = inputs(rows, k, n, dtype)
         y = device.poisoned((2, rows, n), dtype)
-        given = device.put(a), device.put(weight)
-        device.run(cuda.FloatMatMul(*(x.data_ptr() for x in (*given, y)), 2 * rows, n, k, TYPES[dtype]))
-        wanted = float_matmul.reference(a, weight)
+        operands = device.put(a), device.put(weight)
+        device.run(cuda.FloatMatMul(*(x.data_ptr() for x in (*operands, y)), 2 * rows, n, k, TYPES[dtype]))
+        expected = float_matmul.reference(a, weight)
         torch.testing.assert_close(
-            y.cpu().float(), wanted.float(), rtol=0, atol=float(1e-2 * wanted.float().abs().max())
+            y.cpu().float(), expected.float(), rtol=0, atol=float(1e-2 * expected.float().abs().max())
         )

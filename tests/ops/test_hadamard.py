@@ -42,8 +42,8 @@ def test_reference_is_the_product_with_hadamards_matrix(case: HadamardCase) -> N
     indices = range(case.block)
     signs = torch.tensor([[1 - 2 * ((i & j).bit_count() % 2) for j in indices] for i in indices]).double()
     a = case.inputs().double().unflatten(-1, (-1, case.block))
-    wanted = (a @ signs / math.sqrt(case.block)).flatten(-2)
-    error = (hadamard.reference(case.inputs(), case.block).double() - wanted).abs().max()
+    expected = (a @ signs / math.sqrt(case.block)).flatten(-2)
+    error = (hadamard.reference(case.inputs(), case.block).double() - expected).abs().max()
     assert error <= (1e-3 if case.dtype == torch.float16 else 1e-6) * a.abs().max()
 
 
@@ -61,9 +61,9 @@ def test_body_is_exact(case: HadamardCase) -> None:
 
 @on_isas_in_turn(HADAMARD_CASES)
 def test_kernel_is_exact(case: HadamardCase, isa: str) -> None:
-    wanted = hadamard.reference(case.inputs(), case.block).numpy()
+    expected = hadamard.reference(case.inputs(), case.block).numpy()
     for threads in (1, 2):
-        assert np.array_equal(run(case, isa, threads), wanted)
+        assert np.array_equal(run(case, isa, threads), expected)
 
 
 # Several blocks of threads and a part of one; the workspace's numbers as float16; a second pass through it
@@ -85,7 +85,7 @@ def test_cuda_kernel_is_exact(case: HadamardCase, device: Device) -> None:
 
 
 @on_each_isa
-def test_no_rows(isa: str) -> None:
+def test_no_rows_give_no_rows(isa: str) -> None:
     case = HadamardCase("none", lead=(2, 0))
     assert run(case).shape == run(case, isa).shape == (2, 0, 128)
 

@@ -73,28 +73,28 @@ def reference(case: Int4Case) -> np.ndarray:
 @cases
 def test_reference_is_exact(case: Int4Case) -> None:
     got = reference(case)
-    wanted = by_the_book(case)
-    assert got.dtype == wanted.dtype and np.array_equal(got, wanted, equal_nan=True)
-    assert np.isnan(wanted).any() == (case.fill == "wild")
+    expected = by_the_book(case)
+    assert got.dtype == expected.dtype and np.array_equal(got, expected, equal_nan=True)
+    assert np.isnan(expected).any() == (case.fill == "wild")
 
 
 @pytest.mark.parametrize("case", [case for case in CPU_CASES if case.fill != "wild"], ids=lambda case: case.name)
 def test_body_is_the_reference(case: Int4Case) -> None:
     inputs, attributes = node(case)
     (got,) = run_node(body_of(case.op.function), inputs, attributes, {"Y": inputs["A"].ndim}, constants=CONSTANTS)
-    wanted = reference(case)
-    assert got.dtype == wanted.dtype and got.shape == wanted.shape
+    expected = reference(case)
+    assert got.dtype == expected.dtype and got.shape == expected.shape
     # in float16 the factor goes into the scales, which are rounded again
     tolerance = 1e-6 if case.dtype == torch.float32 else 1e-3
-    np.testing.assert_allclose(got, wanted, rtol=0, atol=tolerance * (np.abs(wanted.astype(np.float64)).max() or 1))
+    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * (np.abs(expected.astype(np.float64)).max() or 1))
 
 
 @on_isas_in_turn(CPU_CASES)
 def test_kernel_is_exact(case: Int4Case, isa: str) -> None:
     inputs, attributes = node(case)
     (got,) = run_node(body_of(case.op.function), inputs, attributes, {"Y": inputs["A"].ndim}, CONSTANTS, isa)
-    wanted = reference(case)
-    assert got.dtype == wanted.dtype and np.array_equal(got, wanted, equal_nan=True)
+    expected = reference(case)
+    assert got.dtype == expected.dtype and np.array_equal(got, expected, equal_nan=True)
 
 
 # Numbers of rows around a product's, every size of a group, odd numbers of groups and tiles, tiles of both sizes
@@ -134,8 +134,8 @@ def run_cuda_kernel(case: Int4Case, device: Device) -> torch.Tensor:
     return y.cpu()
 
 
-def same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return got.dtype == wanted.dtype and torch.allclose(got, wanted, rtol=0, atol=0, equal_nan=True)
+def same(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    return got.dtype == expected.dtype and torch.allclose(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @on_devices_in_turn(CUDA_CASES)
@@ -193,7 +193,7 @@ def test_threads_change_nothing(isa: str) -> None:
     bits=st.sampled_from((4, 8)),
     seed=st.integers(0, 2**31),
 )
-def test_any_shape(
+def test_any_shape_is_exact(
     isa: str, rows: int, columns: int, n: int, group: int, symmetric: bool, half: bool, bits: int, seed: int
 ) -> None:
     dtype = torch.float16 if half else torch.float32
@@ -245,7 +245,7 @@ def test_no_rows_on_cuda(device: Device) -> None:
 
 
 @on_each_isa
-def test_no_rows(isa: str) -> None:
+def test_no_rows_give_no_rows(isa: str) -> None:
     case = Int4Case("none", lead=(2, 0), n=40)
     inputs, attributes = node(case)
     (got,) = run_node(body_of(case.op.function), inputs, attributes, {"Y": 3}, CONSTANTS, isa)

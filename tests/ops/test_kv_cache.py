@@ -99,11 +99,11 @@ def test_grids_of_32_tokens(bits: int) -> None:
     assert grids.shape == (2, 2, 2, 96)
     for b, n, c in np.ndindex(2, 2, 96):
         place = (b, slice(32 * n, 32 * n + 32), c)
-        step, point, wanted = grid(list(x[place].numpy()), bits)
+        step, point, expected = grid(list(x[place].numpy()), bits)
         assert grids[b, n, :, c].tolist() == [step, point]
-        assert codes[place].tolist() == wanted
+        assert codes[place].tolist() == expected
         assert numbers[place].tolist() == [
-            float(np.float32(code) * np.float32(step) + np.float32(point)) for code in wanted
+            float(np.float32(code) * np.float32(step) + np.float32(point)) for code in expected
         ]
     # half a step from the float16 number, and what the step itself lost when it was rounded
     error = (numbers - x.half().float()).abs()
@@ -136,12 +136,12 @@ def test_scores_of_grids_are_integer_products(bits: int, key_bits: int) -> None:
         step, point = grids[t // 32].float()
         rounded, unit = kv_cache.quantize_rows(query[s] * step, bits)
         dot = sum(int(a) * int(b) for a, b in zip(rounded, codes[t], strict=True))
-        wanted = dot * float(unit) + sum(float(a) * float(b) for a, b in zip(query[s], point, strict=True))
-        wanted += (
+        expected = dot * float(unit) + sum(float(a) * float(b) for a, b in zip(query[s], point, strict=True))
+        expected += (
             (2**key_bits - 1)
             / 2
             * sum(float(a) - int(b) * float(unit) for a, b in zip(query[s] * step, rounded, strict=True))
         )
-        assert abs(wide[s, t] - wanted) < 1e-10 and abs(got[s, t] - wanted) < 1e-4
+        assert abs(wide[s, t] - expected) < 1e-10 and abs(got[s, t] - expected) < 1e-4
     exact = query @ kv_cache.dequantize_blocks(codes, grids).T
     assert (got - exact).norm() < {8: 0.01, 4: 0.15}[bits] * exact.norm()  # twice that without the grids' middles

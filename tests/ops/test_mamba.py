@@ -60,27 +60,27 @@ def scan_by_the_book(case: MambaCase) -> list[np.ndarray]:
 def test_references_are_the_loops(case: MambaCase) -> None:
     if case.channels * case.steps > 2000:
         case = MambaCase(case.name, case.batch, case.steps, case.before, 20, case.width, 5, case.padding)
-    for found, wanted in (
+    for actual, expected in (
         (case.conv_reference(torch.float64), conv_by_the_book(case)),
         (case.scan_reference(torch.float64), scan_by_the_book(case)),
     ):
-        for a, b in zip(found, wanted, strict=True):
+        for a, b in zip(actual, expected, strict=True):
             assert a.dtype == torch.float64
             np.testing.assert_allclose(a.numpy(), b, rtol=1e-7, atol=1e-9)
 
 
-def check(found: dict[str, np.ndarray], case: MambaCase, op: ModuleType) -> None:
+def check(outputs: dict[str, np.ndarray], case: MambaCase, op: ModuleType) -> None:
     """Each output errs no more than twice what the reference of its type does, and some last bits."""
     reference = case.conv_reference if op is causal_conv else case.scan_reference
-    for tensor, wanted, exact in zip(op.OP.outputs, reference(), reference(torch.float64), strict=True):
-        if (got := found.get(tensor.name)) is None:
+    for tensor, expected, exact in zip(op.OP.outputs, reference(), reference(torch.float64), strict=True):
+        if (got := outputs.get(tensor.name)) is None:
             continue
-        assert got.shape == tuple(wanted.shape)
+        assert got.shape == tuple(expected.shape)
         right = exact.numpy()
         error, allowed = (
-            np.abs(some.astype(np.float64) - right).max(initial=0) for some in (got, wanted.float().numpy())
+            np.abs(some.astype(np.float64) - right).max(initial=0) for some in (got, expected.float().numpy())
         )
-        most = 2 * allowed + 4 * ROUNDING[wanted.dtype] * np.abs(right).max(initial=0)
+        most = 2 * allowed + 4 * ROUNDING[expected.dtype] * np.abs(right).max(initial=0)
         assert error <= most, f"{tensor.name}: error {error:.3g}, the reference's {allowed:.3g}"
 
 
@@ -89,26 +89,26 @@ def named(op: ModuleType, outputs: list[np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def run(case: MambaCase, op: ModuleType, isa: str | None = None, threads: int = 1) -> list[np.ndarray]:
-    given = (case.conv if op is causal_conv else case.scan)()
-    return run_on(op, {name: tensor.numpy() for name, tensor in given.items()}, isa, threads)
+    inputs = (case.conv if op is causal_conv else case.scan)()
+    return run_on(op, {name: tensor.numpy() for name, tensor in inputs.items()}, isa, threads)
 
 
-def run_on(op: ModuleType, given: dict[str, np.ndarray], isa: str | None, threads: int = 1) -> list[np.ndarray]:
+def run_on(op: ModuleType, inputs: dict[str, np.ndarray], isa: str | None, threads: int = 1) -> list[np.ndarray]:
     names = [tensor.name for tensor in op.OP.outputs]
-    weights = tuple(name for name in given if name in ("weight", "bias", "A", "D", "dt_bias"))
+    weights = tuple(name for name in inputs if name in ("weight", "bias", "A", "D", "dt_bias"))
     attributes, outputs = {"spec_version": op.OP.version}, dict.fromkeys(names, 3)
-    return run_node(body_of(op.function), given, attributes, outputs, weights, isa, threads, {"present_state": 1})
+    return run_node(body_of(op.function), inputs, attributes, outputs, weights, isa, threads, {"present_state": 1})
 
 
 @ops
 @cases
-def test_body(case: MambaCase, op: ModuleType) -> None:
+def test_body_is_the_reference(case: MambaCase, op: ModuleType) -> None:
     check(named(op, run(case, op)), case, op)
 
 
 @ops
 @on_isas_in_turn(MAMBA_CASES)
-def test_kernel(case: MambaCase, op: ModuleType, isa: str) -> None:
+def test_kernel_is_the_reference(case: MambaCase, op: ModuleType, isa: str) -> None:
     one, two = (run(case, op, isa, threads) for threads in (1, 2))
     check(named(op, one), case, op)
     for a, b in zip(one, two, strict=True):
@@ -124,13 +124,13 @@ def test_kernels_functions_are_right_to_a_few_ulp(isa: str) -> None:
     def scan(
         dt: np.ndarray, z: np.ndarray, b: float, a: np.ndarray, d: np.ndarray, past: np.ndarray
     ) -> list[np.ndarray]:
-        given = {"x": one[None, None], "dt": dt[None, None], "z": z[None, None]}
-        given |= {"B": np.full((1, 1, 1), b, np.float32), "C": np.ones((1, 1, 1), np.float32)}
-        given |= {"A": a[None], "D": d, "dt_bias": none, "attention_mask": np.ones((1, 1), np.int64)}
-        return [array.reshape(-1) for array in run_on(selective_scan, given | {"past_state": past[None, None]}, isa)]
+        inputs = {"x": one[None, None], "dt": dt[None, None], "z": z[None, None]}
+        inputs |= {"B": np.full((1, 1, 1), b, np.float32), "C": np.ones((1, 1, 1), np.float32)}
+        inputs |= {"A": a[None], "D": d, "dt_bias": none, "attention_mask": np.ones((1, 1), np.int64)}
+        return [array.reshape(-1) for array in run_on(selective_scan, inputs | {"past_state": past[None, None]}, isa)]
 
-    def close(found: np.ndarray, exact: np.ndarray) -> None:
-        np.testing.assert_allclose(found, exact, rtol=4e-7, atol=3e-36)  # where x is below e^-87.3 it is 0
+    def close(actual: np.ndarray, exact: np.ndarray) -> None:
+        np.testing.assert_allclose(actual, exact, rtol=4e-7, atol=3e-36)  # where x is below e^-87.3 it is 0
 
     wide = x.astype(np.float64)
     close(scan(x, none, 1, -one, none, none)[1], np.logaddexp(0, wide))
@@ -141,10 +141,10 @@ def test_kernels_functions_are_right_to_a_few_ulp(isa: str) -> None:
     close(scan(one * np.float32(0.5), none, 0, rates, none, one)[2], np.exp(exponents))
 
 
-def parts(case: MambaCase, given: dict[str, np.ndarray], past: np.ndarray, part: slice) -> dict[str, np.ndarray]:
+def parts(case: MambaCase, inputs: dict[str, np.ndarray], past: np.ndarray, part: slice) -> dict[str, np.ndarray]:
     """The inputs of a call with these tokens of a case's, after the others."""
-    of_token = {name: given[name][:, part] for name in ("x", "dt", "z", "B", "C") if name in given}
-    return {**given, **of_token, "attention_mask": given["attention_mask"][:, : part.stop], "past_state": past}
+    of_token = {name: inputs[name][:, part] for name in ("x", "dt", "z", "B", "C") if name in inputs}
+    return {**inputs, **of_token, "attention_mask": inputs["attention_mask"][:, : part.stop], "past_state": past}
 
 
 @pytest.mark.parametrize("isa", [None, *native.instruction_sets()])
@@ -152,29 +152,29 @@ def parts(case: MambaCase, given: dict[str, np.ndarray], past: np.ndarray, part:
 def test_chunks_equal_a_prompt(op: ModuleType, isa: str | None) -> None:
     """Bit for bit: the state is all that the next call needs, wherever padding lies."""
     case = MambaCase("whole", batch=2, steps=40, channels=6, padding=(0, 1, 2, 12, 13, 30))
-    given = {name: tensor.numpy() for name, tensor in (case.conv if op is causal_conv else case.scan)().items()}
-    whole_y, *_, whole_state = run_on(op, given, isa)
-    state, found = given["past_state"], []
+    inputs = {name: tensor.numpy() for name, tensor in (case.conv if op is causal_conv else case.scan)().items()}
+    whole_y, *_, whole_state = run_on(op, inputs, isa)
+    state, chunks = inputs["past_state"], []
     for start, stop in ((0, 1), (1, 3), (3, 20), (20, 21), (21, 40)):
-        y, *_, state = run_on(op, parts(case, given, state, slice(start, stop)), isa)
-        found.append(y)
-    np.testing.assert_array_equal(np.concatenate(found, 1), whole_y)
+        y, *_, state = run_on(op, parts(case, inputs, state, slice(start, stop)), isa)
+        chunks.append(y)
+    np.testing.assert_array_equal(np.concatenate(chunks, 1), whole_y)
     np.testing.assert_array_equal(state, whole_state)
 
 
 def test_ten_thousand_tokens_do_not_drift() -> None:
     """In float32, states of slow decays included, against float64: errors settle and stay; kernels err no more."""
     case = MambaCase("long", steps=10_000, channels=2, states=16)
-    given = case.scan()
-    given["dt"], given["dt_bias"] = given["dt"] * 0.3 - 2, torch.zeros(2)  # step sizes about 0.13
-    given["A"] = -torch.logspace(-2, 1, 16)[:, None].expand(16, 2)
-    x, *others, dt_bias, _, past = given.values()
+    inputs = case.scan()
+    inputs["dt"], inputs["dt_bias"] = inputs["dt"] * 0.3 - 2, torch.zeros(2)  # step sizes about 0.13
+    inputs["A"] = -torch.logspace(-2, 1, 16)[:, None].expand(16, 2)
+    x, *others, dt_bias, _, past = inputs.values()
     reference, exact = (
         selective_scan.reference(x.to(dtype), *others, past, dt_bias)[1] for dtype in (x.dtype, torch.float64)
     )
-    arrays = {name: tensor.numpy() for name, tensor in given.items()}
+    arrays = {name: tensor.numpy() for name, tensor in inputs.items()}
     kernels = [torch.from_numpy(run_on(selective_scan, arrays, isa)[1]) for isa in native.instruction_sets()]
-    for found in (reference, *kernels):
-        squares = (found - exact).square().unflatten(1, (4, -1)).mean((0, 2, 3))
+    for outputs in (reference, *kernels):
+        squares = (outputs - exact).square().unflatten(1, (4, -1)).mean((0, 2, 3))
         errors = (squares / exact.square().mean()).sqrt()  # of each quarter
         assert errors.max() < 2e-6 and errors[3] < 1.5 * errors[1], errors

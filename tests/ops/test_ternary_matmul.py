@@ -45,8 +45,8 @@ def by_the_book(a: np.ndarray, weight: np.ndarray, scale: np.ndarray, bits: int)
 def test_reference_is_exact(case: TernaryCase) -> None:
     a, weight, scale = case.inputs()
     got = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale, case.bits)
-    wanted = by_the_book(a.numpy(), weight.numpy(), scale.numpy(), case.bits)
-    assert got.dtype == case.dtype and np.array_equal(got.numpy(), wanted)
+    expected = by_the_book(a.numpy(), weight.numpy(), scale.numpy(), case.bits)
+    assert got.dtype == case.dtype and np.array_equal(got.numpy(), expected)
 
 
 @cases
@@ -75,17 +75,17 @@ def run_kernel(
 @on_isas_in_turn(TERNARY_CASES)
 def test_kernel_is_exact(case: TernaryCase, isa: str) -> None:
     a, weight, scale = case.inputs()
-    wanted = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale, case.bits)
-    assert np.array_equal(run_kernel(a, weight, scale, isa, bits=case.bits), wanted.numpy())
+    expected = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale, case.bits)
+    assert np.array_equal(run_kernel(a, weight, scale, isa, bits=case.bits), expected.numpy())
 
 
 @on_each_isa
 def test_any_number_of_threads_gives_the_same(isa: str) -> None:
     a, weight, scale = TernaryCase("threads", lead=(130,), k=384, n=517, seed=20).inputs()
-    wanted = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale).numpy()
+    expected = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale).numpy()
     for threads in (1, 2, 4):
-        assert np.array_equal(run_kernel(a, weight, scale, isa, threads), wanted)
-        assert np.array_equal(run_kernel(a[:1], weight, scale, isa, threads), wanted[:1])
+        assert np.array_equal(run_kernel(a, weight, scale, isa, threads), expected)
+        assert np.array_equal(run_kernel(a[:1], weight, scale, isa, threads), expected[:1])
 
 
 # Numbers of rows around a product's, K and N around a tile's; tiles of both sizes; blocks with more tiles than sums fit
@@ -125,17 +125,17 @@ def run_cuda_kernel(
 @on_devices_in_turn(CUDA_CASES)
 def test_cuda_kernel_is_exact(case: TernaryCase, device: Device) -> None:
     a, weight, scale = case.inputs()
-    wanted = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale, case.bits)
-    assert torch.equal(run_cuda_kernel(device, a, weight, scale, case.bits), wanted)
+    expected = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale, case.bits)
+    assert torch.equal(run_cuda_kernel(device, a, weight, scale, case.bits), expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 5, 8, 16])
 def test_cuda_kernel_with_more_shared_memory_is_exact(rows: int) -> None:
     a, weight, scale = TernaryCase("large", lead=(rows,), k=3000, n=1100, seed=55).inputs()
-    wanted = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale)
+    expected = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale)
     with mock.patch.dict(os.environ, {"DIFFBIT_EMULATE_SHARED": str(227 << 10)}):
-        assert torch.equal(run_cuda_kernel(Device("cpu"), a, weight, scale), wanted)
+        assert torch.equal(run_cuda_kernel(Device("cpu"), a, weight, scale), expected)
 
 
 @on_each_device
@@ -153,8 +153,8 @@ def test_cuda_kernel_at_any_shape(
     device: Device, rows: int, columns: int, n: int, dtype: torch.dtype, bits: int, per_row: bool, seed: int
 ) -> None:
     a, weight, scale = TernaryCase("any", (rows,), columns, n, "outliers", dtype, seed, per_row=per_row).inputs()
-    wanted = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale, bits)
-    assert torch.equal(run_cuda_kernel(device, a, weight, scale, bits), wanted)
+    expected = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale, bits)
+    assert torch.equal(run_cuda_kernel(device, a, weight, scale, bits), expected)
 
 
 @on_each_device
@@ -163,9 +163,9 @@ def test_cuda_kernel_at_any_shape(
 def test_a_row_with_no_finite_step_is_nan_on_cuda(device: Device, rows: int, bits: int) -> None:
     a, weight, scale = TernaryCase("odd", lead=(rows,), k=200, dtype=torch.float16, seed=21).inputs()
     a[0, 3], a[2, 199], a[4, 77] = math.nan, math.inf, -math.inf
-    wanted = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale, bits)
+    expected = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale, bits)
     got = run_cuda_kernel(device, a, weight, scale, bits)
-    assert np.array_equal(got.numpy(), wanted.numpy(), equal_nan=True) and torch.isnan(got[:5:2]).all()
+    assert np.array_equal(got.numpy(), expected.numpy(), equal_nan=True) and torch.isnan(got[:5:2]).all()
 
 
 @on_each_isa
@@ -174,9 +174,9 @@ def test_a_row_with_no_finite_step_is_nan_on_cuda(device: Device, rows: int, bit
 def test_a_row_with_no_finite_step_is_nan(isa: str, dtype: torch.dtype, bits: int) -> None:
     a, weight, scale = TernaryCase("odd", lead=(6,), k=200, dtype=dtype, seed=21).inputs()
     a[0, 3], a[2, 199], a[4, 77] = math.nan, math.inf, -math.inf
-    wanted = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale, bits).numpy()
-    assert np.isnan(wanted[::2]).all() and np.isfinite(wanted[1::2]).all()
-    assert np.array_equal(run_kernel(a, weight, scale, isa, bits=bits), wanted, equal_nan=True)
+    expected = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale, bits).numpy()
+    assert np.isnan(expected[::2]).all() and np.isfinite(expected[1::2]).all()
+    assert np.array_equal(run_kernel(a, weight, scale, isa, bits=bits), expected, equal_nan=True)
 
 
 @on_each_device
@@ -186,7 +186,7 @@ def test_no_rows_on_cuda(device: Device) -> None:
 
 
 @on_each_isa
-def test_no_rows(isa: str) -> None:
+def test_no_rows_give_no_rows(isa: str) -> None:
     _, weight, scale = TernaryCase("none").inputs()
     assert run_kernel(torch.empty(2, 0, weight.shape[1]), weight, scale, isa).shape == (2, 0, len(weight))
 

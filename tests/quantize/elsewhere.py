@@ -34,12 +34,12 @@ class There(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> There:
-        made: There = Tensor._make_wrapper_subclass(
+        wrapper: There = Tensor._make_wrapper_subclass(
             cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
             device=OWN,
         )  # fmt: skip
-        made.inner = inner
-        return made
+        wrapper.inner = inner
+        return wrapper
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -82,22 +82,24 @@ class Elsewhere(TorchDispatchMode):
 
 
 def _call(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    given, form = tree_flatten((args, kwargs))
-    there = {id(x.inner): x for x in given if isinstance(x, There)}
-    here = [x for x in given if isinstance(x, Tensor) and not isinstance(x, There) and x.dim()]
-    indexed = function in INDEXED and isinstance(given[0], There)
+    arguments, form = tree_flatten((args, kwargs))
+    there = {id(x.inner): x for x in arguments if isinstance(x, There)}
+    here = [x for x in arguments if isinstance(x, Tensor) and not isinstance(x, There) and x.dim()]
+    indexed = function in INDEXED and isinstance(arguments[0], There)
     if there and here and not (indexed or function is aten.copy_.default):
         shapes = [tuple(x.shape) for x in (*there.values(), *here)]
         raise AssertionError(f"{function}: tensors on two devices, {shapes}")
     asked = kwargs.get("device")
     like = asked == OWN and function in LIKE
-    wanted = asked == DEVICE or like or (bool(there) and asked in (None, OWN) and not any(given[0] is x for x in here))
-    inner = [x.inner if isinstance(x, There) else x for x in given]
-    args, kwargs = tree_unflatten(
-        [torch.device("cpu") if isinstance(x, torch.device) and wanted else x for x in inner], form
+    is_there = (
+        asked == DEVICE or like or (bool(there) and asked in (None, OWN) and not any(arguments[0] is x for x in here))
     )
-    if not wanted:
+    inner = [x.inner if isinstance(x, There) else x for x in arguments]
+    args, kwargs = tree_unflatten(
+        [torch.device("cpu") if isinstance(x, torch.device) and is_there else x for x in inner], form
+    )
+    if not is_there:
         return function(*args, **kwargs)
     with torch.inference_mode(False), torch.no_grad():  # a tensor of such a mode could be no parameter
-        made = function(*args, **kwargs)
-        return tree_map(lambda x: there.get(id(x), There(x)) if isinstance(x, Tensor) else x, made)
+        result = function(*args, **kwargs)
+        return tree_map(lambda x: there.get(id(x), There(x)) if isinstance(x, Tensor) else x, result)

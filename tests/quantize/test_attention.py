@@ -110,16 +110,16 @@ def slow_grids(rows: Tensor, begin: int, bits: int) -> list[tuple[list[int], flo
     return [slow_grid(rows[begin : begin + BLOCK, channel], bits) for channel in range(rows.shape[1])]
 
 
-def slow_logit(query: Tensor, key: Tensor, place: int, held: int, scheme: AttentionScheme) -> float:
+def slow_logit(query: Tensor, key: Tensor, place: int, length: int, scheme: AttentionScheme) -> float:
     """Of one query [d], scaled, and key[place] [T, d], while the cache holds `held` tokens."""
     bits = {"float": 32, "fp16": 16, "int8": 8, "int4": 4, "int2": 2}[scheme.key_format]
     if bits == 8:
         codes, step = slow_row(key[place], 8)
         if not scheme.query_bits:
             return sum(q * code * step for q, code in zip(query.tolist(), codes, strict=True))
-        own, query_step = slow_row(query, scheme.query_bits)
-        return sum(a * b for a, b in zip(own, codes, strict=True)) * query_step * step
-    if bits >= 16 or place >= quantized_tokens(held, scheme.window):
+        query_codes, query_step = slow_row(query, scheme.query_bits)
+        return sum(a * b for a, b in zip(query_codes, codes, strict=True)) * query_step * step
+    if bits >= 16 or place >= quantized_tokens(length, scheme.window):
         recent = key[place] if bits == 32 else key[place].half()
         return float(query.double() @ recent.double())
     begin = place // BLOCK * BLOCK
@@ -129,13 +129,13 @@ def slow_logit(query: Tensor, key: Tensor, place: int, held: int, scheme: Attent
     steps = torch.tensor([step for _, step, _ in grids])
     if not scheme.query_bits:
         return offset + sum(q * code for q, code in zip((query * steps).tolist(), codes, strict=True))
-    own, query_step = slow_row(query * steps, scheme.query_bits)
-    lost = sum(u - code * query_step for u, code in zip((query * steps).tolist(), own, strict=True))
+    query_codes, query_step = slow_row(query * steps, scheme.query_bits)
+    lost = sum(u - code * query_step for u, code in zip((query * steps).tolist(), query_codes, strict=True))
     offset += (2**bits - 1) / 2 * lost
-    return offset + sum(a * b for a, b in zip(own, codes, strict=True)) * query_step
+    return offset + sum(a * b for a, b in zip(query_codes, codes, strict=True)) * query_step
 
 
-def slow_value(rows: Tensor, place: int, held: int, scheme: AttentionScheme) -> Tensor:
+def slow_value(rows: Tensor, place: int, length: int, scheme: AttentionScheme) -> Tensor:
     """Row `place` [d] of the value cache [T, d]."""
     row = rows[place]
     if scheme.value_format == "float":
@@ -143,7 +143,7 @@ def slow_value(rows: Tensor, place: int, held: int, scheme: AttentionScheme) -> 
     if scheme.value_format == "int8":
         codes, step = slow_row(row, 8)
         return torch.tensor(codes).double() * step
-    if scheme.value_format == "fp16" or place >= quantized_tokens(held, scheme.window):
+    if scheme.value_format == "fp16" or place >= quantized_tokens(length, scheme.window):
         return row.half().double()
     begin = place // BLOCK * BLOCK
     grids = slow_grids(rows, begin, {"int4": 4, "int2": 2}[scheme.value_format])
@@ -154,14 +154,14 @@ def slow_head(query: Tensor, key: Tensor, values: list[Tensor], seen: Tensor, sc
     """query [S, d], key [T, d], rows of a value [T, d] each, seen bool [S, T] -> [S, e]."""
     total, outputs = len(key), []
     for step, row in enumerate(query):
-        held = total - len(query) + step + 1
-        places = [place for place in range(held) if seen[step, place]]
+        length = total - len(query) + step + 1
+        places = [place for place in range(length) if seen[step, place]]
         out = torch.zeros(sum(value.shape[1] for value in values)).double()
         if places:
-            logits = [slow_logit(row.float() * scale, key, place, held, scheme) for place in places]
+            logits = [slow_logit(row.float() * scale, key, place, length, scheme) for place in places]
             shares = torch.tensor(logits).double().softmax(0)
             for share, place in zip(shares, places, strict=True):
-                out += share * torch.cat([slow_value(value, place, held, scheme) for value in values])
+                out += share * torch.cat([slow_value(value, place, length, scheme) for value in values])
         outputs.append(out)
     return torch.stack(outputs)
 
@@ -208,8 +208,8 @@ def test_every_head_is_that_of_slow_loops(attention: str, name: str) -> None:
             expected[asked] = slow_head(
                 query[row, head][asked], cache.key[row, key][real], rows, seen, layer.scale, scheme
             )
-            found = got[0][row, head] if attention == "softmax" else got[head % 2][row, head // 2]
-            torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=2e-5)
+            actual = got[0][row, head] if attention == "softmax" else got[head % 2][row, head // 2]
+            torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=2e-5)
     assert not got[0][1, :, 0].any()
 
 
@@ -257,9 +257,9 @@ def test_a_short_row_of_a_batch_is_the_row_alone(attention: str, name: str) -> N
     got = [decoder(ids[:, :long], attention_mask=mask[:, :long], cache=cache)]
     for place in range(long, long + steps):
         got.append(decoder(ids[:, place : place + 1], attention_mask=mask[:, : place + 1], cache=cache))
-    for row, (own, counts) in enumerate(zip(torch.cat(got, 1), mask.bool(), strict=True)):
+    for row, (in_batch, counts) in enumerate(zip(torch.cat(got, 1), mask.bool(), strict=True)):
         alone = decoder(ids[row][counts][None])[0]
-        torch.testing.assert_close(own[counts], alone, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(in_batch[counts], alone, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -282,8 +282,8 @@ def test_fewer_bits_err_more(attention: str) -> None:
     exact = decoder(ids)
 
     def error(**scheme: Any) -> float:
-        made = apply(decoder, Scheme(attention=AttentionScheme(**scheme)))
-        return float((made(ids) - exact).norm() / exact.norm())
+        quantized = apply(decoder, Scheme(attention=AttentionScheme(**scheme)))
+        return float((quantized(ids) - exact).norm() / exact.norm())
 
     eight, four, two = (error(keys=format, values=format) for format in ("int8", "int4", "int2"))
     assert 0 < eight < four / 3 < two / 6

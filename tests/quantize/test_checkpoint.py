@@ -86,10 +86,10 @@ def test_weights_read_back_equal(model: Path, quantized: Path):
         if format is None:
             assert isinstance(got, torch.Tensor) and torch.equal(got, exact)
             continue
-        wanted = rtn(exact, format)
+        expected = rtn(exact, format)
         assert isinstance(got, QTensor) and got.format == format
-        assert torch.equal(got.codes, wanted.codes) and torch.equal(got.scale, wanted.scale)
-        assert (got.zero is None and wanted.zero is None) or torch.equal(got.zero, wanted.zero)
+        assert torch.equal(got.codes, expected.codes) and torch.equal(got.scale, expected.scale)
+        assert (got.zero is None and expected.zero is None) or torch.equal(got.zero, expected.zero)
     assert read_scheme(checkpoint) == MIXED
 
 
@@ -240,13 +240,13 @@ def test_report_tells_the_truth(attention: str, batch_tokens: int, tmp_path: Pat
     json.dumps(report.to_dict())
 
 
-def test_no_ternary_no_warning(model: Path, tmp_path: Path):
+def test_int8_has_no_warning(model: Path, tmp_path: Path):
     report = quantize_checkpoint(model, tmp_path / "q", Scheme(weights=parse_format("int8")))
     assert report.warnings == ()
     assert {row.output_error for row in report.weights} == {None}
 
 
-def test_any_method(model: Path, tmp_path: Path):
+def test_a_function_may_be_the_method(model: Path, tmp_path: Path):
     def ones(weight: torch.Tensor, format: Format, stats: object) -> QTensor:
         return rtn(torch.ones_like(weight), format)
 
@@ -267,7 +267,7 @@ def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.
     assert Checkpoint(tmp_path / "many").dtype == "bfloat16"
 
 
-def test_refusals(model: Path, quantized: Path, tmp_path: Path):
+def test_bad_requests_are_refused(model: Path, quantized: Path, tmp_path: Path):
     int8 = Scheme(weights=parse_format("int8"))
     with pytest.raises(DiffbitError, match="quantized already"):
         quantize_checkpoint(quantized, tmp_path / "q", int8)
@@ -327,8 +327,8 @@ def test_transformers_refuses_what_it_cannot_read(tmp_path: Path, attention: str
     models.save(Decoder(resized(CONFIG, attention=attention)), tmp_path / "float")
     quantize_checkpoint(tmp_path / "float", tmp_path / "int4", Scheme(weights=parse_format("int4_g32")))
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "float")
-    own = {"softmax": transformers.LlamaForCausalLM, "diff_v1": transformers.DiffLlamaForCausalLM}[attention]
-    for loader in (transformers.AutoModelForCausalLM, own):
+    model_class = {"softmax": transformers.LlamaForCausalLM, "diff_v1": transformers.DiffLlamaForCausalLM}[attention]
+    for loader in (transformers.AutoModelForCausalLM, model_class):
         with pytest.raises(ValueError, match="quantization config"):
             loader.from_pretrained(tmp_path / "int4")
 

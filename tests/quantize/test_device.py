@@ -58,7 +58,7 @@ def test_tensors_that_are_left_behind_show() -> None:
         ),
     ],
 )
-def test_the_same_bytes(
+def test_a_device_gives_the_same_bytes(
     method: str, spills: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("diffbit.quantize.checkpoint.must_spill", lambda *_: spills)
@@ -66,9 +66,9 @@ def test_the_same_bytes(
     scheme = Scheme(weights=INT4, embedding=INT4, head=INT4)
 
     def run(name: str, **options: Any) -> dict[str, Any]:
-        given = {"method": method, "calibration": IDS, "calibration_mask": MASK}
+        text = {"method": method, "calibration": IDS, "calibration_mask": MASK}
         with sdpa_kernel(SDPBackend.MATH):  # torch has another order of sums for attention on each device
-            return quantize_checkpoint(model, tmp_path / name, scheme, **given, **options).to_dict()
+            return quantize_checkpoint(model, tmp_path / name, scheme, **text, **options).to_dict()
 
     report = run("here")
     with Elsewhere():
@@ -77,7 +77,9 @@ def test_the_same_bytes(
 
 
 @pytest.mark.slow
-def test_the_command(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_gives_the_same_bytes_on_a_device(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -87,8 +89,8 @@ def test_the_command(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.Monke
             with pytest.raises(SystemExit) as stopped:
                 main(["quantize", str(checkpoint), *options, "--device", device, "-o", str(tmp_path / device), "-q"])
             assert stopped.value.code == 0
-    found, wanted = content(tmp_path / "cuda"), content(tmp_path / "cpu")
-    assert found == wanted
+    actual, expected = content(tmp_path / "cuda"), content(tmp_path / "cpu")
+    assert actual == expected
 
 
 def test_what_a_gpu_cannot_do_is_a_sentence(

@@ -65,7 +65,7 @@ def peak(action: Callable[[], object], before: Callable[[], object]) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
-def test_states_on_the_disk(model: Path, tmp_path: Path) -> None:
+def test_states_on_the_disk_take_no_memory(model: Path, tmp_path: Path) -> None:
     """They are not in memory, by what is resident; and the result is the same to the bit."""
     least = quantize_demand(Checkpoint(model), SCHEME, parse_recipe("rtn"), (WINDOWS, LENGTH), spilled=True).memory
     with pytest.raises(DiffbitError, match=r"--max-memory is .* GB, but .* takes about .*; allow that much"):
@@ -92,7 +92,7 @@ def test_states_on_the_disk(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
-def test_a_limit_of_the_address_space(model: Path, tmp_path: Path) -> None:
+def test_a_run_stays_within_max_memory(model: Path, tmp_path: Path) -> None:
     """With --max-memory a run stays within a limit that the system enforces, in which it would fail without."""
     windows = 2 * WINDOWS
     least = quantize_demand(Checkpoint(model), SCHEME, parse_recipe("rtn"), (windows, LENGTH), spilled=True).memory

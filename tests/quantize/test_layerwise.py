@@ -105,17 +105,17 @@ LOOKER = Looker()
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Methods that are not in the folder."""
-    made: dict[str, Any] = {
+    methods: dict[str, Any] = {
         "untie": {"transform": untie, "config": lambda config: replace(config, tie_embeddings=False)},
         "forgets": {"transform": untie},
         "needs": {"round": by_activations, "calibrated": True},
         "look": {"transform": LOOKER.transform, "calibrated": True, "exact": True},
         "overflow": {"transform": overflow},
     }
-    names = {name: f"diffbit.quantize.methods.{name}" for name in ("rtn", *made)}
+    names = {name: f"diffbit.quantize.methods.{name}" for name in ("rtn", *methods)}
     folder, others = "diffbit.quantize.methods", plugins.names
     monkeypatch.setattr(plugins, "names", lambda which: names if which == folder else others(which))
-    for name, fields in made.items():
+    for name, fields in methods.items():
         module: Any = SimpleNamespace(METHOD=Method(name, "made up", **fields))
         monkeypatch.setitem(sys.modules, f"diffbit.quantize.methods.{name}", module)
 
@@ -149,13 +149,13 @@ def test_a_folder_and_memory_give_the_same_bits(
     untied = not tie or scheme is WITH_HEAD or method == "untie+needs"
     assert applied.config.tie_embeddings == stored.config.tie_embeddings == (not untied)
     for name in models.checkpoint.names.shapes(applied.config):
-        found = read_weight(stored, name)
-        if isinstance(found, QTensor):
-            wanted = applied.get_submodule(name.removesuffix(".weight")).weight
-            assert torch.equal(found.codes, wanted.codes) and torch.equal(found.scale, wanted.scale)
+        weight = read_weight(stored, name)
+        if isinstance(weight, QTensor):
+            expected = applied.get_submodule(name.removesuffix(".weight")).weight
+            assert torch.equal(weight.codes, expected.codes) and torch.equal(weight.scale, expected.scale)
         else:
-            assert found.dtype == applied.get_parameter(name).dtype
-            assert torch.equal(found, applied.get_parameter(name))
+            assert weight.dtype == applied.get_parameter(name).dtype
+            assert torch.equal(weight, applied.get_parameter(name))
     assert torch.equal(load(tmp_path / "q", dtype=dtype)(IDS), applied(IDS))
 
 
@@ -201,7 +201,7 @@ def test_a_large_table_is_not_refined(monkeypatch: pytest.MonkeyPatch) -> None:
     exact, layer = make(CONFIG), "model.layers.1.mlp.up_proj"
     others = apply(exact, INT4, "gptq", IDS, MASK)
     inputs: list[torch.Tensor] = []
-    others.lm_head.register_forward_pre_hook(lambda _, given: inputs.append(given[0][MASK]))
+    others.lm_head.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0][MASK]))
     others(IDS, attention_mask=MASK.long())
 
     def loss(head: QTensor) -> float:
@@ -209,9 +209,9 @@ def test_a_large_table_is_not_refined(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def head(large: int) -> QTensor:
         monkeypatch.setattr(layerwise, "LARGE", large)
-        made = apply(exact, WITH_HEAD, "gptq", IDS, MASK)
-        assert torch.equal(made.get_submodule(layer).weight.codes, others.get_submodule(layer).weight.codes)
-        return made.lm_head.weight
+        quantized = apply(exact, WITH_HEAD, "gptq", IDS, MASK)
+        assert torch.equal(quantized.get_submodule(layer).weight.codes, others.get_submodule(layer).weight.codes)
+        return quantized.lm_head.weight
 
     plain = rtn(exact.lm_head.weight, parse_format("int4_g32"))
     refined, quick = head(CONFIG.vocab_size), head(CONFIG.vocab_size - 1)
@@ -253,10 +253,10 @@ def test_what_methods_see_is_what_the_whole_model_gives(attention: str, dtype: t
     whole.load_state_dict(exact.state_dict())
 
     def inputs(decoder: Decoder, names: list[str]) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
+        by_name: dict[str, torch.Tensor] = {}
         handles = [
             decoder.get_submodule(name).register_forward_pre_hook(
-                lambda _, given, name=name: found.__setitem__(name, given[0][MASK])
+                lambda _, arguments, name=name: by_name.__setitem__(name, arguments[0][MASK])
             )
             for name in names
         ]
@@ -264,23 +264,23 @@ def test_what_methods_see_is_what_the_whole_model_gives(attention: str, dtype: t
             decoder(IDS, attention_mask=MASK)
         for handle in handles:
             handle.remove()
-        return found
+        return by_name
 
     for states, decoder in ((LOOKER.exact, exact), (LOOKER.hidden, quantized)):
-        given = inputs(decoder, ["model.layers.0", "model.layers.1", "model.norm"])
-        for index, x in enumerate(given.values()):
+        inputs_of = inputs(decoder, ["model.layers.0", "model.layers.1", "model.norm"])
+        for index, x in enumerate(inputs_of.values()):
             torch.testing.assert_close(states[index][MASK], x, rtol=1e-4, atol=1e-5)
     assert (LOOKER.hidden[2] - LOOKER.exact[2]).abs().max() > 0.01
 
     for index, stages in LOOKER.stages.items():
         prefix = f"model.layers.{index}." if index < 2 else ""
-        wanted = [[f"{prefix}{name}" for name in linears(kinds)] for kinds in ("qkv", "o", "gu", "d")]
-        assert stages == (wanted if index < 2 else [["lm_head"]])
+        expected = [[f"{prefix}{name}" for name in linears(kinds)] for kinds in ("qkv", "o", "gu", "d")]
+        assert stages == (expected if index < 2 else [["lm_head"]])
         before = inputs(whole, [name for stage in stages for name in stage])
         for stage in stages:
-            given = inputs(whole, stage)
+            inputs_of = inputs(whole, stage)
             for name in stage:
-                for stats, x in ((LOOKER.grams[name], given[name]), (LOOKER.at_once[name], before[name])):
+                for stats, x in ((LOOKER.grams[name], inputs_of[name]), (LOOKER.at_once[name], before[name])):
                     gram = x.double().T @ x.double() / len(x)
                     torch.testing.assert_close(stats.gram.double(), gram, rtol=1e-3, atol=1e-5)
                     torch.testing.assert_close(stats.absmax, x.abs().amax(0), rtol=1e-4, atol=1e-5)
@@ -295,13 +295,13 @@ def test_what_methods_see_is_what_the_whole_model_gives(attention: str, dtype: t
 def test_stages_come_from_what_layers_are_handed() -> None:
     scheme = replace(INT4, overrides=(("*.k_proj", None), ("*.lambda_proj", parse_format("int8"))))
     apply(make(resized(CONFIG, attention="diff_v2")), scheme, "look", IDS)
-    found = [[name.rpartition(".")[2].removesuffix("_proj") for name in stage] for stage in LOOKER.stages[1]]
-    assert [sorted(stage) for stage in found] == [["lambda", "q", "v"], ["o"], ["gate", "up"], ["down"]]
+    stages = [[name.rpartition(".")[2].removesuffix("_proj") for name in stage] for stage in LOOKER.stages[1]]
+    assert [sorted(stage) for stage in stages] == [["lambda", "q", "v"], ["o"], ["gate", "up"], ["down"]]
 
 
 @pytest.mark.usefixtures("made_up")
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_filling_does_not_count(attention: str) -> None:
+def test_padding_does_not_count(attention: str) -> None:
     exact = make(resized(CONFIG, attention=attention))
     filled = torch.where(MASK, IDS, 95 - IDS)
     one, other = (apply(exact, WITH_HEAD, "needs", ids, MASK) for ids in (IDS, filled))
@@ -319,10 +319,10 @@ def test_each_stage_is_given_what_is_behind_the_one_before(monkeypatch: pytest.M
     quantized = apply(exact, INT4, "needs", IDS, MASK)
     for kind in linears("qkvogud"):
         name = f"model.layers.0.{kind}"
-        weight, found = exact.get_submodule(name).weight.detach(), quantized.get_submodule(name).weight
-        wanted, other = (by_activations(weight, found.format, of[name]) for of in (LOOKER.grams, LOOKER.at_once))
-        assert torch.equal(found.codes, wanted.codes) and torch.equal(found.scale, wanted.scale)
-        assert torch.equal(found.scale, other.scale) == (kind in linears("qkv"))
+        weight, rounded = exact.get_submodule(name).weight.detach(), quantized.get_submodule(name).weight
+        expected, other = (by_activations(weight, rounded.format, of[name]) for of in (LOOKER.grams, LOOKER.at_once))
+        assert torch.equal(rounded.codes, expected.codes) and torch.equal(rounded.scale, expected.scale)
+        assert torch.equal(rounded.scale, other.scale) == (kind in linears("qkv"))
 
 
 @pytest.mark.usefixtures("made_up")
@@ -339,7 +339,7 @@ def test_the_report_has_the_loss_that_the_method_minimised(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("made_up")
-def test_refusals(tmp_path: Path) -> None:
+def test_bad_requests_are_refused(tmp_path: Path) -> None:
     tied = make(resized(CONFIG, tie_embeddings=True))
     models.save(tied, tmp_path / "float")
     with pytest.raises(DiffbitError, match="'forgets' changes the embedding that the head shares"):
@@ -357,7 +357,7 @@ def test_text_unlike_that_of_the_training_is_told(trained: Any) -> None:
     decoder, plain = models.load(path), parse_recipe("rtn")
     code = torch.from_numpy(eval_windows("stdlib", path, 128, 16, split="calib").ids)
     shuffled = code.flatten()[torch.randperm(code.numel(), generator=torch.Generator().manual_seed(0))].view_as(code)
-    found = []
+    warnings = []
     for ids in (code, shuffled, shuffled[:4]):
         tokens = Tokens(decoder.config, ids, compared_windows=8)
         for _ in quantize_layers(decoder.config, decoder.state_dict().__getitem__, Scheme(), plain, tokens):
@@ -365,6 +365,6 @@ def test_text_unlike_that_of_the_training_is_told(trained: Any) -> None:
         with torch.no_grad():
             logits = decoder(tokens.exact.ids)[:, :-1].flatten(0, 1)
         assert tokens.loss == pytest.approx(float(F.cross_entropy(logits, tokens.exact.ids[:, 1:].flatten())), rel=1e-4)
-        found.append(tokens.unlike())
-    assert found[0] is None and found[2] is None
-    assert found[1] is not None and "far from what the model was trained on" in found[1]
+        warnings.append(tokens.unlike())
+    assert warnings[0] is None and warnings[2] is None
+    assert warnings[1] is not None and "far from what the model was trained on" in warnings[1]

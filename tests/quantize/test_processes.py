@@ -90,8 +90,8 @@ def test_the_same_bytes_as_one_process(cases: Any, sources: Path, tmp_path: Path
 
     def run(here: Processes) -> None:
         for kind, method, ids in cases:
-            own = tmp_path / str(here.rank) / f"{kind}-{method}"
-            report = quantize(sources / kind, own, method, ids, here=here)
+            folder = tmp_path / str(here.rank) / f"{kind}-{method}"
+            report = quantize(sources / kind, folder, method, ids, here=here)
             (tmp_path / f"{here.rank}-{kind}-{method}.json").write_text(json.dumps(report))
 
     assert together(2, run) == [0, 0]
@@ -129,10 +129,10 @@ def test_a_run_goes_on_with_other_processes_and_states_on_the_disk(
 @pytest.mark.parametrize("failing", [0, 1])
 def test_one_sentence_when_a_process_fails(failing: int, sources: Path, tmp_path: Path) -> None:
     """Exit code 2 of each, one of them speaks, and nothing is left."""
-    said = [tmp_path / f"{rank}.txt" for rank in (0, 1)]
+    messages = [tmp_path / f"{rank}.txt" for rank in (0, 1)]
 
     def run(here: Processes) -> None:
-        sys.stderr = open(said[here.rank], "w")  # noqa: SIM115
+        sys.stderr = open(messages[here.rank], "w")  # noqa: SIM115
         exact = stages.quantize_weight
 
         def fails(*arguments: Any) -> Any:
@@ -145,8 +145,8 @@ def test_one_sentence_when_a_process_fails(failing: int, sources: Path, tmp_path
         main(["quantize", model, "--weights", "int4_g32", "--method", "hqq", "-o", out])
 
     assert together(2, run) == [2, 2]
-    assert said[failing].read_text() == "error: the disk of this machine is on fire\n"
-    assert said[1 - failing].read_text() == ""
+    assert messages[failing].read_text() == "error: the disk of this machine is on fire\n"
+    assert messages[1 - failing].read_text() == ""
     assert list((tmp_path / "out").iterdir()) == []
 
 

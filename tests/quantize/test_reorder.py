@@ -26,14 +26,14 @@ def test_the_float_model_stays(attention: str, mlp: str) -> None:
         else config_of(attention, mlp=mlp, **everything)
     )
     decoder, ids = random_decoder(config, dtype=torch.float64), random_ids()
-    wanted = logits64(decoder, ids)
+    expected = logits64(decoder, ids)
     for order in (1, 2):
-        made = dense(decoder, order)
-        torch.testing.assert_close(logits64(made, ids), wanted, rtol=0, atol=1e-9)
+        reordered = dense(decoder, order)
+        torch.testing.assert_close(logits64(reordered, ids), expected, rtol=0, atol=1e-9)
         for module in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"):
-            own, other = (one.model.layers[1].get_submodule(module).weight for one in (decoder, made))
-            assert not torch.equal(own, other) and torch.equal(
-                own.sum().round(decimals=8), other.sum().round(decimals=8)
+            before, other = (one.model.layers[1].get_submodule(module).weight for one in (decoder, reordered))
+            assert not torch.equal(before, other) and torch.equal(
+                before.sum().round(decimals=8), other.sum().round(decimals=8)
             )
 
 
@@ -41,9 +41,9 @@ def test_the_float_model_stays(attention: str, mlp: str) -> None:
 def test_its_rounding_is_another(method: str) -> None:
     decoder, ids = random_decoder(config_of("diff_v1")), random_ids(8, 32)
     scheme = Scheme(parse_format("int3_g16"))
-    made = [apply(decoder, scheme, method, ids, order=order) for order in (0, 0, 1)]
+    models = [apply(decoder, scheme, method, ids, order=order) for order in (0, 0, 1)]
     with torch.inference_mode():
         exact = decoder(ids)
-        losses = [float((one(ids) - exact).square().mean()) for one in made]
+        losses = [float((one(ids) - exact).square().mean()) for one in models]
     assert losses[0] == losses[1] != losses[2]
     assert 0.5 < losses[2] / losses[0] < 2

@@ -143,7 +143,7 @@ def test_another_scheme_or_model_does_not_go_on(model: Path, unfinished: Path, t
         run(tmp_path / "other", unfinished, resume=True)
 
 
-def test_a_damaged_folder(model: Path, unfinished: Path) -> None:
+def test_a_damaged_folder_is_refused(model: Path, unfinished: Path) -> None:
     """One bit anywhere, a file cut short or missing: its name and what to do, and never another model."""
     folder = unfinished.with_name("q.unfinished")
     names = sorted(file.name for file in folder.iterdir())
@@ -172,7 +172,7 @@ def test_a_damaged_folder(model: Path, unfinished: Path) -> None:
         run(model, unfinished, resume=True)
 
 
-def test_a_layer_that_is_damaged_while_the_run_goes_on(
+def test_a_layer_damaged_during_the_run_is_refused(
     model: Path, unfinished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = unfinished.with_name("q.unfinished") / "layer-00000.safetensors"
@@ -189,7 +189,7 @@ def test_a_layer_that_is_damaged_while_the_run_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals(
+def test_signals_leave_a_run_that_can_go_on(
     number: int,
     code: int,
     model: Path,

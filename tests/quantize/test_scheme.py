@@ -34,7 +34,7 @@ def test_defaults_keep_the_head_and_lambda():
     assert len(formats) == 2 * 7
 
 
-def test_overrides():
+def test_the_last_matching_override_decides():
     formats = FULL.formats(CONFIG)
     assert formats["lm_head"] == INT8
     assert formats["model.layers.1.self_attn.q_proj"] == INT4
@@ -166,3 +166,17 @@ def test_other_files_are_refused(tmp_path):
         Scheme.from_file(tmp_path / "scheme.yaml")
     with pytest.raises(DiffbitError, match="no such file"):
         Scheme.from_file(tmp_path / "scheme.toml")
+
+
+def test_a_format_of_a_missing_package_is_named() -> None:
+    values = Scheme(weights=parse_format("int4_g32")).to_dict() | {"weights": "theirs_g64"}
+    with pytest.raises(
+        DiffbitError, match="number format 'theirs_g64' is from the package their-formats, which is not"
+    ):
+        Scheme.from_dict(values | {"packages": {"theirs_g64": "their-formats"}})
+    with pytest.raises(DiffbitError, match="is '-r evil', wanted the name of a package"):
+        Scheme.from_dict(values | {"packages": {"theirs_g64": "-r evil"}})
+
+
+def test_formats_of_diffbit_need_no_package() -> None:
+    assert "packages" not in Scheme(weights=parse_format("mxfp4"), head=parse_format("ternary")).to_dict()

@@ -62,8 +62,8 @@ def passes_of(decoder: Decoder, scheme: Scheme | None = None, ids: Tensor | None
         names = [name for name in state if name.startswith(f"model.layers.{index}.")]
         last = [name for name in state if name.startswith("model.norm.")]
         names = {-1: [EMBEDDING], config.num_layers: [*last, HEAD]}.get(index, names)
-        own = {module: format for module, format in scheme.formats(config).items() if f"{module}.weight" in names}
-        passes = Passes(Layer(config, index, scheme, own, {name: state[name] for name in names}), tokens)
+        of_layer = {module: format for module, format in scheme.formats(config).items() if f"{module}.weight" in names}
+        passes = Passes(Layer(config, index, scheme, of_layer, {name: state[name] for name in names}), tokens)
         yield passes
         passes.advance({})
 
@@ -81,9 +81,9 @@ def transformed(
     if config.tie_embeddings:
         del tensors[HEAD]
     with torch.device("meta"):
-        made = Decoder(config)
-    made.load_state_dict(tensors, strict=True, assign=True)
-    return made.eval()
+        model = Decoder(config)
+    model.load_state_dict(tensors, strict=True, assign=True)
+    return model.eval()
 
 
 @torch.inference_mode()

@@ -47,13 +47,13 @@ def difference(artifact: Path, device: str) -> float:
 
 def main(device: str, *artifacts: str) -> None:
     """Print {artifact: difference, or what is wrong}."""
-    found: dict[str, float | str] = {}
+    differences: dict[str, float | str] = {}
     for artifact in artifacts:
         try:
-            found[artifact] = difference(Path(artifact), device)
+            differences[artifact] = difference(Path(artifact), device)
         except (AssertionError, DiffbitError) as error:
-            found[artifact] = str(error)
-    print(json.dumps(found))
+            differences[artifact] = str(error)
+    print(json.dumps(differences))
 
 
 if __name__ == "__main__":

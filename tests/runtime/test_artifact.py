@@ -120,7 +120,7 @@ def buffer(**changes: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_bad_buffers(folder: Path, buffers: Any, message: str) -> None:
+def test_bad_buffers_are_refused(folder: Path, buffers: Any, message: str) -> None:
     manifest = manifest_of(folder)
     seal(folder, manifest | {"cache": {"layers": [*manifest["cache"]["layers"], {"buffers": buffers}]}})
     with pytest.raises(DiffbitError, match=message):
@@ -163,18 +163,18 @@ def test_a_ring_is_cut_only_where_it_still_has_the_window(bits: int) -> None:
         ]
     cache = CacheSpec((tuple(layer),))
     assert cache.multiple == (32 if bits == 4 else 1) and cache.nbytes(0) == cache.nbytes(10**6) == cache.fixed_bytes
-    held: list[list[int | None]] = [[None] * rows]  # after so many tokens: which token lies in a slot
+    contents: list[list[int | None]] = [[None] * rows]  # after so many tokens: which token lies in a slot
     low = [max(0, n - residual) // 32 * 32 if bits == 4 else n for n in range(200)]
     for n in range(1, 200):
-        slots = held[-1].copy()
+        slots = contents[-1].copy()
         for t in range(low[n - 1], low[n]):
             slots[t % rows] = t
-        held.append(slots)
+        contents.append(slots)
     for length in range(200):
         for kept in range(1, length + 1):
-            wanted = range(max(0, kept + 1 - window), low[kept])
+            visible = range(max(0, kept + 1 - window), low[kept])
             same = low[kept] == low[length] or bits == 8
-            assert cache.holds(kept, length) == (same and all(held[length][t % rows] == t for t in wanted))
+            assert cache.holds(kept, length) == (same and all(contents[length][t % rows] == t for t in visible))
 
 
 @pytest.mark.parametrize(
@@ -186,14 +186,14 @@ def test_a_ring_is_cut_only_where_it_still_has_the_window(bits: int) -> None:
         ({"input_ids": []}, "golden: has 0 input_ids"),
     ],
 )
-def test_bad_golden_values(folder: Path, change: dict[str, Any], message: str) -> None:
+def test_bad_golden_values_are_refused(folder: Path, change: dict[str, Any], message: str) -> None:
     manifest = manifest_of(folder)
     seal(folder, manifest | {"golden": manifest["golden"] | change})
     with pytest.raises(DiffbitError, match=message):
         Artifact.open(folder)
 
 
-def test_no_folder_no_manifest_no_json(tmp_path: Path) -> None:
+def test_a_missing_folder_and_a_bad_manifest_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DiffbitError, match="no such artifact folder"):
         Artifact.open(tmp_path / "nothing")
     with pytest.raises(DiffbitError, match=r"holds no diffbit\.json"):
@@ -219,7 +219,7 @@ def test_files_missing_truncated_and_flipped_are_named(folder: Path) -> None:
     assert f"has {len(whole) - 3} bytes" in Artifact.open(folder).file_problems(hashes=False)["model.onnx"]
 
 
-def test_only_listed_files_inside_the_folder(folder: Path, tmp_path: Path) -> None:
+def test_only_listed_files_inside_the_folder_are_opened(folder: Path, tmp_path: Path) -> None:
     (folder / "extra.txt").write_text("x")
     with pytest.raises(DiffbitError, match=r"lists no extra\.txt"):
         Artifact.open(folder).file("extra.txt")

@@ -19,7 +19,7 @@ from .toy import random_toy
 bench_module = importlib.import_module("diffbit.runtime.bench")  # the package's `bench` is its function
 
 
-def test_the_row(artifact: Path) -> None:
+def test_a_row_has_speeds_sizes_and_memory(artifact: Path) -> None:
     row = bench(artifact, prompt_tokens=10, new_tokens=8, repeats=2, threads=1, memory=10**6)
     json.dumps(row)
     assert row["model_bytes"] == sum(path.stat().st_size for path in artifact.iterdir()) - (
@@ -49,7 +49,7 @@ def test_on_a_gpu_the_cards_memory_is_counted(tmp_path: Path, monkeypatch: pytes
     assert "peak_device_memory_bytes" not in bench_module._measure(str(tmp_path / "a"), 4, 2, 1, {})
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_bad_requests_are_refused(tmp_path: Path) -> None:
     folder = random_toy().write(tmp_path / "a")
     with pytest.raises(DiffbitError, match="20 prompt tokens and 6 new ones do not fit the context of 24"):
         bench(folder, prompt_tokens=20, new_tokens=6)

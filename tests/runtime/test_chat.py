@@ -82,7 +82,7 @@ def test_answers_are_those_to_the_whole_conversation(template: str, in_place: bo
 
 
 @pytest.mark.parametrize("kv", ["int8", "int4"])
-def test_low_bit_caches(kv: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_low_bit_caches_give_the_same_answers(kv: str, checkpoint: Path, tmp_path: Path) -> None:
     """int8 is cut where answers differ, int4 within its residual window; elsewhere it is computed again."""
     from diffbit.export import export_artifact
     from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
@@ -126,7 +126,7 @@ def test_only_new_tokens_are_computed(tmp_path: Path, in_place: bool) -> None:
     assert chat.messages == [] and chat.send("hey").prompt_tokens == 8
 
 
-def test_a_full_context(tmp_path: Path) -> None:
+def test_a_full_context_drops_the_oldest_turns(tmp_path: Path) -> None:
     """The oldest turns leave, the system prompt stays, and half of the context is free again."""
     folder = write_chat_model(tmp_path / "a", follows(":bcd", end=257), in_place=True, context=64)
     chat = Chat(Session(folder, threads=1), system="Be brief")  # 11 tokens; a turn with its answer has 12
@@ -172,7 +172,7 @@ def test_an_answer_that_is_ended(tmp_path: Path, in_place: bool) -> None:
 
 def test_a_run_that_is_interrupted_leaves_no_half_state(tmp_path: Path, in_place: bool) -> None:
     session = Session(random_toy().write(tmp_path / "a", in_place=in_place), threads=1)
-    wanted = session.prefill([[1, 2, 3]])
+    expected = session.prefill([[1, 2, 3]])
     real = session._session
 
     class Interrupted:
@@ -185,19 +185,19 @@ def test_a_run_that_is_interrupted_leaves_no_half_state(tmp_path: Path, in_place
         session.step([[4]])
     session._session = real
     assert session.length == 0 and session.reuse([1, 2, 3]) == 0
-    assert (session.prefill([[1, 2, 3]]) == wanted).all()
+    assert (session.prefill([[1, 2, 3]]) == expected).all()
 
 
-def test_the_models_settings(tmp_path: Path) -> None:
-    def settings(generation: dict[str, object], **given: Any) -> tuple[float, int, float, float]:
+def test_the_models_settings_are_the_defaults(tmp_path: Path) -> None:
+    def settings(generation: dict[str, object], **changes: Any) -> tuple[float, int, float, float]:
         folder = write_chat_model(tmp_path / str(len(list(tmp_path.iterdir()))), follows("ab"), generation=generation)
-        found = Sampler.of(Artifact.open(folder), **given).sampling
-        return found.temperature, found.top_k, found.top_p, found.repetition_penalty
+        sampling = Sampler.of(Artifact.open(folder), **changes).sampling
+        return sampling.temperature, sampling.top_k, sampling.top_p, sampling.repetition_penalty
 
-    own = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
-    assert settings(own) == (0.6, 50, 0.9, 1.1)  # top_k as in transformers
-    assert settings(own, temperature=0.0, top_k=0) == (0.0, 0, 0.9, 1.1)
-    assert settings(own | {"do_sample": False}) == (0.0, 50, 0.9, 1.1)
+    of_model = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
+    assert settings(of_model) == (0.6, 50, 0.9, 1.1)  # top_k as in transformers
+    assert settings(of_model, temperature=0.0, top_k=0) == (0.0, 0, 0.9, 1.1)
+    assert settings(of_model | {"do_sample": False}) == (0.0, 50, 0.9, 1.1)
     assert settings({}) == (0.0, 50, 1.0, 1.0)
     assert settings({"top_p": None}, temperature=1, top_p=0.5)[2] == 0.5
     with pytest.raises(DiffbitError, match=r"generation_config\.json: top_k is 'all', wanted 0 \(no limit\) or above"):
@@ -215,12 +215,12 @@ def test_a_model_without_a_template(tmp_path: Path) -> None:
     assert Chat(session, tokenizer, ChatTemplate("u:{{ messages[-1].content }}", "T")).send("a:").text == "bcd"
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_end_tokens(own: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", [True, False])
+def test_end_tokens(named: bool, tmp_path: Path) -> None:
     """The model's end tokens, and the tokenizer's eos_token."""
     toy = follows(":bcd", end=257)
-    folder = write_chat_model(tmp_path / "a", toy, eos_token_ids=[257] if own else [])
-    if own:
+    folder = write_chat_model(tmp_path / "a", toy, eos_token_ids=[257] if named else [])
+    if named:
         (folder / "tokenizer_config.json").unlink()
         manifest = json.loads((folder / "diffbit.json").read_text())
         seal(folder, {key: value for key, value in manifest.items() if key != "files"})

@@ -42,8 +42,10 @@ Maker = Callable[..., Path]
 def config(variant: str) -> ModelConfig:
     if variant != "grouped":
         return config_of(variant, **SIZES)
-    made = config_of("diff_v1", **SIZES)
-    return replace(made, layers=tuple(replace(one, mixer=replace(one.mixer, noise_ratio=2)) for one in made.layers))
+    uniform = config_of("diff_v1", **SIZES)
+    return replace(
+        uniform, layers=tuple(replace(one, mixer=replace(one.mixer, noise_ratio=2)) for one in uniform.layers)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +54,9 @@ def artifact_of(tmp_path_factory: pytest.TempPathFactory) -> Maker:
     folder = tmp_path_factory.mktemp("devices")
 
     def make(variant: str, weights: str = "float", cache: str | None = None, target: str = "cpu") -> Path:
-        made, source = folder / f"{variant}-{weights}-{cache}-{target}", folder / variant
-        if made.exists():
-            return made
+        artifact, source = folder / f"{variant}-{weights}-{cache}-{target}", folder / variant
+        if artifact.exists():
+            return artifact
         if not source.exists():
             write_model(source, config(variant))
         scheme = Scheme(attention=AttentionScheme(keys=cache, values=cache)) if cache else Scheme()
@@ -64,7 +66,7 @@ def artifact_of(tmp_path_factory: pytest.TempPathFactory) -> Maker:
             source, checkpoint = folder / f"{variant}-{weights}-{cache}", source
             if not source.exists():
                 quantize_checkpoint(checkpoint, source, scheme)
-        return export_artifact(source, made, dtype="fp16" if weights == "float16" else "fp32", target=target)
+        return export_artifact(source, artifact, dtype="fp16" if weights == "float16" else "fp32", target=target)
 
     return make
 
@@ -147,17 +149,17 @@ def test_openvino_computes_what_the_cpu_does(variant: str, artifact_of: Maker) -
     environment = os.environ | {"PYTHONPATH": str(OPENVINO)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert not done.returncode, done.stderr
-    for artifact, found in json.loads(done.stdout.splitlines()[-1]).items():
+    for artifact, error in json.loads(done.stdout.splitlines()[-1]).items():
         weights = artifacts[artifact]
         if weights in known:
-            assert known[weights] in str(found), found
+            assert known[weights] in str(error), error
         else:
-            assert isinstance(found, float) and (weights != "float" or found < 1e-4), f"{weights}: {found}"
+            assert isinstance(error, float) and (weights != "float" or error < 1e-4), f"{weights}: {error}"
 
 
 @pytest.mark.skipif(not OPENVINO.exists(), reason=f"needs onnxruntime-openvino in {OPENVINO}")
 @pytest.mark.parametrize("kind", ["gpu", "npu"])
-def test_openvino_without_a_device(kind: str, artifact_of: Maker) -> None:
+def test_openvino_names_a_missing_device(kind: str, artifact_of: Maker) -> None:
     command = [sys.executable, "-m", "tests.runtime.agreement", f"openvino:{kind}", str(artifact_of("softmax"))]
     environment = os.environ | {"PYTHONPATH": str(OPENVINO)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
@@ -217,7 +219,7 @@ def test_what_webgpu_lacks_is_named(
     ort = fake_ort(devices, "Failed to get a WebGPU adapter: No supported adapters")
     monkeypatch.setattr(providers, "onnxruntime", lambda: ort)
     monkeypatch.setattr(providers, "find_spec", lambda name: installed or None)
-    monkeypatch.setattr(providers, "_register", lambda plugin: None)
+    monkeypatch.setattr(providers, "_register", lambda provider, plugin: None)
     monkeypatch.setattr(providers.ctypes, "CDLL", load)
     monkeypatch.setattr(sys, "platform", "linux")
     with pytest.raises(DiffbitError, match=message):

@@ -147,15 +147,15 @@ def test_sampling_is_reproducible(tmp_path: Path) -> None:
     assert draw(1) != draw(2)
     seen: list[list[int]] = []
 
-    def own(logits: np.ndarray, token_ids: list[int]) -> int:  # any function of logits and ids is a sampler
+    def always_seven(logits: np.ndarray, token_ids: list[int]) -> int:  # any function of logits and ids is a sampler
         seen.append(list(token_ids))
         return 7
 
-    assert run([1, 2], max_tokens=3, sampler=own).token_ids == (7, 7, 7)
+    assert run([1, 2], max_tokens=3, sampler=always_seven).token_ids == (7, 7, 7)
     assert seen == [[1, 2], [1, 2, 7], [1, 2, 7, 7]]
 
 
-def test_bad_requests(tmp_path: Path) -> None:
+def test_bad_requests_are_refused(tmp_path: Path) -> None:
     run = Machine(follows("abcd"), tmp_path / "a")
     for prompt, options, message in (
         ([VOCAB], {}, f"token id {VOCAB} is outside the vocabulary of {VOCAB} tokens"),

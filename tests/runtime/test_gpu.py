@@ -65,27 +65,27 @@ def artifact_of(tmp_path_factory: pytest.TempPathFactory) -> Maker:
 
     def make(name: str) -> Path:
         attention, scheme = MODELS[name]
-        made, source = folder / f"{name}-onnx", folder / attention
-        if made.exists():
-            return made
+        artifact, source = folder / f"{name}-onnx", folder / attention
+        if artifact.exists():
+            return artifact
         if not source.exists():
             write_model(source, config_of(attention, **SIZES))
         if scheme is not None:
             quantize_checkpoint(source, folder / name, scheme)
             source = folder / name
-        return export_artifact(source, made, dtype="fp16")
+        return export_artifact(source, artifact, dtype="fp16")
 
     return make
 
 
-def compare(wanted: Session, found: Session) -> None:
+def compare(reference: Session, other: Session) -> None:
     """Greedy tokens of `wanted`, which `found` is given as well: its logits are as near as the artifact promises, and
     its token is the same wherever that leaves no doubt."""
-    golden = wanted.artifact.golden
-    rows = [(wanted.prefill([PROMPT])[0], found.prefill([PROMPT])[0])]
+    golden = reference.artifact.golden
+    rows = [(reference.prefill([PROMPT])[0], other.prefill([PROMPT])[0])]
     for _ in range(STEPS):
         token = [[int(rows[-1][0].argmax())]]
-        rows.append((wanted.step(token)[0], found.step(token)[0]))
+        rows.append((reference.step(token)[0], other.step(token)[0]))
     sure = 0
     for position, (a, b) in enumerate(rows):
         most = golden.tolerance * golden.spread

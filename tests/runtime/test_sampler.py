@@ -146,12 +146,12 @@ def test_candidates_equal_those_of_transformers(options: dict[str, float], seed:
     steps = [kinds[name](options[name]) for name in kinds if name in options]  # type: ignore[arg-type]
     steps.insert("repetition_penalty" in options, theirs.TemperatureLogitsWarper(temperature))
     ids, scores = torch.from_numpy(seen)[None], torch.from_numpy(logits)[None]
-    wanted = LogitsProcessorList(steps)(ids, scores).softmax(-1)[0].numpy()
+    expected = LogitsProcessorList(steps)(ids, scores).softmax(-1)[0].numpy()
     sampler = Sampler(temperature, **options)
     tokens, probabilities = sampler.distribution(sampler._changed(logits, seen))
-    found = np.zeros(40)
-    found[tokens] = probabilities
-    np.testing.assert_allclose(found, wanted, atol=1e-12)
+    actual = np.zeros(40)
+    actual[tokens] = probabilities
+    np.testing.assert_allclose(actual, expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -163,12 +163,12 @@ def test_penalties_and_bias_are_openais(seed: int) -> None:
     bias = {3: 1.5, 11: -4.0}
     sampler = Sampler(frequency_penalty=0.7, presence_penalty=-0.4, logit_bias=bias)
     sampler.start(len(prompt))
-    wanted = list(logits)
+    expected = list(logits)
     for token in range(12):
-        wanted[token] += bias.get(token, 0.0)
-        wanted[token] -= 0.7 * generated.count(token) + (-0.4 if token in generated else 0.0)
-    np.testing.assert_allclose(sampler._changed(logits, np.array(prompt + generated)), wanted, atol=1e-12)
-    assert sampler(logits, prompt + generated) == int(np.argmax(wanted))
+        expected[token] += bias.get(token, 0.0)
+        expected[token] -= 0.7 * generated.count(token) + (-0.4 if token in generated else 0.0)
+    np.testing.assert_allclose(sampler._changed(logits, np.array(prompt + generated)), expected, atol=1e-12)
+    assert sampler(logits, prompt + generated) == int(np.argmax(expected))
 
 
 def test_a_bias_chooses_or_forbids_a_token() -> None:

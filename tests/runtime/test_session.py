@@ -180,14 +180,14 @@ def test_graph_and_manifest_must_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_context_beyond_memory(in_place: bool, tmp_path: Path) -> None:
+def test_a_context_beyond_memory_is_refused(in_place: bool, tmp_path: Path) -> None:
     folder = TOY.write(tmp_path / "a", in_place=in_place)
     seal(folder, json.loads((folder / "diffbit.json").read_text()) | {"context_length": 10**30})
     with pytest.raises(DiffbitError, match="does not fit into memory"):
         Session(folder).prefill([[1, 2]])
 
 
-def test_a_truncated_or_broken_model(tmp_path: Path) -> None:
+def test_a_truncated_or_broken_model_is_refused(tmp_path: Path) -> None:
     folder = TOY.write(tmp_path / "a")
     model = folder / "model.onnx"
     whole = model.read_bytes()
@@ -206,7 +206,7 @@ def test_threads_reach_the_session(artifact: Path) -> None:
     assert Session(artifact, threads=3)._session.get_session_options().intra_op_num_threads == 3
 
 
-def test_devices_and_threads(tmp_path: Path) -> None:
+def test_unknown_devices_and_no_threads_are_refused(tmp_path: Path) -> None:
     folder = TOY.write(tmp_path / "a")
     with pytest.raises(DiffbitError, match=r"device is 'tpu', wanted one of cpu, cuda, webgpu, .*provider:NAME"):
         Session(folder, device="tpu")
@@ -305,7 +305,7 @@ def test_the_missing_library_is_named(gpu_wheel: str, monkeypatch: pytest.Monkey
         (100, r"the NVIDIA driver, which is for CUDA 12\.4, says: no CUDA-capable device is detected"),
     ],
 )
-def test_what_the_driver_says(
+def test_a_driver_without_a_card_is_reported(
     status: int | None, message: str, gpu_wheel: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     install_driver(monkeypatch, tmp_path, version=12040, status=status)
@@ -335,7 +335,7 @@ def test_what_the_driver_says(
         (13000, 75, [], None),  # the operators' bodies run
     ],
 )
-def test_a_driver_or_a_card_that_does_not_fit(
+def test_an_old_driver_and_a_card_without_kernels_are_refused(
     version: int,
     card: int,
     compiled_for: list[str],
@@ -360,7 +360,7 @@ def test_a_driver_or_a_card_that_does_not_fit(
 
 
 @pytest.mark.parametrize(
-    ("card", "compiled_for", "wanted"),
+    ("card", "compiled_for", "expected"),
     [
         (80, ["80"], True),
         (89, ["86"], True),  # code of the same major version
@@ -373,20 +373,20 @@ def test_a_driver_or_a_card_that_does_not_fit(
         (75, ["80"], False),
     ],
 )
-def test_what_runs_on_a_card(card: int, compiled_for: list[str], wanted: bool) -> None:
-    assert runs(card, compiled_for) is wanted
+def test_a_card_runs_the_code_compiled_for_it(card: int, compiled_for: list[str], expected: bool) -> None:
+    assert runs(card, compiled_for) is expected
 
 
-def test_a_model_larger_than_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = (
+def test_a_model_larger_than_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = (
         "[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : Failed to allocate memory for requested buffer of size 4294967296"
     )
-    monkeypatch.setattr(providers, "onnxruntime", lambda: _fake_ort(BOTH, BOTH, [], said))
+    monkeypatch.setattr(providers, "onnxruntime", lambda: _fake_ort(BOTH, BOTH, [], failure))
     with pytest.raises(DiffbitError, match=r"^model\.onnx: does not fit into the memory of device cuda$"):
         providers.open_session(Path("model.onnx"), "cuda", None)
 
 
-def test_a_device_without_memory_for_a_call(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_without_memory_leaves_the_session_usable(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(artifact, threads=1)
 
     def full(binding: object) -> None:
@@ -399,7 +399,7 @@ def test_a_device_without_memory_for_a_call(artifact: Path, monkeypatch: pytest.
     np.testing.assert_allclose(session.prefill([PROMPT])[0], TOY.logits(PROMPT)[-1], atol=1e-4)
 
 
-def test_a_device_without_memory_for_the_cache(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_without_memory_is_refused(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(artifact, threads=1)
 
     def full(*args: object) -> None:
@@ -429,21 +429,21 @@ def test_which_device_gets_the_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The kernels of a device that the library has none for would be refused: its operators run as bodies."""
-    given: list[Path | None] = []
+    libraries: list[Path | None] = []
 
     def on_the_cpu(model: Path, device: str, threads: int | None, library: Path | None = None) -> object:
-        given.append(library)
+        libraries.append(library)
         return providers.open_session(model, "cpu", threads)
 
     monkeypatch.setattr("diffbit.runtime.session.open_session", on_the_cpu)
     monkeypatch.setattr("diffbit.runtime.session.native_library", lambda: Path("libdiffbit_ops.so"))
     monkeypatch.setattr("diffbit.runtime.session.cuda_architectures", lambda: architectures)
     session = Session(artifact, device=device, threads=1, native=native)
-    assert session.native == registered and given == [Path("libdiffbit_ops.so") if registered else None]
+    assert session.native == registered and libraries == [Path("libdiffbit_ops.so") if registered else None]
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "architectures", "said"),
+    ("device", "dtype", "architectures", "warning"),
     [
         (
             "cuda",
@@ -456,17 +456,22 @@ def test_which_device_gets_the_library(
         ("cpu", "fp32", [], None),
     ],
 )
-def test_what_is_slower_than_it_need_be(
-    device: str, dtype: str, architectures: list[str], said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_slow_combinations_are_reported(
+    device: str,
+    dtype: str,
+    architectures: list[str],
+    warning: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("diffbit.runtime.session.native_library", lambda: Path("libdiffbit_ops.so"))
     monkeypatch.setattr("diffbit.runtime.session.cuda_architectures", lambda: architectures)
     sentences = slowdowns(Artifact.open(TOY.write(tmp_path / "a", dtype=dtype)), SessionOptions(device=device))
-    if said is None:
+    if warning is None:
         assert sentences == []
     else:
         (sentence,) = sentences
-        assert re.search(said, sentence)
+        assert re.search(warning, sentence)
 
 
 def test_placement_is_read_from_a_real_session(tmp_path: Path) -> None:
@@ -482,7 +487,7 @@ def test_placement_is_read_from_a_real_session(tmp_path: Path) -> None:
     }
 
 
-def test_without_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_onnxruntime_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(DiffbitError, match=r"pip install onnxruntime, or 'onnxruntime-gpu\[cuda,cudnn\]'"):
         providers.onnxruntime()
@@ -491,7 +496,7 @@ def test_without_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
         providers.onnxruntime()
 
 
-def test_no_memory_for_the_logits(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_without_memory_leave_the_session_usable(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(artifact, threads=1)
 
     def full(shape: tuple[int, ...]) -> None:
@@ -521,7 +526,7 @@ toy (int64[B, S] input_ids, int64[B, T] attention_mask, int64[B, S] position_ids
 
 
 @pytest.mark.parametrize("in_place", ["always", "never"])
-def test_a_state_of_fixed_size_and_a_layer_without_a_cache(in_place: str, tmp_path: Path) -> None:
+def test_layers_may_have_a_state_of_fixed_size_or_no_cache(in_place: str, tmp_path: Path) -> None:
     """Layer 0 keeps nothing, layer 1 a running sum: calls, steps and resets against the formula."""
     folder = TOY.write(tmp_path / "a")
     width = TOY.embed.shape[1]
@@ -535,9 +540,9 @@ def test_a_state_of_fixed_size_and_a_layer_without_a_cache(in_place: str, tmp_pa
     seal(folder, {key: value for key, value in manifest.items() if key != "files"} | {"cache": changed})
     session = Session(folder, threads=1)
     ids = [3, 1, 4, 1, 5, 9, 2, 6]
-    wanted = np.cumsum(TOY.embed[ids].astype(np.float64), axis=0) @ TOY.out
+    expected = np.cumsum(TOY.embed[ids].astype(np.float64), axis=0) @ TOY.out
     for _ in range(2):  # the second time after a reset
-        found = [session.prefill([ids[:3]]), session.prefill([ids[3:5]]), *(session.step([[i]]) for i in ids[5:])]
-        assert np.allclose(np.concatenate(found), wanted[[2, 4, 5, 6, 7]], atol=1e-5)
+        logits = [session.prefill([ids[:3]]), session.prefill([ids[3:5]]), *(session.step([[i]]) for i in ids[5:])]
+        assert np.allclose(np.concatenate(logits), expected[[2, 4, 5, 6, 7]], atol=1e-5)
         session.reset()
-    assert np.allclose(session.prefill([ids[:2], ids[1:3]])[0], wanted[1], atol=1e-5)
+    assert np.allclose(session.prefill([ids[:2], ids[1:3]])[0], expected[1], atol=1e-5)

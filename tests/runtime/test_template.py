@@ -105,12 +105,14 @@ def test_texts_are_those_of_transformers(source: str) -> None:
     for messages in (TURNS[:1], TURNS, [SYSTEM, *TURNS], [*TURNS, TURNS[2]]):
         for prompt in (True, False):
             try:
-                wanted = render_jinja_template([messages], chat_template=source, add_generation_prompt=prompt, **TOKENS)
+                expected = render_jinja_template(
+                    [messages], chat_template=source, add_generation_prompt=prompt, **TOKENS
+                )
             except Exception as error:
                 with pytest.raises(DiffbitError, match=str(error)):
                     template.render(messages, add_generation_prompt=prompt)
             else:
-                assert template.render(messages, add_generation_prompt=prompt) == wanted[0][0]
+                assert template.render(messages, add_generation_prompt=prompt) == expected[0][0]
 
 
 def test_where_a_template_is_found(tmp_path: Path) -> None:
@@ -201,11 +203,11 @@ def test_a_fork_leaves_the_renderer_alone() -> None:
         assert template.render([{"role": "user", "content": "child"}]) == "child"
         assert template._process is not process
 
-    held = [template]
+    references = [template]
 
     def drops() -> None:
         nonlocal template
-        held.clear()
+        references.clear()
         del template
         gc.collect()
 

@@ -113,7 +113,7 @@ def test_special_tokens_and_unknown_ids_show_nothing(tokenizer: Tokenizer) -> No
     assert tokenizer.vocab_size == 258
 
 
-def test_bad_files(tmp_path: Path) -> None:
+def test_bad_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DiffbitError, match=r"none\.json: cannot be read"):
         Tokenizer(tmp_path / "none.json")
     bad = tmp_path / "bad.json"

@@ -14,7 +14,7 @@ from ....formats import GROUP_SIZES, Format, pack_bits, row_bytes, unpack_bits
 from ....io.errors import DiffbitError
 from ....io.fields import get, one_of
 from ....models import Checkpoint, ModelConfig
-from ....quantize import Scheme, is_low_bit, linear_shapes
+from ....quantize import Scheme, linear_shapes
 
 GroupSize = Annotated[
     int, one_of(-1, *GROUP_SIZES, words=f"one of {', '.join(map(str, GROUP_SIZES))}, or -1 (one scale per row)")
@@ -118,7 +118,7 @@ def weights_only(config: ModelConfig, scheme: Scheme, method: str) -> dict[str, 
     formats = scheme.formats(config)
     if not formats:
         raise DiffbitError("its weights are float; quantize it first, such as with `diffbit quantize --weights int8`")
-    if is_low_bit(scheme.attention):
+    if scheme.attention.is_low_bit:
         raise DiffbitError(
             f"its attention is quantized, which a {method} folder cannot hold; quantize only the weights"
         )

@@ -14,8 +14,8 @@ leaves out, too. Softmax is over the keys that t sees; weights of others stay 0.
 The cache has beside keys and values K1, K2 and Kd of each token, "composition", float32 [2, T, 5 H]: before and after
 softmax. With more than 5 heads, it is smaller than the matrices [2, T, H, H] that the authors' code keeps. Low bits are
 those of weights, keys and values; the numbers of the composition stay float32, and so do dw1_proj and dd_proj unless an
-override names them: they are few and change every score. The body (ops/diff_attention.py, Changed) has no kernel, and a
-sliding window does not shorten the composition's buffer.
+override names them: they are few and change every score. The body (_changed.py) has no kernel, and a sliding
+window does not shorten the composition's buffer.
 """
 
 from __future__ import annotations
@@ -29,21 +29,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ....models.attention import Arithmetic, Heads, LayerCache, explicit_softmax, softmax, within
-from ....models.mixers import (
-    TOKENS,
-    Buffer,
-    Cache,
-    Carried,
-    Graph,
-    KVBuffers,
-    Operations,
-    Place,
-    Rope,
-    State,
-    Value,
-)
-from ....ops import diff_attention
+from ....models import LayerCache
+from ....models.attention import softmax
+from ....models.layers import Arithmetic, Carried, Rope, State, explicit_softmax, within
+from ....models.mixers import TOKENS, Buffer, Cache, Graph, Heads, KVBuffers, Operations, Place, Value
+from ....ops import body, diff_attention_body
+from ._changed import Changed
 
 RANK = 2  # I
 PARTS = 2 * RANK + 1  # rows of a token's W1, W2 and Wd
@@ -103,25 +94,25 @@ def compose(scores: Tensor, of_query: Tensor, of_key: Tensor) -> Tensor:
     return scores + mixed(by_query, of_query).permute(0, 3, 1, 2) + mixed(by_key, of_key).permute(0, 3, 2, 1)
 
 
-def _onnx_compose(after: int) -> diff_attention.Change:
-    """Return `compose` for DiffAttention's body, before or after the softmax."""
+class ComposedBody(diff_attention_body.AttentionBody):
+    """of_query, of_key: float32 [B, 2, S, 5 H] and [B, 2, T, 5 H], before and after the softmax."""
 
-    def change(body: diff_attention.AttentionBody, scores: diff_attention.Value) -> diff_attention.Value:
-        def mixed(rows: diff_attention.Value, name: str, begin: diff_attention.Value | int) -> diff_attention.Value:
-            parts = body.inputs[name].slice(after, after + 1, 1).squeeze(1).slice(begin, diff_attention.END, 1)
-            parts = parts.reshape(0, 0, PARTS, body.H)
-            first, second, diagonal = body.op.split(parts, 2, [RANK, RANK, 1])
+    def _weights(self, scores: body.Value) -> body.Value:
+        return self._compose(super()._weights(self._compose(scores, 0)), 1)
+
+    def _compose(self, scores: body.Value, after: int) -> body.Value:
+        def mixed(rows: body.Value, name: str, begin: body.Operand) -> body.Value:
+            parts = self.inputs[name].slice(after, after + 1, 1).squeeze(1).slice(begin, body.END, 1)
+            first, second, diagonal = self.op.split(parts.reshape(0, 0, PARTS, self.H), 2, [RANK, RANK, 1])
             return rows @ first.transpose(0, 1, 3, 2) @ second + rows * diagonal
 
-        rows = scores.view(body.B, body.H, body.S, body.T)
+        rows = scores.view(self.B, self.H, self.S, self.T)
         by_query = mixed(rows.transpose(0, 2, 3, 1), "of_query", 0).transpose(0, 3, 1, 2)
-        by_key = mixed(rows.transpose(0, 3, 2, 1), "of_key", body.base).transpose(0, 3, 2, 1)
-        return body.op("Reshape", rows + by_query + by_key, body.op("Shape", scores), allowzero=1)
-
-    return change
+        by_key = mixed(rows.transpose(0, 3, 2, 1), "of_key", self.base).transpose(0, 3, 2, 1)
+        return self.op("Reshape", rows + by_query + by_key, self.op("Shape", scores), allowzero=1)
 
 
-COMPOSED = diff_attention.Changed("ComposedAttention", ("of_query", "of_key"), _onnx_compose(0), _onnx_compose(1))
+COMPOSED = Changed("ComposedAttention", ("of_query", "of_key"), ComposedBody)
 
 
 class Composable(softmax.Softmax):
@@ -161,9 +152,9 @@ class Composable(softmax.Softmax):
                 asked = seen[-x.shape[1] :]
                 if asked.any():
                     queries, keys = (
-                        [each[row : row + 1] for each in of] for of in ((query, of_query), (key, value, of_key))
+                        [tensor[row : row + 1] for tensor in of] for of in ((query, of_query), (key, value, of_key))
                     )
-                    queries, keys = [each[:, :, asked] for each in queries], [each[:, :, seen] for each in keys]
+                    queries, keys = [tensor[:, :, asked] for tensor in queries], [tensor[:, :, seen] for tensor in keys]
                     out[row, :, asked] = self.composed(queries, keys, mask[row : row + 1, :, asked][..., seen])[0]
         return out.to(x.dtype).transpose(1, 2).flatten(2)
 
@@ -194,7 +185,7 @@ class Composable(softmax.Softmax):
         parts = g.op("Concat", [first, second, diagonal], axis=3)
         parts = g.op("Reshape", [parts, g.const([0, 0, 2, 2, PARTS * self.num_heads])])
         both = g.ops("Split", [g.op("Transpose", [parts], perm=[3, 0, 2, 1, 4])], 2, axis=0, num_outputs=2)
-        return [g.op("Squeeze", [each, g.const([0])]) for each in both]
+        return [g.op("Squeeze", [tensor, g.const([0])]) for tensor in both]
 
     def onnx_heads(self, g: Graph, x: Value, past: Cache) -> tuple[Value, Cache]:
         of_query, of_key = self.onnx_compositions(g, x)

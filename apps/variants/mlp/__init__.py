@@ -1,1 +1,1 @@
-"""Gated MLPs with other activations than the core's."""
+"""Gated MLPs with other activations than the core's, and MLPs of other kinds."""

@@ -97,7 +97,7 @@ def test_the_choice_fits_and_is_nearly_the_best_of_all(seed: int) -> None:
     assert choose(sizes, losses, largest)[0] == dict.fromkeys("abcd", "8")
 
 
-def test_of_formats_of_equal_bytes_the_better_and_none_that_gains_nothing() -> None:
+def test_useless_formats_are_never_chosen() -> None:
     choice, path = choose({"a": {"x": 4, "y": 4, "z": 9}}, {"a": {"x": 2.0, "y": 1.0, "z": 1.0}}, 100)
     assert choice == {"a": "y"} and path == [(4, 1.0)]
 

@@ -12,7 +12,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.section(f"differences between {model} and its conversion, relative to the logits' spread")
     for outcome in ("passed", "failed"):
         for report in terminalreporter.stats.get(outcome, []):
-            found = [str(value) for name, value in getattr(report, "user_properties", ()) if name == "difference"]
-            if found and report.when == "call":
+            differences = [str(value) for name, value in getattr(report, "user_properties", ()) if name == "difference"]
+            if differences and report.when == "call":
                 name = report.nodeid.rpartition("::test_")[2].replace("[given", " [").replace("[-", "[")
-                terminalreporter.write_line(f"{name:50} {'; '.join(dict.fromkeys(found))}")
+                terminalreporter.write_line(f"{name:50} {'; '.join(dict.fromkeys(differences))}")

@@ -32,13 +32,13 @@ def folder(
     **changes: Any,
 ) -> Any:  # fmt: skip
     """Write it, with the linear layers of the decoder (and the head) made so; return the float model that is equal."""
-    made = model(kind, **changes)
-    made.save_pretrained(path, max_shard_size="40KB")  # several files
+    foreign_model = model(kind, **changes)
+    foreign_model.save_pretrained(path, max_shard_size="40KB")  # several files
     for file in path.glob("*.safetensors*"):
         file.unlink()
     stored = {}
-    for name, weight in made.state_dict().items():
-        if name == "lm_head.weight" and made.config.tie_word_embeddings:
+    for name, weight in foreign_model.state_dict().items():
+        if name == "lm_head.weight" and foreign_model.config.tie_word_embeddings:
             continue
         if not name.endswith("_proj.weight") and not (head and name == "lm_head.weight"):
             stored[name] = weight.clone()
@@ -53,7 +53,7 @@ def folder(
     weight_map = {name: file_name for file_name, some in halves.items() for name in some}
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     edit_config(path, settings)
-    return made
+    return foreign_model
 
 
 def edit_config(path: Path, settings: dict[str, Any]) -> None:

@@ -55,17 +55,17 @@ def test_logits_and_greedy_tokens_are_transformers(name: str, tmp_path: Path) ->
     settings, changes = FOLDERS[name]
     folder = write_folder(tmp_path / "m", settings, **changes)
     model, ours, ids = theirs(folder), load(folder), tokens(8, 13)
-    wanted = model(ids).logits
-    error = (ours(ids) - wanted).abs().amax(-1) / wanted.std(-1)
-    assert wanted.std() > 0.3
+    expected = model(ids).logits
+    error = (ours(ids) - expected).abs().amax(-1) / expected.std(-1)
+    assert expected.std() > 0.3
     assert error.median() < 1e-5 and error.max() < 0.1
     prompt = ids[:, :4]
     for _ in range(24):
         prompt = torch.cat((prompt, model(prompt).logits[:, -1:].argmax(-1)), 1)
-    found = ids[:, :4]
+    generated = ids[:, :4]
     for _ in range(24):
-        found = torch.cat((found, ours(found)[:, -1:].argmax(-1)), 1)
-    assert torch.equal(found, prompt)
+        generated = torch.cat((generated, ours(generated)[:, -1:].argmax(-1)), 1)
+    assert torch.equal(generated, prompt)
 
 
 def test_weights_are_transformers_bit_for_bit(tmp_path: Path) -> None:
@@ -109,9 +109,9 @@ def test_a_head_may_be_ternary(tmp_path: Path) -> None:
 def test_numbers_that_transformers_unpacked(tmp_path: Path) -> None:
     """An autobitlinear model that transformers loaded and saved again has -1, 0, 1 as floats."""
     folder = write_folder(tmp_path / "m", PACKED)
-    wanted = load(folder)(tokens(2, 5))
+    expected = load(folder)(tokens(2, 5))
     edit_tensors(folder, lambda stored: stored.update({UP: bitnet.unpack(stored[UP]).bfloat16() - 1}))
-    assert torch.equal(load(folder)(tokens(2, 5)), wanted)
+    assert torch.equal(load(folder)(tokens(2, 5)), expected)
 
 
 def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:

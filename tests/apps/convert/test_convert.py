@@ -61,16 +61,16 @@ def padded() -> dict[str, Tensor]:
 def test_same_function_as_transformers_original(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     original = hf_model(kind, **changes)
     plain = models.load(saved(original, tmp_path / "plain"))
-    found = models.load(diffbit.convert(tmp_path / "plain", tmp_path / "diff"))
-    assert found.config.attention == "diff_v2"
+    converted = models.load(diffbit.convert(tmp_path / "plain", tmp_path / "diff"))
+    assert converted.config.attention == "diff_v2"
     ids = padded()
     real = ids["attention_mask"] == 1
-    logits = found(**ids)
+    logits = converted(**ids)
     assert torch.equal(logits[real], plain(**ids)[real])
     positions = (ids["attention_mask"].cumsum(-1) - 1).clamp(min=0)
     theirs = original(**ids, position_ids=positions).logits
     torch.testing.assert_close(logits[real], theirs[real], rtol=0, atol=1e-5)
-    assert isinstance(original, BitNetForCausalLM) == found.config.sub_norms  # where another projection is doubled
+    assert isinstance(original, BitNetForCausalLM) == converted.config.sub_norms  # where another projection is doubled
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
@@ -78,7 +78,7 @@ def test_exact_in_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     plain = write_plain(tmp_path / "plain", dtype, qkv_bias=True, o_bias=True)
     path = diffbit.convert(plain, tmp_path / "diff")
     assert Checkpoint(path).dtype == str(dtype).removeprefix("torch.")
-    both = [models.load(each, dtype=dtype)(tokens(2, 13)) for each in (plain, path)]
+    both = [models.load(folder, dtype=dtype)(tokens(2, 13)) for folder in (plain, path)]
     assert torch.equal(*both)
     wide = diffbit.convert(plain, tmp_path / "wide", dtype=torch.float32)
     assert Checkpoint(wide).dtype == "float32"
@@ -100,20 +100,20 @@ def test_shared_keys_and_values(tmp_path: Path) -> None:
     reader = models.LayerSpec(type(layer.mixer)(4, 2, 8, keys_of=0), layer.mlp)
     plain = Decoder(ModelConfig(vocab_size=61, hidden_size=32, layers=(layer, reader)))
     models.save(plain, tmp_path / "plain")
-    found = models.load(diffbit.convert(tmp_path / "plain", tmp_path / "diff"))
-    assert torch.equal(found(tokens(1, 13)), plain(tokens(1, 13)))
+    converted = models.load(diffbit.convert(tmp_path / "plain", tmp_path / "diff"))
+    assert torch.equal(converted(tokens(1, 13)), plain(tokens(1, 13)))
 
 
 def test_sizes_and_gradients(tmp_path: Path) -> None:
     """q_proj doubles, lambda's projection is added, the cache stays; training moves both branches and lambda."""
     plain = write_plain(tmp_path / "plain")
-    found = models.load(diffbit.convert(plain, tmp_path / "diff"))
+    converted = models.load(diffbit.convert(plain, tmp_path / "diff"))
     added = CONFIG.num_layers * (4 * 8 * 32 + 4 * 32)
-    assert num_parameters(found.config) - num_parameters(CONFIG) == added
-    before, after = (config.layers[0].mixer for config in (CONFIG, found.config))
+    assert num_parameters(converted.config) - num_parameters(CONFIG) == added
+    before, after = (config.layers[0].mixer for config in (CONFIG, converted.config))
     assert (after.cache_heads, after.head_dim) == (before.cache_heads, before.head_dim)
-    found(tokens(2, 13)).logsumexp(-1).sum().backward()
-    attention = found.model.layers[0].self_attn
+    converted(tokens(2, 13)).logsumexp(-1).sum().backward()
+    attention = converted.model.layers[0].self_attn
     signal, noise = attention.q_proj.weight.grad.unflatten(0, (4, 2, 8)).unbind(1)
     assert signal.norm() > 0 and noise.norm() > 0 and not torch.equal(signal, noise)
     assert attention.lambda_proj.weight.grad.norm() > 0
@@ -137,7 +137,7 @@ def attention_in_float64(decoder: Decoder, x: Tensor, angle: float, bias: float)
         return plane * torch.exp(1j * torch.outer(torch.arange(count, dtype=torch.float64), frequency))
 
     key, value = rotated(heads(layer.k_proj)), heads(layer.v_proj)
-    key, value = (each.repeat_interleave(mixer.num_heads // mixer.num_kv_heads, 0) for each in (key, value))
+    key, value = (tensor.repeat_interleave(mixer.num_heads // mixer.num_kv_heads, 0) for tensor in (key, value))
     query, hidden = rotated(heads(layer.q_proj)), torch.ones(count, count).triu(1).bool()
 
     def attend(query: Tensor) -> Tensor:
@@ -153,14 +153,14 @@ def attention_in_float64(decoder: Decoder, x: Tensor, angle: float, bias: float)
 @pytest.mark.parametrize("biased", [False, True], ids=["no-bias", "bias"])
 def test_rotated_start_matches_its_formula(angle: float, biased: bool, tmp_path: Path) -> None:
     plain = models.load(write_plain(tmp_path / "plain", qkv_bias=biased))
-    found = models.load(diffbit.convert(tmp_path / "plain", tmp_path / "diff", start="rotated", angle=angle))
+    converted = models.load(diffbit.convert(tmp_path / "plain", tmp_path / "diff", start="rotated", angle=angle))
     x = torch.randn(11, 32)
-    rope = models.rope_for(found.config, torch.arange(11)[None])
+    rope = models.rope_for(converted.config, torch.arange(11)[None])
     with torch.no_grad():
-        out = found.model.layers[0].self_attn(x[None], rope)[0]
-        wanted = attention_in_float64(plain, x, math.radians(angle), -6.0)
-    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=2e-5 * float(wanted.std()))
-    queries = found.model.layers[0].self_attn.queries(x[None]).unflatten(2, (4, 2))
+        out = converted.model.layers[0].self_attn(x[None], rope)[0]
+        expected = attention_in_float64(plain, x, math.radians(angle), -6.0)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-5 * float(expected.std()))
+    queries = converted.model.layers[0].self_attn.queries(x[None]).unflatten(2, (4, 2))
     cosine = torch.cosine_similarity(queries[..., 0, :], queries[..., 1, :], -1)
     assert (cosine - math.cos(math.radians(angle))).abs().max() < 1e-5
 
@@ -208,9 +208,9 @@ def test_the_whole_way_to_the_device(start: str, trained: Callable[[str], Path],
     assert verify(artifact).passed
     ids = tokens(1, 20) % 900 + 3
     with torch.inference_mode():
-        wanted = reference_model(tmp_path / "int4")(ids)[0, -1].numpy()
-    found = Session(artifact).prefill(ids.numpy())[0]
-    assert abs(found - wanted).max() < 1e-4 * wanted.std()
+        expected = reference_model(tmp_path / "int4")(ids)[0, -1].numpy()
+    logits = Session(artifact).prefill(ids.numpy())[0]
+    assert abs(logits - expected).max() < 1e-4 * expected.std()
     for name in ("tokenizer.json", "generation_config.json"):
         assert (path / name).exists() == (trained("softmax") / name).exists()
 
@@ -223,9 +223,9 @@ def run(*arguments: str | Path) -> int:
 
 def test_command(trained: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("convert", trained("softmax"), "-o", tmp_path / "diff", "--json") == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["before"]["attention"] == "softmax" and said["after"]["attention"] == "diff_v2"
-    assert said["after"]["parameters"] > said["before"]["parameters"]
+    output = json.loads(capsys.readouterr().out)
+    assert output["before"]["attention"] == "softmax" and output["after"]["attention"] == "diff_v2"
+    assert output["after"]["parameters"] > output["before"]["parameters"]
     assert run("convert", trained("softmax"), "-o", tmp_path / "diff") == 2
     assert "--overwrite" in capsys.readouterr().err
     assert run("convert", trained("softmax"), "-o", tmp_path / "diff", "--overwrite") == 0

@@ -142,8 +142,8 @@ def test_written_and_read_back(layout: str, weights: str, kind: str, tmp_path: P
     ours, theirs = Checkpoint(tmp_path / "q"), Checkpoint(out)
     for name in ours.names:
         if name.endswith("_proj.codes"):
-            pair = [read_weight(each, name.replace(".codes", ".weight")) for each in (ours, theirs)]
-            first, second = (each.parts() for each in pair if isinstance(each, QTensor))
+            pair = [read_weight(one, name.replace(".codes", ".weight")) for one in (ours, theirs)]
+            first, second = (one.parts() for one in pair if isinstance(one, QTensor))
             assert first.keys() == second.keys() and all(torch.equal(first[part], second[part]) for part in first)
     if layout == "compressed-tensors" and weights == "int4_g32":
         assert_same_model(tmp_path / "q", AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32))

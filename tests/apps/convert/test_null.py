@@ -101,21 +101,22 @@ class Pair:
 
     def quantized(self, scheme: Scheme, method: str = "rtn") -> dict[str, Path]:
         """Both, quantized."""
-        made = {}
+        folders = {}
         tokens = np.random.default_rng(1).integers(3, self.config.vocab_size, (8, 64))
         text = {"calibration": tokens} if parse_recipe(method).calibrated else {}
         for name, path in self.paths.items():
-            made[name] = self.work / f"{name}-quantized"
-            quantize_checkpoint(path, made[name], scheme, method=method, **text, overwrite=True)
-        return made
+            folders[name] = self.work / f"{name}-quantized"
+            quantize_checkpoint(path, folders[name], scheme, method=method, **text, overwrite=True)
+        return folders
 
     def artifacts(self, scheme: Scheme | None = None, method: str = "rtn", **options: Any) -> dict[str, Path]:
         key = f"{scheme} {method} {options}"
         if key not in self._artifacts:
-            made = self.paths if scheme is None else self.quantized(scheme, method)
+            checkpoints = self.paths if scheme is None else self.quantized(scheme, method)
             folder = self.work / str(len(self._artifacts))
             self._artifacts[key] = {
-                name: export_artifact(path, folder / name, context_length=64, **options) for name, path in made.items()
+                name: export_artifact(path, folder / name, context_length=64, **options)
+                for name, path in checkpoints.items()
             }
         return self._artifacts[key]
 
@@ -135,9 +136,9 @@ with_text = pytest.mark.parametrize("pair", MODELS[:1], indirect=True)  # for wh
 
 def one_row(session: Session, ids: np.ndarray) -> Logits:
     """Logits of a prompt in two pieces, then of single tokens."""
-    found = [session.prefill(ids[:1, : PROMPT // 2]), session.prefill(ids[:1, PROMPT // 2 : PROMPT])]
-    found += [session.step(ids[:1, at : at + 1]) for at in range(PROMPT, PROMPT + STEPS)]
-    return np.concatenate(found)
+    logits = [session.prefill(ids[:1, : PROMPT // 2]), session.prefill(ids[:1, PROMPT // 2 : PROMPT])]
+    logits += [session.step(ids[:1, at : at + 1]) for at in range(PROMPT, PROMPT + STEPS)]
+    return np.concatenate(logits)
 
 
 def padded_rows(session: Session, ids: np.ndarray) -> Logits:
@@ -145,12 +146,12 @@ def padded_rows(session: Session, ids: np.ndarray) -> Logits:
     mask = np.ones((len(ids), PROMPT), np.int64)
     mask[1, -7:] = mask[2, :19] = 0
     try:
-        found = [session.prefill(ids[:, :PROMPT], attention_mask=mask)]
-        found += [session.step(ids[:, at : at + 1]) for at in range(PROMPT, PROMPT + STEPS)]
+        logits = [session.prefill(ids[:, :PROMPT], attention_mask=mask)]
+        logits += [session.step(ids[:, at : at + 1]) for at in range(PROMPT, PROMPT + STEPS)]
     except DiffbitError as error:
         assert "rows of unequal length" in str(error)
         return np.zeros((0, 1), np.float32)
-    return np.concatenate(found)
+    return np.concatenate(logits)
 
 
 def check(plain: Logits, diff: Logits, record: Record) -> None:
@@ -161,21 +162,21 @@ def check(plain: Logits, diff: Logits, record: Record) -> None:
 
 def check_artifacts(artifacts: dict[str, Path], ids: np.ndarray, record: Record) -> None:
     for native in (True, False):
-        found = {}
+        logits = {}
         for name, path in artifacts.items():
             session = Session(path, threads=1, native=native)
             rows = one_row(session, ids)
             session.reset()
-            found[name] = np.concatenate([rows, padded_rows(session, ids).reshape(-1, rows.shape[1])])
-        check(found["plain"], found["diff"], record)
+            logits[name] = np.concatenate([rows, padded_rows(session, ids).reshape(-1, rows.shape[1])])
+        check(logits["plain"], logits["diff"], record)
 
 
-def test_in_torch(pair: Pair, record_property: Record) -> None:
+def test_torch_gives_the_same(pair: Pair, record_property: Record) -> None:
     ids, mask = torch.from_numpy(pair.ids[:, :PROMPT]), torch.ones(3, PROMPT, dtype=torch.int64)
     mask[1, :7] = 0
     with torch.inference_mode():
-        found = {name: models.load(path)(ids, attention_mask=mask).numpy() for name, path in pair.paths.items()}
-    check(found["plain"], found["diff"], record_property)
+        logits = {name: models.load(path)(ids, attention_mask=mask).numpy() for name, path in pair.paths.items()}
+    check(logits["plain"], logits["diff"], record_property)
 
 
 @with_text
@@ -192,52 +193,52 @@ def test_rotated_start_is_near(pair: Pair, tmp_path: Path, record_property: Reco
     assert 0 < divergence < 0.01
 
 
-def test_in_float(pair: Pair, record_property: Record) -> None:
+def test_float_artifacts_give_the_same(pair: Pair, record_property: Record) -> None:
     check_artifacts(pair.artifacts(), pair.ids, record_property)
 
 
-def test_in_float16(pair: Pair, record_property: Record) -> None:
+def test_float16_artifacts_give_the_same(pair: Pair, record_property: Record) -> None:
     """ONNX Runtime computes float16 in float32, and where it rounds depends on the graph: the two differ by no more
     than rounding to float16 changes the plain one."""
-    exact, found = one_row(Session(pair.artifacts()["plain"], threads=1), pair.ids), {}
+    exact, logits = one_row(Session(pair.artifacts()["plain"], threads=1), pair.ids), {}
     for native in (True, False):
         for name, path in pair.artifacts(dtype="fp16").items():
-            found[name] = one_row(Session(path, threads=1, native=native), pair.ids)
-        difference = np.abs(found["plain"] - found["diff"])
+            logits[name] = one_row(Session(path, threads=1, native=native), pair.ids)
+        difference = np.abs(logits["plain"] - logits["diff"])
         record_property("difference", f"{difference.max() / exact.std():.3g}")
-        assert difference.max() <= 2 * np.abs(found["plain"] - exact).max()
+        assert difference.max() <= 2 * np.abs(logits["plain"] - exact).max()
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_weights(pair: Pair, format: str, record_property: Record) -> None:
+def test_quantized_weights_give_the_same(pair: Pair, format: str, record_property: Record) -> None:
     """Both rows of a pair get the same codes, o_proj the same with a doubled scale; logits are equal."""
     scheme = Scheme(weights=parse_format(format))
-    made = {name: Checkpoint(path) for name, path in pair.quantized(scheme).items()}
+    pairs = {name: Checkpoint(path) for name, path in pair.quantized(scheme).items()}
     for index, layer in enumerate(pair.config.layers):
         assert isinstance(layer.mixer, AttentionOptions)
         prefix, width = f"model.layers.{index}.self_attn", layer.mixer.head_dim
-        query = {name: read_weight(each, f"{prefix}.q_proj.weight").dequantize() for name, each in made.items()}
+        query = {name: read_weight(one, f"{prefix}.q_proj.weight").dequantize() for name, one in pairs.items()}
         both = query["diff"].unflatten(0, (-1, 2, width))
         assert torch.equal(both[:, 0], both[:, 1]) and torch.equal(both[:, 0].flatten(0, 1), query["plain"])
-        output = {name: read_weight(each, f"{prefix}.o_proj.weight").dequantize() for name, each in made.items()}
+        output = {name: read_weight(one, f"{prefix}.o_proj.weight").dequantize() for name, one in pairs.items()}
         assert torch.equal(output["diff"], 2 * output["plain"])
     check_artifacts(pair.artifacts(scheme), pair.ids, record_property)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_methods(pair: Pair, recipe: str, record_property: Record) -> None:
+def test_methods_give_the_same(pair: Pair, recipe: str, record_property: Record) -> None:
     artifacts = pair.artifacts(Scheme(weights=parse_format("int4_g32")), recipe)
     if recipe not in INEXACT:
         return check_artifacts(artifacts, pair.ids, record_property)
     float_logits = one_row(Session(pair.artifacts()["plain"], threads=1), pair.ids)
-    found = {name: one_row(Session(path, threads=1), pair.ids) for name, path in artifacts.items()}
-    errors = {name: float(np.square(logits - float_logits).mean()) for name, logits in found.items()}
-    record_property("difference", f"{np.abs(found['plain'] - found['diff']).max() / float_logits.std():.3g}")
+    logits_of = {name: one_row(Session(path, threads=1), pair.ids) for name, path in artifacts.items()}
+    errors = {name: float(np.square(logits - float_logits).mean()) for name, logits in logits_of.items()}
+    record_property("difference", f"{np.abs(logits_of['plain'] - logits_of['diff']).max() / float_logits.std():.3g}")
     assert 0.5 < errors["diff"] / errors["plain"] < 2, errors  # the noise of a method, not of a bug
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_caches(pair: Pair, cache: str, record_property: Record) -> None:
+def test_low_bit_caches_give_the_same(pair: Pair, cache: str, record_property: Record) -> None:
     check_artifacts(pair.artifacts(Scheme(attention=CACHES[cache])), pair.ids, record_property)
 
 
@@ -256,23 +257,30 @@ SOME = [("int4_g32", "int8"), ("ternary", "int4"), ("int8", "int8, int8 queries"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", instruction_sets())
-def test_instruction_sets(pair: Pair, isa: str, tmp_path: Path, record_property: Record) -> None:
+def test_instruction_sets_give_the_same(pair: Pair, isa: str, tmp_path: Path, record_property: Record) -> None:
     """int4 weights with low-bit caches, on two threads; ARM's are in tests/native/test_arm64.py."""
     schemes = [Scheme(parse_format(weights), attention=CACHES[cache]) for weights, cache in SOME]
-    made = [pair.artifacts(scheme)[name] for scheme in schemes for name in ("plain", "diff")]
+    artifacts = [pair.artifacts(scheme)[name] for scheme in schemes for name in ("plain", "diff")]
     np.save(tmp_path / "ids.npy", pair.ids)
     code = SCRIPT.format(path=[entry or os.getcwd() for entry in sys.path])
-    command = [sys.executable, "-c", code, str(tmp_path / "ids.npy"), str(tmp_path / "logits.npz"), *map(str, made)]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        str(tmp_path / "ids.npy"),
+        str(tmp_path / "logits.npz"),
+        *map(str, artifacts),
+    ]
     done = subprocess.run(command, env=os.environ | {"DIFFBIT_ISA": isa}, capture_output=True, text=True)
     assert not done.returncode, done.stderr
-    found = np.load(tmp_path / "logits.npz")
-    for i in range(0, len(made), 2):
-        check(found[str(i)], found[str(i + 1)], record_property)
+    logits = np.load(tmp_path / "logits.npz")
+    for i in range(0, len(artifacts), 2):
+        check(logits[str(i)], logits[str(i + 1)], record_property)
 
 
 @with_text
 @pytest.mark.slow
-def test_server_with_several_requests(pair: Pair, record_property: Record) -> None:
+def test_the_server_writes_the_same(pair: Pair, record_property: Record) -> None:
     """Texts that begin while others are written, of different lengths."""
     scheme = Scheme(parse_format("int4_g32"), attention=CACHES["int8"])
     prompts = ["def add(", "class Stack:\n    def", "import os\nimport", "x", "for i in range(10):\n    print(i"]
@@ -288,14 +296,14 @@ def test_server_with_several_requests(pair: Pair, record_property: Record) -> No
 
             return list(pool.map(ask, prompts))
 
-    found = {name: texts(path) for name, path in pair.artifacts(scheme).items()}
-    record_property("difference", "same texts" if found["plain"] == found["diff"] else "other texts")
-    assert found["plain"] == found["diff"] and any(found["plain"])
+    answers = {name: texts(path) for name, path in pair.artifacts(scheme).items()}
+    record_property("difference", "same texts" if answers["plain"] == answers["diff"] else "other texts")
+    assert answers["plain"] == answers["diff"] and any(answers["plain"])
 
 
 @with_text
 @pytest.mark.slow
-def test_genai(pair: Pair, record_property: Record) -> None:
+def test_genai_writes_the_same(pair: Pair, record_property: Record) -> None:
     og = pytest.importorskip("onnxruntime_genai")
 
     def generated(path: Path) -> list[int]:
@@ -309,30 +317,30 @@ def test_genai(pair: Pair, record_property: Record) -> None:
         return [int(token) for token in generator.get_sequence(0)]
 
     for library in (False, True):
-        found = {
+        tokens = {
             name: generated(path)
             for name, path in pair.artifacts(Scheme(parse_format("int4_g32")), library=library).items()
         }
-        record_property("difference", "same tokens" if found["plain"] == found["diff"] else "other tokens")
-        assert found["plain"] == found["diff"]
+        record_property("difference", "same tokens" if tokens["plain"] == tokens["diff"] else "other tokens")
+        assert tokens["plain"] == tokens["diff"]
 
 
 @with_text
 @pytest.mark.slow
 @pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/apps/web/node_modules")
-def test_page_in_chromium(pair: Pair, tmp_path: Path, record_property: Record) -> None:
-    found = {}
+def test_the_page_writes_the_same(pair: Pair, tmp_path: Path, record_property: Record) -> None:
+    tokens = {}
     for name, path in pair.artifacts(Scheme(parse_format("int4_g32"))).items():
         write_site(path, tmp_path / name, packages=MODULES)
-        found[name] = drive(tmp_path / name, "def __init__(self", "import é😀 ")["answers"]
-    record_property("difference", "same tokens" if found["plain"] == found["diff"] else "other tokens")
-    assert found["plain"] == found["diff"] and all(found["plain"])
+        tokens[name] = drive(tmp_path / name, "def __init__(self", "import é😀 ")["answers"]
+    record_property("difference", "same tokens" if tokens["plain"] == tokens["diff"] else "other tokens")
+    assert tokens["plain"] == tokens["diff"] and all(tokens["plain"])
 
 
 @with_text
 @pytest.mark.slow
 @pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/apps/web/node_modules")
-def test_transformers_js(pair: Pair, record_property: Record) -> None:
+def test_transformers_js_writes_the_same(pair: Pair, record_property: Record) -> None:
     def generated(site: Path) -> Any:
         (site / "index.html").write_text(PAGE)
         (site / "lib").symlink_to(MODULES)
@@ -350,13 +358,13 @@ def test_transformers_js(pair: Pair, record_property: Record) -> None:
         assert not done.returncode, done.stderr
         return json.loads(done.stdout)
 
-    found = {}
+    tokens = {}
     for name, path in pair.artifacts(layout="transformers.js").items():
         site = pair.work / f"js-{name}"
         shutil.copytree(path, site / "model")
-        found[name] = generated(site)
-    record_property("difference", "same tokens" if found["plain"] == found["diff"] else "other tokens")
-    assert found["plain"] == found["diff"]
+        tokens[name] = generated(site)
+    record_property("difference", "same tokens" if tokens["plain"] == tokens["diff"] else "other tokens")
+    assert tokens["plain"] == tokens["diff"]
 
 
 def test_a_difference_is_seen(pair: Pair, tmp_path: Path) -> None:

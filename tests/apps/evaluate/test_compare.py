@@ -108,26 +108,26 @@ def test_against_a_slow_comparison(checkpoints: list[Path], text: Windows, arith
     changes = {}
     for path in checkpoints:
         p, reference = slow_losses(load(path), text)
-        for found in [r for r in result.results if r.model == path.name]:
-            made = load(path) if found.format == "16" else by_hand(path, found.format, arithmetic)
-            q, losses = slow_losses(made, text)
+        for row in [r for r in result.results if r.model == path.name]:
+            decoder = load(path) if row.format == "16" else by_hand(path, row.format, arithmetic)
+            q, losses = slow_losses(decoder, text)
             kl = sum(float((a * np.log(a / b)).sum()) for a, b in zip(p, q, strict=True)) / tokens.sum()
             same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in zip(p, q, strict=True)) / tokens.sum()
-            assert found.perplexity.value == pytest.approx(math.exp(losses.sum() / tokens.sum()), rel=1e-4)
-            assert found.ratio.value == pytest.approx(math.exp((losses - reference).sum() / tokens.sum()), rel=1e-4)
-            assert found.kl.value == pytest.approx(kl, rel=1e-3, abs=1e-9)
-            assert found.agreement.value == pytest.approx(same)
-            changes[path.name, found.format] = (losses - reference).sum() / tokens.sum()
-            if found.format == "16":
-                assert found.ratio.low == found.ratio.high == 1.0
+            assert row.perplexity.value == pytest.approx(math.exp(losses.sum() / tokens.sum()), rel=1e-4)
+            assert row.ratio.value == pytest.approx(math.exp((losses - reference).sum() / tokens.sum()), rel=1e-4)
+            assert row.kl.value == pytest.approx(kl, rel=1e-3, abs=1e-9)
+            assert row.agreement.value == pytest.approx(same)
+            changes[path.name, row.format] = (losses - reference).sum() / tokens.sum()
+            if row.format == "16":
+                assert row.ratio.low == row.ratio.high == 1.0
             else:  # paired: the spread of the differences, not of the losses
                 high = mean(losses - reference, tokens).high
-                assert math.log(found.ratio.high) == pytest.approx(high, rel=1e-3)
+                assert math.log(row.ratio.high) == pytest.approx(high, rel=1e-3)
     assert len(result.contrasts) == 2
     for contrast in result.contrasts:
         assert (contrast.model, contrast.against) == ("softmax", "diff_v1")
-        wanted = changes["softmax", contrast.format] - changes["diff_v1", contrast.format]
-        assert contrast.difference.value == pytest.approx(wanted, rel=1e-2, abs=1e-5)
+        expected = changes["softmax", contrast.format] - changes["diff_v1", contrast.format]
+        assert contrast.difference.value == pytest.approx(expected, rel=1e-2, abs=1e-5)
         assert contrast.difference.low < contrast.difference.value < contrast.difference.high
 
 
@@ -148,25 +148,25 @@ def test_methods(checkpoints: list[Path], text: Windows) -> None:
         "source": "other", "sha256": other.sha256, "windows": 26, "length": 16, "tokens": int(other.mask.sum()),
         "samples": 1,
     }  # fmt: skip
-    found = {r.method: r for r in result.results if (r.model, r.format) == ("diff_v1", "int3_g64")}
+    by_method = {r.method: r for r in result.results if (r.model, r.format) == ("diff_v1", "int3_g64")}
     decoder, scheme = load(checkpoints[0]), Scheme(parse_format("int3_g64"), parse_format("int8"), parse_format("int8"))
-    made = apply(decoder, scheme, "gptq", calibration=other.ids, calibration_mask=other.mask)
+    calibrated = apply(decoder, scheme, "gptq", calibration=other.ids, calibration_mask=other.mask)
     plainly = apply(decoder, scheme)
-    for model in (made, plainly):
+    for model in (calibrated, plainly):
         as_exported(model)
     tokens, zero = text.target[:, 1:].sum(1), np.zeros(len(text.ids))
     by_hand_, plain, reference = (
         Scores(tokens, slow_losses(model, text)[1], zero, zero)
-        for model in (made, plainly, decoder)
+        for model in (calibrated, plainly, decoder)
     )  # fmt: skip
-    assert found["gptq"].perplexity.value == pytest.approx(by_hand_.perplexity().value, rel=1e-4)
+    assert by_method["gptq"].perplexity.value == pytest.approx(by_hand_.perplexity().value, rel=1e-4)
     share = recovered(by_hand_, plain, reference)
     if share is None:
-        assert found["gptq"].recovered is None
+        assert by_method["gptq"].recovered is None
     else:
-        assert found["gptq"].recovered is not None
-        assert found["gptq"].recovered.value == pytest.approx(share.value, abs=1e-3)
-    assert found["rtn"].recovered is None
+        assert by_method["gptq"].recovered is not None
+        assert by_method["gptq"].recovered.value == pytest.approx(share.value, abs=1e-3)
+    assert by_method["rtn"].recovered is None
     columns = result.rows()[1]
     assert columns["method"] == "rtn" and columns["of rtn's loss recovered"] == "-"
     assert "method" not in compare(checkpoints[:1], text, ["3"]).rows()[1]
@@ -186,18 +186,18 @@ def test_repeats(checkpoints: list[Path], text: Windows) -> None:
     tokens, lost = text.target[:, 1:].sum(1), []
     for path in checkpoints:
         decoder = load(path)
-        reference, made = slow_losses(decoder, text)[1], []
+        reference, losses = slow_losses(decoder, text)[1], []
         for order, part in enumerate(parts):
             model = apply(decoder, scheme, "gptq", part.ids, part.mask, order=order)
             as_exported(model)
-            made.append(slow_losses(model, text)[1] - reference)
-        lost.append(np.stack(made))
-        found = next(r for r in result.results if (r.model, r.method) == (path.name, "gptq"))
-        wanted = mean(lost[-1], tokens, document=text.document)
-        assert math.log(found.ratio.value) == pytest.approx(wanted.value, rel=1e-3)
-        assert math.log(found.ratio.high) == pytest.approx(wanted.high, rel=1e-2)
+            losses.append(slow_losses(model, text)[1] - reference)
+        lost.append(np.stack(losses))
+        row = next(r for r in result.results if (r.model, r.method) == (path.name, "gptq"))
+        expected = mean(lost[-1], tokens, document=text.document)
+        assert math.log(row.ratio.value) == pytest.approx(expected.value, rel=1e-3)
+        assert math.log(row.ratio.high) == pytest.approx(expected.high, rel=1e-2)
     alone = compare(checkpoints[1:], text, ["3"], ["weights"], ["gptq"], calibration=parts[0]).results[1]
-    assert math.log(alone.ratio.value) == pytest.approx(made[0].sum() / tokens.sum(), rel=1e-3)
+    assert math.log(alone.ratio.value) == pytest.approx(losses[0].sum() / tokens.sum(), rel=1e-3)
     difference = mean(lost[1] - lost[0], tokens, document=text.document)  # repeat by repeat
     contrast = next(c for c in result.contrasts if c.method == "gptq")
     assert contrast.difference.low == pytest.approx(difference.low, rel=1e-2, abs=1e-5)
@@ -212,16 +212,18 @@ def test_an_artifact_runs_on_onnx_runtime(tmp_path: Path) -> None:
     quantize_checkpoint(pico / "diff_v1", tmp_path / "low", scheme)
     artifact = Artifact.open(export_artifact(tmp_path / "low", tmp_path / "artifact"))
     text = eval_windows("stdlib", pico / "diff_v1", 96, 5)
-    found = {
-        arithmetic: compare([pico / "diff_v1"], text, ["int4_g32"], ["weights"], arithmetic=arithmetic, artifacts=own)
-        for arithmetic, own in (("artifact", [artifact]), ("float", []))
+    comparisons = {
+        arithmetic: compare(
+            [pico / "diff_v1"], text, ["int4_g32"], ["weights"], arithmetic=arithmetic, artifacts=artifacts
+        )
+        for arithmetic, artifacts in (("artifact", [artifact]), ("float", []))
     }
-    _, made, ran = found["artifact"].results
+    _, low, ran = comparisons["artifact"].results
     assert (ran.what, ran.format, ran.method, ran.repeats) == ("artifact", "int4_g32", "rtn", 1)
-    assert ran.nbytes == artifact.nbytes and ran.bits_per_weight == made.bits_per_weight
-    assert math.log(ran.ratio.value) == pytest.approx(math.log(made.ratio.value), abs=1e-4)
-    assert ran.kl.value == pytest.approx(made.kl.value, rel=2e-3)
-    assert abs(found["float"].results[1].kl.value - made.kl.value) > 5 * abs(ran.kl.value - made.kl.value)
+    assert ran.nbytes == artifact.nbytes and ran.bits_per_weight == low.bits_per_weight
+    assert math.log(ran.ratio.value) == pytest.approx(math.log(low.ratio.value), abs=1e-4)
+    assert ran.kl.value == pytest.approx(low.kl.value, rel=2e-3)
+    assert abs(comparisons["float"].results[1].kl.value - low.kl.value) > 5 * abs(ran.kl.value - low.kl.value)
     with pytest.raises(DiffbitError, match="shape of none of the float models"):
         compare([pico / "softmax"], text, ["int4_g32"], ["weights"], artifacts=[artifact])
     with pytest.raises(DiffbitError, match=r"another artifact of .* has int4_g32, rtn too"):
@@ -236,17 +238,17 @@ def test_16_bits_alone_are_the_models_as_they_are(checkpoints: list[Path], text:
 def test_a_variant_is_made_once_and_what_a_method_refuses_is_left_out(
     checkpoints: list[Path], text: Windows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = []
+    calls = []
 
     def counted(decoder: Decoder, scheme: Scheme, method: str, *, order: int) -> Decoder:
-        made.append((scheme.weights.name if scheme.weights else "", method))
-        if made[-1][0] == "ternary":
+        calls.append((scheme.weights.name if scheme.weights else "", method))
+        if calls[-1][0] == "ternary":
             raise DiffbitError("ternary has no groups")
         return apply(decoder, scheme, method, order=order)
 
     monkeypatch.setattr(measure, "apply", counted)
     result = compare(checkpoints, text, ["3", "ternary"], ["weights"], batch_size=2, cache_bytes=1)
-    assert made == [("int3_g64", "rtn"), ("ternary", "rtn")] * 2
+    assert calls == [("int3_g64", "rtn"), ("ternary", "rtn")] * 2
     assert [r.format for r in result.results] == ["16", "int3_g64"] * 2
     assert [c.format for c in result.contrasts] == ["int3_g64"]
     assert [(r.model, r.format, r.reason) for r in result.skipped] == [
@@ -322,20 +324,20 @@ def test_outputs(checkpoints: list[Path], text: Windows, tmp_path: Path) -> None
 def test_a_quantized_checkpoint_is_measured_as_it_is(checkpoints: list[Path], text: Windows, tmp_path: Path) -> None:
     scheme = Scheme(parse_format("int4_g32"), parse_format("int8"), parse_format("int8"))
     quantize_checkpoint(checkpoints[0], tmp_path / "low", scheme)
-    found = compare([checkpoints[0], tmp_path / "low"], text, ["int4_g32"], ["weights"])
-    whole, made, stored = found.results
+    comparison = compare([checkpoints[0], tmp_path / "low"], text, ["int4_g32"], ["weights"])
+    whole, ours, stored = comparison.results
     assert (stored.model, stored.what, stored.format, stored.bits) == ("low", "none", "int4_g32", 4)
-    assert stored.perplexity == made.perplexity != whole.perplexity
-    assert (stored.nbytes, stored.bits_per_weight, stored.cost) == (made.nbytes, made.bits_per_weight, made.cost)
-    assert found.contrasts == ()
-    assert found.rows()[2]["increase"] == "-"
-    plot_comparison(found.to_dict(), tmp_path / "plot.svg")
+    assert stored.perplexity == ours.perplexity != whole.perplexity
+    assert (stored.nbytes, stored.bits_per_weight, stored.cost) == (ours.nbytes, ours.bits_per_weight, ours.cost)
+    assert comparison.contrasts == ()
+    assert comparison.rows()[2]["increase"] == "-"
+    plot_comparison(comparison.to_dict(), tmp_path / "plot.svg")
     alone = compare([tmp_path / "low"], text, ["8"], ["weights"])
     with pytest.raises(DiffbitError, match="are already quantized"):
         plot_comparison(alone.to_dict(), tmp_path / "none.svg")
 
 
-def test_bad_requests(checkpoints: list[Path], text: Windows, tmp_path: Path) -> None:
+def test_bad_requests_are_refused(checkpoints: list[Path], text: Windows, tmp_path: Path) -> None:
     bad: list[tuple[str, dict]] = [
         ("many", {"bits": ["16", "many"]}),
         ("12 bits", {"bits": ["12"]}),

@@ -12,10 +12,10 @@ from diffbit.apps.evaluate.cost import token_cost
 from diffbit.export import export_artifact
 from diffbit.formats import parse_format
 from diffbit.models import Decoder, ModelConfig, save
-from diffbit.models.cache import KVCache
 from diffbit.models.layers.arithmetic import Arithmetic
+from diffbit.models.torch_cache import KVCache
 from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint, step_bytes
-from diffbit.quantize.cache import cache_spec
+from diffbit.quantize.device_cache import cache_spec
 from diffbit.runtime import Artifact
 
 from ...configs import resized
@@ -89,10 +89,10 @@ def test_bytes_are_those_of_a_real_artifact(
     config = resized(CONFIG, attention=attention, num_heads=heads, num_kv_heads=heads // 2, tie_embeddings=tied)
     scheme = Scheme(weights=parse_format(format), attention=AttentionScheme(keys="int8", values="int8"))
     artifact = Artifact.open(write(tmp_path, config, scheme, dtype))
-    held = {part.name: part.bytes for part in artifact.parts}
-    read = sum(held.get(name, 0) for name in (f"{format} codes", "scales", "head", "lambda", "norms"))
+    part_bytes = {part.name: part.bytes for part in artifact.parts}
+    read = sum(part_bytes.get(name, 0) for name in (f"{format} codes", "scales", "head", "lambda", "norms"))
     width = 4 if dtype == "fp32" else 2
-    read += held["embedding, head"] if tied else 0
+    read += part_bytes["embedding, head"] if tied else 0
     short = 2 * 128 * 64 // 4 if format == "ternary" and attention == "diff_v2" else 0
     cost = token_cost(config, scheme, 64, f"float{8 * width}")
     assert cost.weight_bytes == read + 128 * width + short

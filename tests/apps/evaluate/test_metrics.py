@@ -113,12 +113,14 @@ def test_the_interval_is_the_docstrings() -> None:
     rng = np.random.default_rng(7)
     tokens = np.array([255] * 27 + [90])
     totals = rng.gamma(1.0, 100.0, 28) + 3 * tokens
-    found = mean(totals, tokens)
+    estimate = mean(totals, tokens)
     low, high = slow_ends(list(totals), list(tokens), 3, 3.18245)  # the cube root of 28; t of 3
-    assert found.value == pytest.approx(totals.sum() / tokens.sum())
-    assert (found.low, found.high) == (pytest.approx(low, rel=1e-5), pytest.approx(high, rel=1e-5))
-    assert found.high - found.value > found.value - found.low  # skewed to the right, and so is what may be missing
-    assert mean(totals, tokens, 0.9).high < found.high
+    assert estimate.value == pytest.approx(totals.sum() / tokens.sum())
+    assert (estimate.low, estimate.high) == (pytest.approx(low, rel=1e-5), pytest.approx(high, rel=1e-5))
+    assert (
+        estimate.high - estimate.value > estimate.value - estimate.low
+    )  # skewed to the right, and so is what may be missing
+    assert mean(totals, tokens, 0.9).high < estimate.high
     three = np.array([3.1, 3.3, 3.5]) * 100  # all the waves there are, no skewness: the classic t-interval
     half = 4.30265 * np.std(three, ddof=1) / math.sqrt(3)
     assert mean(three, np.ones(3)).high == pytest.approx(np.mean(three) + half, rel=1e-5)
@@ -146,8 +148,8 @@ def texts(rng: np.random.Generator, windows: int) -> tuple[Scores, Scores]:
 def series(rng: np.random.Generator, windows: int, rho: float, documents: int | None) -> np.ndarray:
     """Normal numbers [W] of variance 1: lag-1 correlation rho; or documents with effects of their own."""
     if documents is not None:
-        own = np.repeat(rng.standard_normal(documents), windows // documents)
-        return math.sqrt(rho) * own + math.sqrt(1 - rho) * rng.standard_normal(windows)
+        effects = np.repeat(rng.standard_normal(documents), windows // documents)
+        return math.sqrt(rho) * effects + math.sqrt(1 - rho) * rng.standard_normal(windows)
     z = rng.standard_normal(windows)
     for w in range(1, windows):
         z[w] = rho * z[w - 1] + math.sqrt(1 - rho * rho) * z[w]
@@ -198,8 +200,8 @@ def test_roundings_are_in_the_interval(repeats: int, spread: float) -> None:
     for _ in range(trials):
         losses = 0.05 + 0.02 * rng.standard_normal(27) + spread * rng.standard_normal((repeats, 1))
         totals = (losses + 0.005 * rng.standard_normal((repeats, 27))) * tokens
-        found, one = mean(totals, tokens), mean(totals[0], tokens)
-        inside += found.low <= 0.05 <= found.high
+        estimate, one = mean(totals, tokens), mean(totals[0], tokens)
+        inside += estimate.low <= 0.05 <= estimate.high
         single += one.low <= 0.05 <= one.high
     assert 0.93 < inside / trials < 0.985
     assert (single / trials < 0.7) == (spread > 0.01)
@@ -270,9 +272,9 @@ def test_the_share_recovered_against_a_slow_search() -> None:
     assert share is not None
     ours, theirs = paired(method, reference), paired(plain, reference)
     assert share.value == pytest.approx(1 - ours.sum() / theirs.sum())
-    found = [q for q in np.linspace(-2, 3, 5001) if (e := mean(ours - q * theirs, plain.tokens)).low <= 0 <= e.high]
-    assert share.low == pytest.approx(1 - max(found), abs=1e-3)
-    assert share.high == pytest.approx(1 - min(found), abs=1e-3)
+    ratios = [q for q in np.linspace(-2, 3, 5001) if (e := mean(ours - q * theirs, plain.tokens)).low <= 0 <= e.high]
+    assert share.low == pytest.approx(1 - max(ratios), abs=1e-3)
+    assert share.high == pytest.approx(1 - min(ratios), abs=1e-3)
     for method, value in ((plain, 0.0), (reference, 1.0)):
         share = recovered(method, plain, reference)
         assert share is not None and (share.low, share.high) == pytest.approx((value, value), abs=1e-9)

@@ -54,7 +54,7 @@ def test_kl_with_its_band() -> None:
     assert heights == pytest.approx([kl["low"], kl["high"]], rel=1e-6)
 
 
-def test_several_methods_have_a_chart_for_each_model_and_the_same_line_in_all() -> None:
+def test_several_methods_have_a_chart_for_each_model() -> None:
     data = made_up.comparison(("diff", "plain", "third"), methods=("rtn", "gptq", "awq"))
     left_out = data["results"].pop(3)
     assert (left_out["model"], left_out["format"], left_out["method"]) == ("diff", "int8", "awq")
@@ -70,9 +70,9 @@ def test_several_methods_have_a_chart_for_each_model_and_the_same_line_in_all() 
         assert list(lines) == ["rtn", "gptq", "awq"]
         colors.append([line.get_color() for line in lines.values()])
         for method, line in lines.items():
-            own = [r for r in chart.lines[method] if r["format"] == "int4_g64"]
+            rows = [r for r in chart.lines[method] if r["format"] == "int4_g64"]
             place = list(chart.ticks).index("int4_g64") - (len(FORMATS) - len(line.get_xdata()))
-            assert line.get_ydata()[place] == pytest.approx(100 * (own[0]["ratio"]["value"] - 1))
+            assert line.get_ydata()[place] == pytest.approx(100 * (rows[0]["ratio"]["value"] - 1))
     assert ends[0] == ends[1] == ends[2] and colors[0] == colors[1] == colors[2]
     assert [chart.metric for chart in plots.charts(data, "logits")] == [plots.INCREASE, plots.KL]
 

@@ -76,13 +76,13 @@ def asked(path: Path, queries: int = 3) -> NeedleWindows:
 
 def slowly(decoder: Decoder, needles: NeedleWindows) -> np.ndarray:
     """One query at a time, from its beginning."""
-    found = np.zeros(needles.starts.shape, dtype=bool)
-    for row, query in np.ndindex(*found.shape):
+    answers = np.zeros(needles.starts.shape, dtype=bool)
+    for row, query in np.ndindex(*answers.shape):
         ids, start = needles.windows.ids[row], needles.starts[row, query]
         with torch.inference_mode():
-            said = [int(decoder(torch.from_numpy(ids[None, : start + k]))[0, -1].argmax()) for k in range(VALUE)]
-        found[row, query] = said == ids[start : start + VALUE].tolist()
-    return found
+            likeliest = [int(decoder(torch.from_numpy(ids[None, : start + k]))[0, -1].argmax()) for k in range(VALUE)]
+        answers[row, query] = likeliest == ids[start : start + VALUE].tolist()
+    return answers
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
@@ -93,17 +93,17 @@ def test_answers_one_query_at_a_time(checkpoints: list[Path], index: int) -> Non
     assert (whole == slowly(decoder, needles)).all()
     assert 0.5 < whole.mean() < 0.95
     low = apply(decoder, Scheme(attention=AttentionScheme(keys="int2", values="int2", window=0)), "rtn")
-    found = answered(low, needles, ROWS)
-    assert (found == slowly(low, needles)).all()
-    assert (found != whole).any()
+    answers = answered(low, needles, ROWS)
+    assert (answers == slowly(low, needles)).all()
+    assert (answers != whole).any()
 
 
 def test_a_setting_by_hand(checkpoints: list[Path]) -> None:
     needles = replace(asked(checkpoints[0], 2), depths=np.tile([0.1, 1.0], (ROWS, 1)))
     reference = np.ones((ROWS, 2), dtype=bool)
-    found = reference.copy()
-    found[:3, 1] = False
-    told = retrieval(needles, found, reference)
+    answers = reference.copy()
+    answers[:3, 1] = False
+    told = retrieval(needles, answers, reference)
     assert (told.length, told.needles, told.queries) == (LENGTH, 5, 2)
     assert told.accuracy.value == pytest.approx(21 / 24) and told.change.value == pytest.approx(-3 / 24)
     lost = np.array([0.5] * 3 + [0.0] * 9)
@@ -111,7 +111,7 @@ def test_a_setting_by_hand(checkpoints: list[Path]) -> None:
     assert told.change.high - told.change.value < half < told.change.value - told.change.low < 2 * half
     assert told.by_depth == (1.0, None, None, None, 0.75)
     assert told.accuracy.high - 1 == pytest.approx(told.change.high)
-    same = retrieval(needles, found, found).change
+    same = retrieval(needles, answers, answers).change
     assert (same.value, same.low, same.high) == (0, 0, 0)
 
 
@@ -123,7 +123,7 @@ def test_compare_with_needles(checkpoints: list[Path], text: Windows, tmp_path: 
         ("none", "16"), ("qk", "int8"), ("qk", "int4"), ("kv", "int8"), ("kv", "int4"), ("kv", "int2"),
     ]  # fmt: skip
     for path in checkpoints:
-        own = {(r.what, r.format): r for r in result.results if r.model == path.name}
+        results = {(r.what, r.format): r for r in result.results if r.model == path.name}
         decoder = load(path)
         whole = [answered(decoder, one, ROWS) for one in needles]
         for (what, format), schemes in {
@@ -132,17 +132,17 @@ def test_compare_with_needles(checkpoints: list[Path], text: Windows, tmp_path: 
             ("kv", "int2"): AttentionScheme(keys="int2", values="int2"),
         }.items():
             model = apply(decoder, Scheme(attention=schemes), "rtn")
-            for one, told, reference in zip(needles, own[what, format].retrieval, whole, strict=True):
-                found = answered(model, one, ROWS)
-                assert told.accuracy.value == pytest.approx(found.mean())
-                assert told.change.value == pytest.approx(found.mean() - reference.mean())
-        assert own["kv", "int8"].kl.value < own["kv", "int4"].kl.value < own["kv", "int2"].kl.value
-        assert own["kv", "int2"].cache_bytes < own["qk", "int4"].cache_bytes < own["none", "16"].cache_bytes
+            for one, told, reference in zip(needles, results[what, format].retrieval, whole, strict=True):
+                answers = answered(model, one, ROWS)
+                assert told.accuracy.value == pytest.approx(answers.mean())
+                assert told.change.value == pytest.approx(answers.mean() - reference.mean())
+        assert results["kv", "int8"].kl.value < results["kv", "int4"].kl.value < results["kv", "int2"].kl.value
+        assert results["kv", "int2"].cache_bytes < results["qk", "int4"].cache_bytes < results["none", "16"].cache_bytes
     changes = {(r.model, r.what, r.format): [one.change.value for one in r.retrieval] for r in result.results}
     for contrast in result.contrasts:
         ours, theirs = (changes[name, contrast.what, contrast.format] for name in (contrast.model, contrast.against))
-        wanted = [a - b for a, b in zip(ours, theirs, strict=True)]
-        assert [estimate.value for estimate in contrast.retrieval] == pytest.approx(wanted)
+        expected = [a - b for a, b in zip(ours, theirs, strict=True)]
+        assert [estimate.value for estimate in contrast.retrieval] == pytest.approx(expected)
     assert result.needles[1]["queries"] == 2 and result.needles[0]["rows"] == ROWS
 
     row = result.rows()[3]
@@ -169,7 +169,7 @@ def test_explicit_attention_takes_as_many_windows_as_fit() -> None:
     assert 4 * 8 * 4 * 16 * 1024**2 <= EXPLICIT_BYTES < 5 * 8 * 4 * 16 * 1024**2  # 16 sub-heads, 8 copies in fp32
 
 
-def test_refusals(checkpoints: list[Path], text: Windows) -> None:
+def test_bad_input_is_refused(checkpoints: list[Path], text: Windows) -> None:
     assert parse_setting("6:2", 512) == (6, 2, 512) and parse_setting(" 1:1:256", 512) == (1, 1, 256)
     for entry in ("6", "6:2:1:1", "6:b", "", "6:-2"):
         with pytest.raises(DiffbitError, match="wanted NEEDLES:QUERIES"):
@@ -196,10 +196,10 @@ def test_the_plot_shows_points_to_the_16_bit_model(tmp_path: Path) -> None:
         bottom, top = axes[0].get_ylim()
         assert axes[0].get_ylabel() == "points to 16 bits, of 1,024 tokens"
     assert ticks == ["int8", "int4", "int2"]
-    own = [r for r in data["results"] if r["model"] == "diff" and r["what"] == "kv"]
-    assert lines["diff, 90.0% at 16 bits"] == [100 * r["retrieval"][1]["change"]["value"] for r in own]
+    rows = [r for r in data["results"] if r["model"] == "diff" and r["what"] == "kv"]
+    assert lines["diff, 90.0% at 16 bits"] == [100 * r["retrieval"][1]["change"]["value"] for r in rows]
     assert {round(float(y), 6) for x, y in band if x == 2} == {
-        round(100 * own[2]["retrieval"][1]["change"][end], 6) for end in ("low", "high")
+        round(100 * rows[2]["retrieval"][1]["change"][end], 6) for end in ("low", "high")
     }
     assert bottom < min(lines["plain, 90.0% at 16 bits"]) and top > 0
     plots.plot_comparison(data, tmp_path / "c.svg")

@@ -67,13 +67,16 @@ def logarithms(comparison: Comparison) -> tuple[np.ndarray, np.ndarray]:
 
 def test_the_mean_of_the_runs(paths: list[Path], text: Windows, alone: Comparison) -> None:
     """The spread of the runs is in the interval: it exceeds that of one run's text and roundings."""
-    found = compare(paths, text, ["2"], ["weights"], runs=RUNS, repeats=2)
-    assert [model.name for model in found.models] == ["diff_v1", "softmax"]
-    assert [list(model.other_runs) for model in found.models] == [list(map(str, paths[1:3])), list(map(str, paths[4:]))]
-    assert {result.repeats for result in found.results[1::2]} == {2}
-    for got, each in zip(logarithms(found), logarithms(alone), strict=True):
-        assert got == pytest.approx(each.reshape(2, RUNS).mean(1), rel=1e-4)
-    (contrast,) = found.contrasts
+    comparison = compare(paths, text, ["2"], ["weights"], runs=RUNS, repeats=2)
+    assert [model.name for model in comparison.models] == ["diff_v1", "softmax"]
+    assert [list(model.other_runs) for model in comparison.models] == [
+        list(map(str, paths[1:3])),
+        list(map(str, paths[4:])),
+    ]
+    assert {result.repeats for result in comparison.results[1::2]} == {2}
+    for got, of_runs in zip(logarithms(comparison), logarithms(alone), strict=True):
+        assert got == pytest.approx(of_runs.reshape(2, RUNS).mean(1), rel=1e-4)
+    (contrast,) = comparison.contrasts
     assert (contrast.runs, contrast.repeats) == (RUNS, 2)
     added = logarithms(alone)[1].reshape(2, RUNS)
     differences = added[1] - added[0]
@@ -109,18 +112,18 @@ def test_needles_are_means_of_the_runs() -> None:
 
 def test_what_one_run_lacks_is_left_out(paths: list[Path], text: Windows, monkeypatch: pytest.MonkeyPatch) -> None:
     """A method may refuse a variant of one run, as for a weight that is not finite."""
-    made = []
+    schemes = []
 
     def refuses_the_second(decoder: Decoder, scheme: Scheme, method: str, *, order: int) -> Decoder:
-        made.append(scheme)
-        if len(made) == 3:
+        schemes.append(scheme)
+        if len(schemes) == 3:
             raise DiffbitError("no")
         return apply(decoder, scheme, method, order=order)
 
     monkeypatch.setattr(measure, "apply", refuses_the_second)
-    found = compare(paths[:2], text, ["3", "2"], ["weights"], runs=2)
-    assert [r.format for r in found.results] == ["16", "int2_g64"]
-    assert [(r.model, r.format) for r in found.skipped] == [("diff_v1", "int3_g64")]
+    comparison = compare(paths[:2], text, ["3", "2"], ["weights"], runs=2)
+    assert [r.format for r in comparison.results] == ["16", "int2_g64"]
+    assert [(r.model, r.format) for r in comparison.skipped] == [("diff_v1", "int3_g64")]
 
 
 @pytest.mark.parametrize(

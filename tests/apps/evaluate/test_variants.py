@@ -10,26 +10,26 @@ from diffbit.quantize import AttentionScheme
 
 
 def test_numbers_of_bits_and_names() -> None:
-    found = variants(["16", "8", "6", "5", "4", "3", "2", "ternary", "nf4", "int4_g32_asym", "4"])
-    assert [v.format for v in found if v.what == "weights"] == [
+    listed = variants(["16", "8", "6", "5", "4", "3", "2", "ternary", "nf4", "int4_g32_asym", "4"])
+    assert [v.format for v in listed if v.what == "weights"] == [
         "int8", "int6_g64", "int5_g64", "int4_g64", "int3_g64", "int2_g64", "ternary", "nf4", "int4_g32_asym",
     ]  # fmt: skip
-    assert [v.bits for v in found if v.what == "weights"] == [8, 6, 5, 4, 3, 2, 1.585, 4, 4]  # log2(3) of three values
-    assert [v.format for v in found if v.what == "logits"] == ["8-bit", "6-bit", "5-bit", "4-bit", "3-bit", "2-bit"]
+    assert [v.bits for v in listed if v.what == "weights"] == [8, 6, 5, 4, 3, 2, 1.585, 4, 4]  # log2(3) of three values
+    assert [v.format for v in listed if v.what == "logits"] == ["8-bit", "6-bit", "5-bit", "4-bit", "3-bit", "2-bit"]
 
 
 def test_parts_of_attention_take_the_bits_they_have() -> None:
-    found = variants(["16", "8", "6", "4", "3", "2", "int4", "int8"], ["kv", "logits", "keys", "values", "qk"])
-    named = {what: [v.format for v in found if v.what == what] for what in ("logits", "qk", "kv", "keys", "values")}
+    listed = variants(["16", "8", "6", "4", "3", "2", "int4", "int8"], ["kv", "logits", "keys", "values", "qk"])
+    named = {what: [v.format for v in listed if v.what == what] for what in ("logits", "qk", "kv", "keys", "values")}
     assert named["logits"] == ["8-bit", "6-bit", "4-bit", "3-bit", "2-bit"]
     assert named["qk"] == ["int8", "int4"]
     assert named["kv"] == named["keys"] == named["values"] == ["int8", "int4", "int2"]
-    schemes = {(v.what, v.format): v.scheme.attention for v in found}
+    schemes = {(v.what, v.format): v.scheme.attention for v in listed}
     assert schemes["kv", "int4"] == AttentionScheme(keys="int4", values="int4")
     assert schemes["keys", "int2"] == AttentionScheme(keys="int2")
     assert schemes["values", "int8"] == AttentionScheme(values="int8")
     assert schemes["qk", "int4"] == AttentionScheme(qk="int4")
-    assert [v.bits for v in found if v.what == "kv"] == [8, 4, 2]
+    assert [v.bits for v in listed if v.what == "kv"] == [8, 4, 2]
     with pytest.raises(DiffbitError, match="leaves nothing to compare"):
         variants(["16", "6", "3"], ["kv", "qk"])
 

@@ -63,9 +63,9 @@ class Handler(BaseHTTPRequestHandler):
         self.body = self.rfile.read(size)
         path = unquote(self.path.partition("?")[0])
         for method, pattern, action in ROUTES:
-            if self.command in method.split() and (found := re.fullmatch(pattern, path)):
+            if self.command in method.split() and (match := re.fullmatch(pattern, path)):
                 try:
-                    action(self, *found.groups())
+                    action(self, *match.groups())
                 except Problem as problem:
                     self.send({}, problem.status, {"X-Error-Code": problem.code})
                 return
@@ -181,10 +181,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def entry(name: str, data: bytes) -> dict[str, Any]:
-    found: dict[str, Any] = {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+    row: dict[str, Any] = {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
     if not name.endswith(TEXT):
-        found["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
-    return found
+        row["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
+    return row
 
 
 REPO = r"([\w.-]+/[\w.-]+)"

@@ -103,17 +103,17 @@ def test_log_likelihoods_against_a_token_at_a_time(artifact: Path, batch_size: i
     texts = [("import", " os"), ("class A:\n    def f(self, x", "):\n        return x"), ("", "def"), ("x = ", "1")]
     texts.append(("a = b\n" * 60, "a = b\n" * 3))  # longer than the context: it loses its beginning
     texts.append(("import numpy ", "as np"))  # a space between them belongs to the continuation
-    found = model.loglikelihood(requests(*texts))
-    for (context, continuation), (total, likeliest) in zip(texts, found, strict=True):
+    scores = model.loglikelihood(requests(*texts))
+    for (context, continuation), (total, likeliest) in zip(texts, scores, strict=True):
         stripped = context.rstrip(" ")
         whole = tokenizer.encode(context + continuation)
         before = tokenizer.encode(stripped) if stripped else []
         tokens = whole if before else [model.prefix_token_id, *whole]
         tokens, count = tokens[-65:], len(whole) - len(before)
-        wanted, same = slowly(session, tokens[:-1] + tokens[-1:], count) if len(tokens) < 65 else (None, None)
-        if wanted is not None:
-            assert total == pytest.approx(wanted, abs=2e-3) and likeliest == same
-    assert found[4][0] < 0
+        expected, same = slowly(session, tokens[:-1] + tokens[-1:], count) if len(tokens) < 65 else (None, None)
+        if expected is not None:
+            assert total == pytest.approx(expected, abs=2e-3) and likeliest == same
+    assert scores[4][0] < 0
 
 
 def test_rolling_scores_every_token_once(artifact: Path) -> None:
@@ -121,8 +121,8 @@ def test_rolling_scores_every_token_once(artifact: Path) -> None:
     text = "def f(x):\n    return x\n" * 20
     tokens = model.tok_encode(text, add_special_tokens=False)
     assert len(tokens) > 2 * 64
-    (found,) = model.loglikelihood_rolling(requests((text,)))
-    wanted, position = 0.0, 0
+    (total,) = model.loglikelihood_rolling(requests((text,)))
+    expected, position = 0.0, 0
     while position < len(tokens):  # windows of 64 predictions; the last has context in the place of what is scored
         end = min(position + 64, len(tokens))
         row = [model.prefix_token_id, *tokens[:end]] if not position else tokens[max(0, end - 65) : end]
@@ -130,9 +130,9 @@ def test_rolling_scores_every_token_once(artifact: Path) -> None:
         logits = session.prefill([row[:-1]], all_positions=True)[0].astype(np.float64)
         logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
         count = end - position
-        wanted += sum(logits[len(row) - 1 - count + i, tokens[position + i]] for i in range(count))
+        expected += sum(logits[len(row) - 1 - count + i, tokens[position + i]] for i in range(count))
         position = end
-    assert found == pytest.approx(wanted, abs=1e-2)
+    assert total == pytest.approx(expected, abs=1e-2)
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
@@ -142,11 +142,11 @@ def test_texts_are_those_of_generate(artifact: Path, batch_size: int) -> None:
     prompts = ["import", "def __init__(self, x", "class", "for index in range("]
     options: list[dict[str, Any]] = [{"max_gen_toks": 12, "until": ["\n"]}, {"max_gen_toks": 12, "until": "):"}]
     options += [{"max_gen_toks": 12, "until": []}, {"max_gen_toks": 5}]
-    found = model.generate_until(requests(*zip(prompts, options, strict=True)))
-    for prompt, kwargs, text in zip(prompts, options, found, strict=True):
+    generated = model.generate_until(requests(*zip(prompts, options, strict=True)))
+    for prompt, kwargs, text in zip(prompts, options, generated, strict=True):
         stop = kwargs.get("until", [])
         assert text == generate(session, tokenizer, prompt, max_tokens=kwargs["max_gen_toks"], stop=stop).text
-    assert any(found)
+    assert any(generated)
 
 
 def test_a_residual_window_takes_one_row_at_a_time(tmp_path: Path) -> None:
@@ -175,10 +175,10 @@ def test_the_harness_runs_its_tasks(
         "diffbit", f"artifact={artifact}", list(TASKS), task_manager=manager, bootstrap_iters=0, batch_size=2
     )
     assert results is not None
-    found = results["results"]
-    assert found["choice"]["acc,none"] == 1.0  # a trained model knows that much
-    assert 1 < found["reading"]["byte_perplexity,none"] < 20
-    assert 0 <= found["writing"]["exact_match,none"] <= 1
+    scores = results["results"]
+    assert scores["choice"]["acc,none"] == 1.0  # a trained model knows that much
+    assert 1 < scores["reading"]["byte_perplexity,none"] < 20
+    assert 0 <= scores["writing"]["exact_match,none"] <= 1
 
 
 COMMAND = """

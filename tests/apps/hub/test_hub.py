@@ -26,16 +26,16 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub, and an empty cache; the token is known."""
     from huggingface_hub import constants
 
-    with running() as found:
-        monkeypatch.setattr(constants, "ENDPOINT", found.url)
+    with running() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
         monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{found.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         )
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # git LFS in its place, which the stand-in speaks
         monkeypatch.setenv("HF_TOKEN", Hub.TOKEN)
-        yield found
+        yield server
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -69,10 +69,10 @@ def test_an_artifact_goes_up_and_comes_back(
 @pytest.mark.slow
 def test_environment_and_cache_are_huggingface_hubs(artifact: Path, tmp_path: Path) -> None:
     """A process of its own: HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE, which answers from the cache."""
-    with running() as found:
-        found.add("me/private", contents(artifact))
-        found.private.add("me/private")
-        environment = os.environ | {"HF_ENDPOINT": found.url, "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    with running() as server:
+        server.add("me/private", contents(artifact))
+        server.private.add("me/private")
+        environment = os.environ | {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
         environment.pop("HF_TOKEN", None)
         command = [sys.executable, "-m", "diffbit", "verify", "hf:me/private", "--json", "-q"]
 
@@ -127,16 +127,16 @@ def test_only_what_is_read_is_downloaded(stand_in: Hub) -> None:
         "onnx/model.onnx",
         "README.md",
     ]
-    wanted = [
+    read = [
         "config.json",
         "model-00001-of-00001.safetensors",
         "tokenizer.model",
         "chat_template.jinja",
         "model.onnx_data",
     ]
-    first = stand_in.add("me/all", {name: name.encode() for name in (*never, *wanted)})
+    first = stand_in.add("me/all", {name: name.encode() for name in (*never, *read)})
     folder = hub.download("hf:me/all")
-    assert set(contents(folder)) == set(wanted) == set(stand_in.downloads)
+    assert set(contents(folder)) == set(read) == set(stand_in.downloads)
     stand_in.add("me/all", {"model.safetensors": b"new"})
     assert set(contents(hub.download("hf:me/all"))) == {"model.safetensors"}
     assert hub.download(f"hf:me/all@{first}") == folder
@@ -212,8 +212,8 @@ def test_dry_run(artifact: Path, stand_in: Hub, tmp_path: Path, capsys: pytest.C
     file.write_text(json.dumps(comparison))
     assert run("push", artifact, "hf:me/x", "--results", file, "--dry-run", "--json") == 0
     shown = json.loads(capsys.readouterr().out)
-    wanted = "| m | int4 | rtn | 1.25 (1.125 to 1.5) | +25.00% (+12.50% to +50.00%)"
-    assert wanted in shown["card"] and shown["files"]["diffbit.json"] and not stand_in.commits
+    line = "| m | int4 | rtn | 1.25 (1.125 to 1.5) | +25.00% (+12.50% to +50.00%)"
+    assert line in shown["card"] and shown["files"]["diffbit.json"] and not stand_in.commits
     file.write_text('{"results": [1]}')
     assert run("push", artifact, "hf:me/x", "--results", file, "--dry-run") == 2
 

@@ -55,10 +55,10 @@ def test_it_writes_what_run_writes(trained: Callable[[str], Path], tmp_path: Pat
     environment = os.environ | {"PYTHONPATH": str(PACKAGES)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert not done.returncode, done.stderr
-    for artifact, found in zip(artifacts, map(json.loads, done.stdout.splitlines()[-2:]), strict=True):
+    for artifact, tokens in zip(artifacts, map(json.loads, done.stdout.splitlines()[-2:]), strict=True):
         tokenizer = Tokenizer(artifact / "tokenizer.json")
-        wanted = list(generate(Session(artifact), tokenizer, PROMPT, max_tokens=TOKENS).token_ids)
-        assert found[: len(wanted)] == wanted and len(wanted) > 10
+        expected = list(generate(Session(artifact), tokenizer, PROMPT, max_tokens=TOKENS).token_ids)
+        assert tokens[: len(expected)] == expected and len(expected) > 10
 
 
 def test_what_this_needs_is_there_in_ci() -> None:

@@ -59,9 +59,9 @@ def test_logits(kind: str, weights: str, tied: bool, tmp_path: Path) -> None:
     torch.testing.assert_close(theirs(IDS).logits, exact, rtol=0, atol=5e-5)
     for dtype in (torch.float16, torch.bfloat16):
         ours = (diffbit.load(folder, dtype=dtype)(IDS) - exact).abs().mean()
-        found = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)(IDS).logits
-        assert found.dtype == dtype
-        assert (found - exact).abs().mean() <= 2 * ours + 1e-4
+        logits = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)(IDS).logits
+        assert logits.dtype == dtype
+        assert (logits - exact).abs().mean() <= 2 * ours + 1e-4
 
 
 @pytest.mark.parametrize("activations", ["int8", "int4"])
@@ -78,11 +78,11 @@ def test_activations_are_rounded(activations: str, tmp_path: Path) -> None:
 def test_generation_and_the_body_alone(tmp_path: Path) -> None:
     folder = quantized(tmp_path, "diffllama", "int4_g32", tie_word_embeddings=True)
     theirs, ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), diffbit.load(folder)
-    made = theirs.generate(IDS[:1], max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    generated = theirs.generate(IDS[:1], max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
     ids = IDS[:1]
     for _ in range(6):
         ids = torch.cat([ids, ours(ids)[:, -1:].argmax(-1)], dim=1)
-    assert made.tolist() == ids.tolist()
+    assert generated.tolist() == ids.tolist()
     body = AutoModel.from_pretrained(folder, dtype=torch.float32)
     torch.testing.assert_close(theirs.lm_head(body(IDS).last_hidden_state), ours(IDS), rtol=0, atol=5e-5)
 

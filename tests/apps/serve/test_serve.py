@@ -160,11 +160,11 @@ def test_engine_answers_as_generate_does(artifacts: dict[str, Path]) -> None:
         assert done.acquire(timeout=60)
     engine.close()
     for index, prompt in enumerate(prompts):
-        wanted = generate(
+        expected = generate(
             session, tokenizer, prompt, max_tokens=5 * index + 1, sampler=sampler(index), stop=["return"], end_tokens=()
         )
-        assert "".join(piece.text for piece in pieces[index]) == wanted.text
-        assert pieces[index][-1].finish_reason == wanted.finish_reason
+        assert "".join(piece.text for piece in pieces[index]) == expected.text
+        assert pieces[index][-1].finish_reason == expected.finish_reason
     assert not engine.submit(Request(prompts[0], take(0), sampler(0), 1))  # closed
     with pytest.raises(DiffbitError, match="context holds 256"):
         engine.submit(Request([5] * 256, take(0), sampler(0), 1))
@@ -228,7 +228,7 @@ def test_a_prompt_that_is_being_computed_runs(artifacts: dict[str, Path], monkey
     """A long one takes seconds, in which it is counted, and its row is nobody else's."""
     engine = Engine(Session(artifacts["diff"]), Tokenizer(artifacts["diff"] / "tokenizer.json"), rows=1, queue=0)
     begin, begun, go_on = engine.rows.begin, threading.Event(), threading.Event()
-    monkeypatch.setattr(engine.rows, "begin", lambda *given: (begun.set(), go_on.wait(60), begin(*given))[2])
+    monkeypatch.setattr(engine.rows, "begin", lambda *arguments: (begun.set(), go_on.wait(60), begin(*arguments))[2])
     pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
     assert engine.submit(Request([5], pieces.put, Sampler(), 1)) and begun.wait(60)
     assert (engine.running, engine.waiting) == (1, 0)
@@ -283,18 +283,18 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_an_empty_key_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As an option, and in the environment, where a variable may be empty by mistake."""
-    wanted = "error: the API key is empty, so that every request would be served; set one, or unset DIFFBIT_API_KEY"
-    assert refused(["--api-key", ""], capsys) == wanted
+    sentence = "error: the API key is empty, so that every request would be served; set one, or unset DIFFBIT_API_KEY"
+    assert refused(["--api-key", ""], capsys) == sentence
     for empty in ("", "\n"):
         monkeypatch.setenv("DIFFBIT_API_KEY", empty)
-        assert refused([], capsys) == wanted
+        assert refused([], capsys) == sentence
 
 
 def test_where_it_cannot_listen(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = refused(["--port", str(port)], capsys)
-        assert f"cannot listen on 127.0.0.1:{port} (Address already in use)" in said and "another --port" in said
+        message = refused(["--port", str(port)], capsys)
+        assert f"cannot listen on 127.0.0.1:{port} (Address already in use)" in message and "another --port" in message
     assert "cannot listen on 203.0.113.1:8080 (" in refused(["--host", "203.0.113.1"], capsys)  # no machine's
 
 
@@ -324,8 +324,8 @@ def served(*paths: Path, **options: Any) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def address(artifacts: dict[str, Path]) -> Iterator[str]:
-    with served(artifacts["diff"], artifacts["plain-int8"]) as found:
-        yield found
+    with served(artifacts["diff"], artifacts["plain-int8"]) as url:
+        yield url
 
 
 def client(address: str, key: str = "none") -> openai.OpenAI:
@@ -340,7 +340,7 @@ def post(address: str, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
         return error.code, json.loads(error.read())
 
 
-def test_chat(address: str, artifacts: dict[str, Path]) -> None:
+def test_chat_answers_as_generate_does(address: str, artifacts: dict[str, Path]) -> None:
     """Whole and streamed answers are those of the Python API; the next turn computes its new tokens only."""
     api = client(address)
     assert [model.id for model in api.models.list()] == ["diff", "plain-int8"]
@@ -351,38 +351,40 @@ def test_chat(address: str, artifacts: dict[str, Path]) -> None:
     choice, usage = whole.choices[0], whole.usage
     session, tokenizer = Session(artifacts["diff"]), Tokenizer(artifacts["diff"] / "tokenizer.json")
     prompt = tokenizer.encode("system: import os\nuser: def main(\nassistant:", add_special_tokens=False)
-    wanted = generate(session, tokenizer, prompt, max_tokens=30)
-    assert choice.message.content == wanted.text and choice.finish_reason == "length"
+    expected = generate(session, tokenizer, prompt, max_tokens=30)
+    assert choice.message.content == expected.text and choice.finish_reason == "length"
     assert usage is not None and (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), 30)
     assert choice.logprobs is not None and choice.logprobs.content is not None
-    found = choice.logprobs.content
-    logits = Session(artifacts["diff"]).prefill([[*prompt, *wanted.token_ids]], all_positions=True)[0].astype(float)
+    logprobs = choice.logprobs.content
+    logits = Session(artifacts["diff"]).prefill([[*prompt, *expected.token_ids]], all_positions=True)[0].astype(float)
     values = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    for place, (token, entry) in enumerate(zip(wanted.token_ids, found, strict=True), len(prompt) - 1):
+    for place, (token, entry) in enumerate(zip(expected.token_ids, logprobs, strict=True), len(prompt) - 1):
         assert entry.logprob == pytest.approx(values[place, token], abs=1e-3)
         assert [top.logprob for top in entry.top_logprobs] == pytest.approx(np.sort(values[place])[:-3:-1], abs=1e-3)
     chunks = list(api.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == wanted.text
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == expected.text
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 30
-    messages += [{"role": "assistant", "content": wanted.text}, {"role": "user", "content": [
+    messages += [{"role": "assistant", "content": expected.text}, {"role": "user", "content": [
         {"type": "text", "text": "class "}, {"type": "text", "text": "A"}]}]  # fmt: skip
     details = api.chat.completions.create(**asked).usage.prompt_tokens_details  # type: ignore[union-attr]
     assert details is not None and details.cached_tokens is not None and details.cached_tokens >= len(prompt) - 1
 
 
-def test_completions(address: str, artifacts: dict[str, Path]) -> None:
+def test_completions_answer_as_generate_does(address: str, artifacts: dict[str, Path]) -> None:
     """Several prompts, as text and as tokens; stop strings end an answer and are not in it; curl reads the stream."""
     api = client(address)
     session, tokenizer = Session(artifacts["plain-int8"]), Tokenizer(artifacts["diff"] / "tokenizer.json")
     texts = ["def add(", "class Stack:\n    def"]
-    wanted = [generate(session, tokenizer, text, max_tokens=40, stop=["self"]) for text in texts]
-    assert any(one.finish_reason == "stop" for one in wanted)
+    alone = [generate(session, tokenizer, text, max_tokens=40, stop=["self"]) for text in texts]
+    assert any(one.finish_reason == "stop" for one in alone)
     for prompt in (texts, [tokenizer.encode(text) for text in texts]):
-        found = api.completions.create(model="plain-int8", prompt=prompt, max_tokens=40, temperature=0, stop="self")
-        assert [choice.text for choice in found.choices] == [one.text for one in wanted]
-        reasons = [{"eos": "stop"}.get(str(one.finish_reason), one.finish_reason) for one in wanted]
-        assert [choice.finish_reason for choice in found.choices] == reasons
+        completion = api.completions.create(
+            model="plain-int8", prompt=prompt, max_tokens=40, temperature=0, stop="self"
+        )
+        assert [choice.text for choice in completion.choices] == [one.text for one in alone]
+        reasons = [{"eos": "stop"}.get(str(one.finish_reason), one.finish_reason) for one in alone]
+        assert [choice.finish_reason for choice in completion.choices] == reasons
     sampled = [api.completions.create(model="diff", prompt="import ", seed=7, temperature=1.5).choices[0].text
                for _ in range(2)]  # fmt: skip
     assert sampled[0] == sampled[1]
@@ -390,8 +392,10 @@ def test_completions(address: str, artifacts: dict[str, Path]) -> None:
     sampler = Sampler(**options, min_p=0.1)
     expected = generate(Session(artifacts["diff"]), tokenizer, "import ", max_tokens=12, sampler=sampler).text
     others = {"logit_bias": {"5": 2.0}, "extra_body": {"min_p": 0.1}}
-    found = api.completions.create(model="diff", prompt="import ", max_tokens=12, temperature=0, **options | others)
-    assert found.choices[0].text == expected
+    completion = api.completions.create(
+        model="diff", prompt="import ", max_tokens=12, temperature=0, **options | others
+    )
+    assert completion.choices[0].text == expected
     body = json.dumps({"model": "diff", "prompt": "def ", "stream": True, "max_tokens": 5, "temperature": 0})
     curl = ["curl", "-sN", f"{address}/v1/completions", "-d", body]
     lines = subprocess.run(curl, capture_output=True, text=True, check=True).stdout.split("\n\n")
@@ -429,9 +433,9 @@ def test_completions(address: str, artifacts: dict[str, Path]) -> None:
         ("completions", b'{"prompt": "' + b"a" * 5000 + b'"}', 413, "longer than 5,000 bytes"),
     ],
 )  # fmt: skip
-def test_bad_requests(address: str, path: str, body: bytes, status: int, says: str) -> None:
-    found, answer = post(address, f"/v1/{path}", body)
-    assert (found, answer["error"]["type"]) == (status, "invalid_request_error")
+def test_bad_requests_are_refused(address: str, path: str, body: bytes, status: int, says: str) -> None:
+    code, answer = post(address, f"/v1/{path}", body)
+    assert (code, answer["error"]["type"]) == (status, "invalid_request_error")
     assert says in answer["error"]["message"]
 
 

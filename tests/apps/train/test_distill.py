@@ -24,8 +24,8 @@ from .toy import model, options, stop_at
 
 
 def kl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    wanted = teacher.double().softmax(-1)
-    return (wanted * (wanted.log() - student.double().softmax(-1).log())).sum(-1)
+    probabilities = teacher.double().softmax(-1)
+    return (probabilities * (probabilities.log() - student.double().softmax(-1).log())).sum(-1)
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +67,10 @@ def test_losses_and_gradients_against_autograd(
     parameters = list(student.parameters())
     fast = torch.autograd.grad(3 * first, parameters, retain_graph=True, allow_unused=True)
     slow = torch.autograd.grad(3 * expected, parameters, allow_unused=True)
-    for got, wanted in zip(fast, slow, strict=True):
-        assert (got is None) == (wanted is None)
-        if got is not None and wanted is not None:
-            assert (got - wanted).norm() <= 2e-5 * wanted.norm() + 1e-9
+    for got, exact in zip(fast, slow, strict=True):
+        assert (got is None) == (exact is None)
+        if got is not None and exact is not None:
+            assert (got - exact).norm() <= 2e-5 * exact.norm() + 1e-9
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_bf16_follows_fp32(text: str, tmp_path: Path, teachers: dict[str, Path])
         assert half[0][key] == pytest.approx(exact[0][key], rel=0.05)
 
 
-def test_refusals(text: str, tmp_path: Path, teachers: dict[str, Path], trained: Any) -> None:
+def test_bad_input_is_refused(text: str, tmp_path: Path, teachers: dict[str, Path], trained: Any) -> None:
     path = str(teachers["float"])
     for changes, sentence in (
         ({"distill_weight": -1.0}, r"distill_weight is -1\.0, wanted a number of at least 0"),

@@ -49,9 +49,9 @@ def test_weights_of_sub_norms_are_the_least_squares(attention: str) -> None:
             source(ids)
         x = seen[0].flatten(0, 1).double().numpy()
         normed = x / np.sqrt((x**2).mean(1, keepdims=True) + config.norm_eps)
-        wanted = [np.linalg.lstsq(normed[:, [c]], x[:, c], rcond=None)[0][0] for c in range(x.shape[1])]
+        expected = [np.linalg.lstsq(normed[:, [c]], x[:, c], rcond=None)[0][0] for c in range(x.shape[1])]
         weight = grown.model.layers[1].get_parameter(f"{name}.weight").detach()
-        assert weight.numpy() == pytest.approx(np.array(wanted), rel=1e-4)
+        assert weight.numpy() == pytest.approx(np.array(expected), rel=1e-4)
         if attention == "diff_v1" and name == "self_attn.attn_sub_norm":  # behind a norm of every head
             assert weight.numpy() == pytest.approx(1.0, rel=0.01)
     for name, parameter in source.named_parameters():

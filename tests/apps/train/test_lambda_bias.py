@@ -35,7 +35,7 @@ def test_options(trained: Callable[[str], Path]) -> None:
     config = train_config("tiny", "diff_v2", lambda_bias=-6.0)
     assert config.lambda_bias == -6 and config.model.layers[0].mixer.lambda_bias
     assert not train_config("tiny", "diff_v2").model.layers[0].mixer.lambda_bias
-    with pytest.raises(DiffbitError, match="softmax has no projection to lambda"):
+    with pytest.raises(DiffbitError, match="lambda_bias is True, but softmax has no such option"):
         train_config("tiny", "softmax", lambda_bias=-6.0)
     with pytest.raises(DiffbitError, match="lambda_bias is nan"):
         train_config("tiny", "diff_v2", lambda_bias=float("nan"))

@@ -14,13 +14,15 @@ from diffbit.models import Checkpoint, variants
 
 def test_variants_of_a_preset_are_of_equal_size() -> None:
     table = {(row["preset"], row["attention"]): row for row in parameters()}
-    assert len(table) == len(PRESETS) * len(variants())
-    for preset in PRESETS:
+    equal = [preset for preset in PRESETS if preset != "yoco"]
+    assert sum(preset != "yoco" for preset, _ in table) == len(equal) * len(variants())
+    for preset in equal:
         reference = table[preset, "softmax"]["parameters"]
         for attention in variants():
             row = table[preset, attention]
-            more = 0.07 if attention == "dcmha" else 0.01  # its composition has weights of its own
-            assert abs(row["parameters"] - reference) <= more * reference
+            # ttt's initial state has (d + 1) d numbers per head, dcmha weights of the composition
+            bound = {"ttt": 0.03, "dcmha": 0.07}.get(attention, 0.01)
+            assert abs(row["parameters"] - reference) <= bound * reference
             same = ("hidden_size", "num_layers", "head_dim", "vocab_size", "context")
             assert [row[key] for key in same] == [table[preset, "softmax"][key] for key in same]
     for preset, size in {"pico": 0.36e6, "nano": 2.5e6, "small": 25e6, "base": 120e6}.items():
@@ -36,6 +38,23 @@ def test_counts_against_the_sum_written_out() -> None:
     extra = {"softmax": 0, "diff_v1": layers * 4 * d, "diff_v2": layers * 2 * size.num_pairs * hidden}
     counted = {row["attention"]: row["parameters"] for row in parameters() if row["preset"] == "nano"}
     assert {name: counted[name] for name in extra} == {name: shared + attention + more for name, more in extra.items()}
+
+
+def test_yoco_caches_once() -> None:
+    """Of 4 layers 2 have a window, 1 all keys and 1 those of that layer; a model without keys cannot."""
+    for attention in ("softmax", "diff_v1", "diff_v2"):
+        mixers = [layer.mixer for layer in model_config("yoco", attention).layers]
+        assert [(mixer.sliding_window, mixer.keys_of) for mixer in mixers] == [(32, None)] * 2 + [(0, None), (0, 2)]
+        assert {replace(mixer, sliding_window=0, keys_of=None) for mixer in mixers} == {
+            layer.mixer for layer in model_config("tiny", attention).layers
+        }
+    for attention, sentence in {
+        "retention": "which retention does not have",
+        "crate": "keys_of is 2, wanted none",
+    }.items():
+        assert ("yoco", attention) not in {(row["preset"], row["attention"]) for row in parameters()}
+        with pytest.raises(DiffbitError, match=sentence):
+            model_config("yoco", attention)
 
 
 def test_groups_of_every_format_come_out_even() -> None:
@@ -69,8 +88,18 @@ def test_train_config_takes_changes(tmp_path: Path, trained: Callable[[str], Pat
     with pytest.raises(DiffbitError, match="is quantized, but training starts from float weights"):
         train_config("nano", init=str(quantized))
     for arguments, sentence in {
-        ("huge", "softmax"): "choose one of pico, tiny, nano",
+        ("huge", "softmax"): "choose one of pico, tiny, yoco, nano",
         ("tiny", "linear"): "choose one of .*diff_v1",
     }.items():
         with pytest.raises(DiffbitError, match=sentence):
             model_config(*arguments)
+
+
+def test_noise_ratio() -> None:
+    for attention, ratio, heads in (("diff_v2", 2, (4, 2)), ("diff_v2", 4, (4, 1)), ("diff_v1", 2, (2, 1))):
+        mixer = train_config("tiny", attention, noise_ratio=ratio).model.layers[0].mixer
+        assert (mixer.num_heads, mixer.num_kv_heads, mixer.noise_ratio) == (*heads, ratio)
+    with pytest.raises(DiffbitError, match="noise_ratio is 4, wanted a divisor of 2"):
+        train_config("tiny", "diff_v1", noise_ratio=4)
+    with pytest.raises(DiffbitError, match="noise_ratio is 2, wanted none with init"):
+        train_config("tiny", init="anywhere", noise_ratio=2)

@@ -85,8 +85,8 @@ def test_ternary_gradients_are_straight_through(rounding: Rounding) -> None:
     rounded = spread_x + ((q * a).double() - spread_x).detach()
     s = spread_weight.detach().abs().mean().clamp(min=1e-5)
     ternary = spread_weight + (s * (spread_weight / s).round().clamp(-1, 1) - spread_weight).detach()
-    wanted = torch.autograd.grad(rounded @ ternary.T, (slow_x, weight), upstream.double())
-    for ours_, theirs in zip(got, wanted, strict=True):
+    expected = torch.autograd.grad(rounded @ ternary.T, (slow_x, weight), upstream.double())
+    for ours_, theirs in zip(got, expected, strict=True):
         assert (ours_ - theirs).norm() <= 1e-6 * theirs.norm()
 
 
@@ -270,7 +270,7 @@ def test_two_stages_by_the_formula() -> None:
     assert weight_decay(replace(config, schedule="cosine"), 8) == 0.4
 
 
-def test_refusals(text: str) -> None:
+def test_bad_input_is_refused(text: str) -> None:
     untied = replace(model(), tie_embeddings=False)
     for changes, sentence in (
         ({"qat": "int5_g7"}, "format 'int5_g7' has groups of 7"),

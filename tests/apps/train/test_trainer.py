@@ -17,7 +17,7 @@ import torch
 
 from diffbit.apps.train import checkpoint as checkpoint_module
 from diffbit.apps.train import trainer as trainer_module
-from diffbit.apps.train.data import Rows
+from diffbit.apps.train.data import TrainingRows
 from diffbit.apps.train.folder import read_log
 from diffbit.apps.train.initialize import initialize
 from diffbit.apps.train.presets import train_config
@@ -88,7 +88,7 @@ def test_steps_against_adamw_written_out(text: str, tmp_path: Path, attention: s
     tokenizer = load_tokenizer(tmp_path / "out")
     eos = tokenizer.eos_id
     pieces = [[eos], *([*ids, eos] for ids in tokenizer.encode(load_text(text, "train").documents))]
-    rows = Rows(np.concatenate(pieces), 16, seed=1)
+    rows = TrainingRows(np.concatenate(pieces), 16, seed=1)
     decoder = Decoder(config.model)
     initialize(decoder, 1)
     parameters = list(decoder.parameters())
@@ -134,7 +134,7 @@ def test_from_a_checkpoint_on_needles(text: str, tmp_path: Path, trained: Any) -
     loaded = load_tokenizer(tokenizer)
     eos = loaded.eos_id
     pieces = [[eos], *([*ids, eos] for ids in loaded.encode(load_text(text, "train").documents))]
-    rows, answers = Rows(np.concatenate(pieces), 64, 0, Needles.of(loaded), 0.6).take(0, 6)
+    rows, answers = TrainingRows(np.concatenate(pieces), 64, 0, Needles.of(loaded), 0.6).take(0, 6)
     decoder = load(first.path)
     ids, answer = torch.from_numpy(rows), torch.from_numpy(answers)[:, 1:]
     losses = -torch.log_softmax(decoder(ids[:, :-1]).double(), -1).gather(-1, ids[:, 1:, None])[..., 0]
@@ -343,8 +343,8 @@ def test_moments_of_eight_bits(text: str, tmp_path: Path) -> None:
     optimizer.step()
     for parameter in decoder.parameters():
         state, count = optimizer.state[parameter], parameter.numel()
-        held = sum(value.nbytes for key, value in state.items() if key.startswith(("state", "absmax")))
-        assert held == (2 * count + 8 * -(-count // 256) if count >= 4096 else 8 * count)
+        nbytes = sum(value.nbytes for key, value in state.items() if key.startswith(("state", "absmax")))
+        assert nbytes == (2 * count + 8 * -(-count // 256) if count >= 4096 else 8 * count)
 
 
 @pytest.mark.gpu
@@ -356,7 +356,7 @@ def test_on_a_gpu(text: str, tmp_path: Path) -> None:
     assert gpu.losses == pytest.approx(cpu.losses, rel=2e-2)  # bf16
 
 
-def test_refusals(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for changes, sentence in (
         ({"steps": 0}, "steps is 0, wanted a whole number from 1"),
         ({"length": 33}, "length is 33, wanted 2 to 32"),

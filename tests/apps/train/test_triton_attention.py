@@ -64,11 +64,11 @@ class Case:
         generator = torch.Generator().manual_seed(self.length + 1000 * int(os.environ.get("DIFFBIT_TEST_DRAW", "0")))
         keys, e = (2, 2 * self.d) if self.wide else (1, self.d)
         shapes = ((2 * self.pairs, self.d), (keys * self.groups, self.d), (self.groups, e), (self.pairs, e))
-        query, key, value, wanted = (
+        query, key, value, out_grad = (
             torch.randn(self.batch, self.length, *shape, generator=generator).to(device, self.dtype) for shape in shapes
         )
         lambda_ = torch.randn(self.batch, self.pairs, self.length, generator=generator).to(device)  # of either sign
-        return [query * self.gain, key, value, lambda_, wanted]
+        return [query * self.gain, key, value, lambda_, out_grad]
 
     @property
     def eps(self) -> float:
@@ -95,27 +95,27 @@ def equations(query: Tensor, key: Tensor, value: Tensor, lambda_: Tensor, scale:
 @torch.enable_grad()
 def with_gradients(attention: object, case: Case, inputs: list[Tensor]) -> list[Tensor]:
     """Output and gradients."""
-    *given, wanted = inputs
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in given]
+    *tensors, out_grad = inputs
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     out = attention(*leaves, case.d**-0.5, case.eps)  # type: ignore[operator]
-    assert out.dtype == leaves[0].dtype and out.shape == wanted.shape
-    out.backward(wanted)
+    assert out.dtype == leaves[0].dtype and out.shape == out_grad.shape
+    out.backward(out_grad)
     return [out.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[list-item]
 
 
-def error(found: Tensor, exact: Tensor) -> float:
+def error(actual: Tensor, exact: Tensor) -> float:
     """Root of the mean square; one token's softmaxes have gradients of exactly 0."""
-    return float((found.detach().double() - exact.detach()).square().mean().sqrt())
+    return float((actual.detach().double() - exact.detach()).square().mean().sqrt())
 
 
 def check(attention: object, case: Case, device: str) -> None:
     inputs = case.inputs(device)
     exact = with_gradients(equations, case, [tensor.double() for tensor in inputs])
     same = with_gradients(equations, case, inputs)
-    for name, found, one, other in zip(
+    for name, actual, one, other in zip(
         ("output", *GRADIENTS), with_gradients(attention, case, inputs), exact, same, strict=True
     ):
-        assert error(found, one) <= 2 * error(other, one) + 1e-6 * (1 + float(one.abs().max())), name
+        assert error(actual, one) <= 2 * error(other, one) + 1e-6 * (1 + float(one.abs().max())), name
 
 
 FLOAT32 = [
@@ -172,15 +172,15 @@ def test_a_model_takes_the_kernel_where_it_may(
             loss.backward()
         return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
-    wanted, gradients = run()
+    expected, gradients = run()
     assert not calls
     module.use_kernels(model)
     model(ids)
     assert not calls  # float32 is left to torch
     monkeypatch.setattr(module, "TYPES", (torch.float32,))
-    found, others = run()
+    output, others = run()
     assert len(calls) == 1
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(output, expected)
     for name, gradient in gradients.items():
         torch.testing.assert_close(others[name], gradient, rtol=1e-3, atol=1e-5, msg=name)
 
@@ -210,8 +210,8 @@ def test_a_training_step_under_autocast_and_compiled(kernels: tuple[ModuleType, 
                 logits = forward(ids)
             logits.float().logsumexp(-1).sum().backward()
         steps.append([logits.detach(), *(parameter.grad for parameter in model.parameters())])
-    wanted = model(ids)
-    assert error(steps[0][0], wanted) < 0.01 * float(wanted.double().square().mean().sqrt())
+    expected = model(ids)
+    assert error(steps[0][0], expected) < 0.01 * float(expected.double().square().mean().sqrt())
     for one, other in zip(*steps, strict=True):
         assert one is not None and error(one, other.double()) <= 0.02 * float(other.double().square().mean().sqrt())
 
@@ -220,28 +220,28 @@ def test_a_training_step_under_autocast_and_compiled(kernels: tuple[ModuleType, 
 def test_torch_may_compile_it(kernels: tuple[ModuleType, str]) -> None:
     """The op's schema, what it says of shapes and strides, and its gradient's registration hold."""
     module, device = kernels
-    *given, wanted = Case(1, 20, 2, 1, 16, wide=True, norm=True).inputs(device)
-    for tensor in given:
+    *tensors, out_grad = Case(1, 20, 2, 1, 16, wide=True, norm=True).inputs(device)
+    for tensor in tensors:
         tensor.requires_grad_()
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(module._forward_op, (*given, 0.25, 1e-5), test_utils=tests)
+    torch.library.opcheck(module._forward_op, (*tensors, 0.25, 1e-5), test_utils=tests)
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def compiled(*inputs: Tensor) -> Tensor:
         return module.diff_attention(*inputs, 0.25, 1e-5).square()
 
     with torch.enable_grad():
-        found = torch.autograd.grad(compiled(*given), given, wanted)
-        same = torch.autograd.grad(module.diff_attention(*given, 0.25, 1e-5).square(), given, wanted)
-    for one, other in zip(found, same, strict=True):
+        grads = torch.autograd.grad(compiled(*tensors), tensors, out_grad)
+        same = torch.autograd.grad(module.diff_attention(*tensors, 0.25, 1e-5).square(), tensors, out_grad)
+    for one, other in zip(grads, same, strict=True):
         torch.testing.assert_close(one, other)
 
 
 def test_heads_without_groups_give_the_same() -> None:
     """What torch's memory-efficient attention is given on a GPU."""
     query, key, value = (torch.randn(2, heads, 9, width) for heads, width in ((6, 8), (2, 8), (2, 16)))
-    wanted = arithmetic.attend(query, key, value, None, 0.3)
+    expected = arithmetic.attend(query, key, value, None, 0.3)
     keys, values = arithmetic.ungrouped(query, key, value)
     assert keys.shape[1] == values.shape[1] == 6
-    torch.testing.assert_close(arithmetic.attend(query, keys, values, None, 0.3), wanted)
+    torch.testing.assert_close(arithmetic.attend(query, keys, values, None, 0.3), expected)
     assert arithmetic.ungrouped(query, keys, values)[0] is keys

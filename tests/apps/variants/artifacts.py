@@ -45,7 +45,8 @@ def artifact_of(
     write_tokenizer(source, VOCABULARY)
     if weights or kv != "float":
         format = None if weights is None else parse_format(weights)
-        scheme = Scheme(weights=format, attention=AttentionScheme(keys=kv, values=kv))
+        cached = None if kv == "float" else kv
+        scheme = Scheme(weights=format, attention=AttentionScheme(keys=cached, values=cached))
         quantize_checkpoint(source, folder / "quantized", scheme)
         source = folder / "quantized"
     artifact = export_artifact(source, folder / "onnx", dtype=dtype)

@@ -40,12 +40,12 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     def near_one(size: int) -> Tensor:
         return torch.rand(size, generator=g) + 0.5
 
-    found = {
+    tensors = {
         "model.embed_tokens.weight": torch.randn(vocab, hidden, generator=g),
         "model.norm.weight": near_one(hidden),
     }
     if not config["tie_word_embeddings"]:
-        found["lm_head.weight"] = matrix(vocab, hidden)
+        tensors["lm_head.weight"] = matrix(vocab, hidden)
     for i in range(config["num_hidden_layers"]):
         layer = {
             "self_attn.q_proj.weight": matrix(heads * d, hidden) * 1.5,
@@ -62,8 +62,8 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
             "input_layernorm.weight": near_one(hidden),
             "post_attention_layernorm.weight": near_one(hidden),
         }
-        found |= {f"model.layers.{i}.{name}": tensor for name, tensor in layer.items()}
-    return found
+        tensors |= {f"model.layers.{i}.{name}": tensor for name, tensor in layer.items()}
+    return tensors
 
 
 def logits(config: dict[str, Any], w: dict[str, Tensor], ids: Tensor) -> Tensor:
@@ -97,10 +97,10 @@ def _attention(config: dict[str, Any], w: dict[str, Tensor], layer: int, x: Tens
     d, theta = _head_dim(config), config["rope_theta"]
     heads, keys = config["num_attention_heads"], config["num_key_value_heads"]
     noises = config.get("num_noise_heads") or heads // 2
-    each = heads // noises - 1  # signal heads to a noise head
+    ratio = heads // noises - 1  # signal heads to a noise head
     pairs = keys // 2
     q, k, v = ((x @ w[f"self_attn.{name}_proj.weight"].T).split(d, 1) for name in "qkv")
-    q, k = ([_rotate(head, theta) for head in found] for found in (q, k))
+    q, k = ([_rotate(head, theta) for head in heads_of] for heads_of in (q, k))
     hidden = torch.ones(len(x), len(x)).triu(1).bool()
 
     def shares(query: Tensor, key: Tensor) -> Tensor:
@@ -112,11 +112,11 @@ def _attention(config: dict[str, Any], w: dict[str, Tensor], layer: int, x: Tens
     init = 0.8 - 0.6 * math.exp(-0.3 * (layer - 1))
     lam = dot("1").exp() - dot("2").exp() + init
     outs = []
-    for i in range(each * noises):
-        noise = i // each  # its group: each signal heads, then the noise head
+    for i in range(ratio * noises):
+        noise = i // ratio  # its group: `ratio` signal heads, then the noise head
         g = noise // (noises // pairs)  # which reads this pair of keys, and two values side by side
-        signal = noise * (each + 1) + i % each
-        of_signal, of_noise = shares(q[signal], k[2 * g]), shares(q[noise * (each + 1) + each], k[2 * g + 1])
+        signal = noise * (ratio + 1) + i % ratio
+        of_signal, of_noise = shares(q[signal], k[2 * g]), shares(q[noise * (ratio + 1) + ratio], k[2 * g + 1])
         out = (of_signal - lam * of_noise) @ torch.cat((v[2 * g], v[2 * g + 1]), 1)
         outs.append(_norm(out, config["attn_rms_norm_eps"]) * w["self_attn.subln.weight"] * (1 - init))
     return torch.cat(outs, 1) @ w["self_attn.o_proj.weight"].T

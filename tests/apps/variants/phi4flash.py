@@ -66,7 +66,7 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
             "attn.out_proj.weight": matrix(hidden, inner),
         }
 
-    found = {"model.embed_tokens.weight": torch.randn(vocab, hidden, generator=g)} | norm("model.final_layernorm")
+    tensors = {"model.embed_tokens.weight": torch.randn(vocab, hidden, generator=g)} | norm("model.final_layernorm")
     for i in range(layers):
         layer = norm("input_layernorm") | norm("post_attention_layernorm")
         if i % 2:
@@ -76,8 +76,8 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
         else:
             layer |= {"attn.in_proj.weight": matrix(inner, hidden), "attn.out_proj.weight": matrix(hidden, inner)}
         layer |= {"mlp.fc1.weight": matrix(2 * ffn, hidden), "mlp.fc2.weight": matrix(hidden, ffn)}
-        found |= {f"model.layers.{i}.{name}": tensor for name, tensor in layer.items()}
-    return found
+        tensors |= {f"model.layers.{i}.{name}": tensor for name, tensor in layer.items()}
+    return tensors
 
 
 def logits(config: dict[str, Any], w: dict[str, Tensor], ids: Tensor) -> Tensor:
@@ -140,12 +140,12 @@ def _attention(
     own included."""
     heads, total = config["num_attention_heads"], len(x)
     d = config["hidden_size"] // heads
-    made = x @ w["attn.Wqkv.weight"].T + w["attn.Wqkv.bias"]
-    query = made[:, : heads * d].view(total, heads, d)
+    projected = x @ w["attn.Wqkv.weight"].T + w["attn.Wqkv.bias"]
+    query = projected[:, : heads * d].view(total, heads, d)
     if shared is None:
-        shared = tuple(part.view(total, -1, d) for part in made[:, heads * d :].chunk(2, -1))
+        shared = tuple(part.view(total, -1, d) for part in projected[:, heads * d :].chunk(2, -1))
     key, value = shared
-    each = heads // key.shape[1]  # pairs that read a pair of keys
+    ratio = heads // key.shape[1]  # pairs that read a pair of keys
 
     def dot(a: str, b: str) -> Tensor:
         name = "attn.inner_cross_attn.lambda_"
@@ -157,7 +157,7 @@ def _attention(
     seen = (place[None] <= place[:, None]) & (place[None] > place[:, None] - window)
     out = []
     for pair in range(heads // 2):
-        group = pair // each
+        group = pair // ratio
         wide = value[:, 2 * group : 2 * group + 2].flatten(1)  # [T, 2d]
         scores = [query[:, 2 * pair + b] @ key[:, 2 * group + b].T / math.sqrt(d) for b in (0, 1)]
         signal, noise = (score.masked_fill(~seen, -math.inf).softmax(-1) @ wide for score in scores)

@@ -105,5 +105,5 @@ def test_session_computes_what_torch_does(tmp_path: Path, case: str) -> None:
     mixers = [type(options)(**asdict(options) | {"sliding_window": window}) for options in OPTIONS.values()]
     if not window:
         mixers.append(alibi.Options(4, 2, 32, keys_of=0))
-    made = artifact_of(model_of(*mixers, factor=4), tmp_path, weights=weights, kv=kv, dtype=dtype)
-    check_session(*made, bound, batch=kv != "int4")  # rows of unequal length do not share blocks
+    artifact, model = artifact_of(model_of(*mixers, factor=4), tmp_path, weights=weights, kv=kv, dtype=dtype)
+    check_session(artifact, model, bound, batch=kv != "int4")  # rows of unequal length do not share blocks

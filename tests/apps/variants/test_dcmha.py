@@ -124,5 +124,5 @@ def test_session_computes_what_torch_does(tmp_path: Path, case: str) -> None:
     weights, kv, dtype, window, bound = CASES[case]
     of = replace(OPTIONS, sliding_window=window)
     decoder = composable(of, diff_v1.Options(2, 1, 32, sliding_window=window), of)
-    made = artifact_of(decoder, tmp_path, weights=weights, kv=kv, dtype=dtype)
-    check_session(*made, bound, batch=kv != "int4")
+    artifact, model = artifact_of(decoder, tmp_path, weights=weights, kv=kv, dtype=dtype)
+    check_session(artifact, model, bound, batch=kv != "int4")

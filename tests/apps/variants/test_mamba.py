@@ -77,14 +77,14 @@ def test_mamba_is_its_equations() -> None:
     random_weights(module)
     x = torch.randn(2, 20, 8)
     carried: dict[int, tuple[Tensor, ...]] = {}
-    found = module.heads(x, rope_of(x), None, None, carried)
+    output = module.heads(x, rope_of(x), None, None, carried)
     weights = {name: parameter.double() for name, parameter in module.named_parameters()}
     for row in range(2):
         heads, memory = by_the_book(x[row], weights)
-        torch.testing.assert_close(found[row].double(), heads, rtol=0, atol=3e-6)
+        torch.testing.assert_close(output[row].double(), heads, rtol=0, atol=3e-6)
         torch.testing.assert_close(carried[3][0][row].double(), memory, rtol=0, atol=3e-6)
     out = module(x, rope_of(x))
-    torch.testing.assert_close(out, found @ module.o_proj.weight.T)
+    torch.testing.assert_close(out, output @ module.o_proj.weight.T)
 
 
 def test_gated_memory_is_its_equation() -> None:
@@ -92,19 +92,19 @@ def test_gated_memory_is_its_equation() -> None:
     random_weights(module)
     x, memory = torch.randn(2, 4, 8), torch.randn(2, 4, 12)
     gate = x.double() @ module.in_proj.weight.double().T
-    wanted = (memory.double() * gate / (1 + (-gate).exp())).float()
-    torch.testing.assert_close(module.heads(x, rope_of(x), None, None, {3: (memory,)}), wanted)
+    expected = (memory.double() * gate / (1 + (-gate).exp())).float()
+    torch.testing.assert_close(module.heads(x, rope_of(x), None, None, {3: (memory,)}), expected)
 
 
 def test_chunks_and_tokens_equal_a_prompt() -> None:
     model, ids = decoder(), tokens(2, 30)
     whole = model(ids)
     for sizes in ((30,), (1,) * 30, (7, 1, 2, 20)):
-        cache, found, at = models.KVCache(model.config, 2, 30), [], 0
+        cache, chunks, at = models.KVCache(model.config, 2, 30), [], 0
         for size in sizes:
-            found.append(model(ids[:, at : at + size], cache=cache))
+            chunks.append(model(ids[:, at : at + size], cache=cache))
             at += size
-        torch.testing.assert_close(torch.cat(found, 1), whole, rtol=0, atol=1e-5)
+        torch.testing.assert_close(torch.cat(chunks, 1), whole, rtol=0, atol=1e-5)
     cache.reset()
     torch.testing.assert_close(model(ids, cache=cache), whole, rtol=0, atol=1e-5)
 

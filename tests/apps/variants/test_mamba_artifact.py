@@ -45,10 +45,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 parameter.mul_(6)
             elif "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-    made = tmp_path_factory.mktemp("mamba") / "float"
-    save(decoder, made)
-    write_tokenizer(made, CONFIG.vocab_size)
-    return made
+    checkpoint = tmp_path_factory.mktemp("mamba") / "float"
+    save(decoder, checkpoint)
+    write_tokenizer(checkpoint, CONFIG.vocab_size)
+    return checkpoint
 
 
 CASES = {  # weights, keys and values, the artifact's dtype, the error allowed
@@ -73,21 +73,21 @@ def test_session_computes_what_torch_does(folder: Path, tmp_path: Path, case: st
     long, short = IDS[:1], IDS[1:, :17]
     with torch.inference_mode():
         model = reference_model(source)
-        wanted, wanted_short = model(long)[0], model(short)[0]
+        expected, expected_short = model(long)[0], model(short)[0]
     mask = np.ones((2, 18), np.int64)
     mask[1, :3] = 0
     padded = np.concatenate([long[:, :18], np.roll(IDS[1:, :18], 3, axis=1)])
     for native in (False, True):
         session = Session(artifact, threads=1, native=native)
         ids = long.numpy()
-        found = [session.prefill(ids[:, a:b], all_positions=True)[0] for a, b in ((0, 2), (2, 11), (11, 18))]
-        found += [session.step(ids[:, i : i + 1]) for i in (18, 19)]
-        assert relative_error(np.concatenate(found), wanted).max() < bound, native
+        logits = [session.prefill(ids[:, a:b], all_positions=True)[0] for a, b in ((0, 2), (2, 11), (11, 18))]
+        logits += [session.step(ids[:, i : i + 1]) for i in (18, 19)]
+        assert relative_error(np.concatenate(logits), expected).max() < bound, native
         session.reset()
-        found = [session.prefill(padded, mask)]
-        found += [session.step([[long[0, 18 + i]], [short[0, 15 + i]]]) for i in (0, 1)]
-        both = torch.stack([wanted[-3:], wanted_short[-3:]], 1)
-        assert relative_error(np.stack(found), both).max() < bound, native
+        logits = [session.prefill(padded, mask)]
+        logits += [session.step([[long[0, 18 + i]], [short[0, 15 + i]]]) for i in (0, 1)]
+        both = torch.stack([expected[-3:], expected_short[-3:]], 1)
+        assert relative_error(np.stack(logits), both).max() < bound, native
 
 
 def layer_of(decoder: Decoder, scheme: Scheme) -> Layer:
@@ -98,10 +98,10 @@ def layer_of(decoder: Decoder, scheme: Scheme) -> Layer:
 def test_methods_leave_what_does_not_read_the_stream(folder: Path, method: ModuleType) -> None:
     """Rotation and scales reach in_proj and o_proj alone, and the model computes the same."""
     decoder = load(folder)
-    made = transformed(decoder, method, Scheme(weights=parse_format("int4_g32")), IDS)
+    scaled = transformed(decoder, method, Scheme(weights=parse_format("int4_g32")), IDS)
     with torch.inference_mode():
-        assert relative_error(made(IDS).numpy(), decoder(IDS)).max() < 1e-3
-    before, after = (dict(model.model.layers[0].self_attn.named_parameters()) for model in (decoder, made))
+        assert relative_error(scaled(IDS).numpy(), decoder(IDS)).max() < 1e-3
+    before, after = (dict(model.model.layers[0].self_attn.named_parameters()) for model in (decoder, scaled))
     same = {name for name in before if torch.equal(before[name], after[name])}
     others = {"o_proj.weight"} if method is awq else set()
     assert same == {*before} - {"in_proj.weight", "o_proj.weight"} | others
@@ -109,8 +109,8 @@ def test_methods_leave_what_does_not_read_the_stream(folder: Path, method: Modul
 
 def test_stages_are_what_each_linear_is_handed(folder: Path) -> None:
     layer = layer_of(load(folder), Scheme(weights=parse_format("int4_g32")))
-    found = [[name.rpartition(".")[2] for name in stage] for stage in layer.stages()]
-    assert found == [["in_proj"], ["x_proj"], ["dt_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
+    stages = [[name.rpartition(".")[2] for name in stage] for stage in layer.stages()]
+    assert stages == [["in_proj"], ["x_proj"], ["dt_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
 
 
 def test_gptq_helps_every_linear(folder: Path) -> None:

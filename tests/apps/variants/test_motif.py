@@ -25,7 +25,7 @@ from . import motif
 CONFIGS = {"2.6b": motif.MOTIF_2_6B, "12.7b": motif.MOTIF_2_12_7B}
 IDS = torch.randint(0, 61, (12,), generator=torch.Generator().manual_seed(1))
 KV8 = AttentionScheme(keys="int8", values="int8")
-each = pytest.mark.parametrize("name", CONFIGS)
+every_config = pytest.mark.parametrize("name", CONFIGS)
 Folder = Callable[[str], Path]
 
 
@@ -46,7 +46,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return lambda name: root / name
 
 
-def wanted(name: str, ids: Tensor = IDS) -> Tensor:
+def expected_logits(name: str, ids: Tensor = IDS) -> Tensor:
     return motif.logits(CONFIGS[name], motif.weights(CONFIGS[name]), ids)
 
 
@@ -58,9 +58,9 @@ def off(logits: Any, expected: Tensor) -> float:
 def both_ways(artifact: Path, expected: Tensor, most: float, native: bool = True) -> None:
     """A prompt, the rest token by token, and a batch with padding on the left."""
     session = Session(artifact, native=native)
-    found = [session.prefill(IDS[None, :7].numpy(), all_positions=True)[0]]
-    found += [session.step(IDS[None, i : i + 1].numpy()) for i in range(7, len(IDS))]
-    assert off(torch.cat([torch.as_tensor(part) for part in found]), expected) < most
+    parts = [session.prefill(IDS[None, :7].numpy(), all_positions=True)[0]]
+    parts += [session.step(IDS[None, i : i + 1].numpy()) for i in range(7, len(IDS))]
+    assert off(torch.cat([torch.as_tensor(part) for part in parts]), expected) < most
     session.reset()
     ids, mask = torch.zeros(2, len(IDS), dtype=torch.long), torch.ones(2, len(IDS), dtype=torch.long)
     ids[0, 5:], ids[1], mask[0, :5] = IDS[:7], IDS, 0
@@ -68,50 +68,50 @@ def both_ways(artifact: Path, expected: Tensor, most: float, native: bool = True
     assert off(last[0], expected[6]) < most and off(last[1], expected[-1]) < most
 
 
-@each
+@every_config
 def test_torch_computes_it(folder_of: Folder, name: str) -> None:
     model = models.load(folder_of(name))
-    assert off(model(IDS[None])[0].detach(), wanted(name)) < 1e-4
+    assert off(model(IDS[None])[0].detach(), expected_logits(name)) < 1e-4
     config = model.config
     assert config.eos_token_ids == (3, 5) and config.tie_embeddings == (name == "2.6b")
     assert [layer.mixer.norm_eps for layer in config.layers] == [2e-2] * 3 and config.norm_eps == 1e-3
     assert read_config(CONFIGS[name]) == models.ModelConfig.from_dict(config.to_dict()) == config
 
 
-@each
+@every_config
 @pytest.mark.parametrize(
     ("dtype", "native", "most"), [("fp32", True, 1e-4), ("fp32", False, 1e-4), ("fp16", True, 0.05)]
 )
 def test_the_artifact_computes_it(
     folder_of: Folder, tmp_path: Path, name: str, dtype: str, native: bool, most: float
 ) -> None:
-    both_ways(export_artifact(folder_of(name), tmp_path / "onnx", dtype=dtype), wanted(name), most, native)
+    both_ways(export_artifact(folder_of(name), tmp_path / "onnx", dtype=dtype), expected_logits(name), most, native)
 
 
-@each
+@every_config
 def test_quantized(folder_of: Folder, tmp_path: Path, name: str) -> None:
     """int8 weights and an int8 cache: near the oracle, and the artifact at what the checkpoint says."""
     scheme = Scheme(weights=parse_format("int8"), attention=KV8)
     quantize_checkpoint(folder_of(name), tmp_path / "q", scheme)
     expected = reference_model(tmp_path / "q")(IDS[None])[0].detach()
-    assert off(expected, wanted(name)) < 0.5
+    assert off(expected, expected_logits(name)) < 0.5
     artifact = export_artifact(tmp_path / "q", tmp_path / "onnx")
     assert verify(artifact).passed
-    both_ways(artifact, wanted(name), 0.5)
+    both_ways(artifact, expected_logits(name), 0.5)
     # The cache alone: rows of 8 bits
     quantize_checkpoint(folder_of(name), tmp_path / "kv", Scheme(attention=KV8))
-    both_ways(export_artifact(tmp_path / "kv", tmp_path / "kv-onnx"), wanted(name), 0.1)
+    both_ways(export_artifact(tmp_path / "kv", tmp_path / "kv-onnx"), expected_logits(name), 0.1)
 
 
 @pytest.mark.slow
-@each
+@every_config
 def test_methods_that_change_weights_find_what_holds(folder_of: Folder, tmp_path: Path, name: str) -> None:
     """awq folds scales into norms and up_proj, rotate turns the residual stream, values and keys; neither goes through
     PolyNorm's gate. In 8 bits little else differs."""
     scheme = Scheme(weights=parse_format("int8"))
     for method, text in (("awq", IDS[None]), ("rotate", None)):
         quantize_checkpoint(folder_of(name), tmp_path / method, scheme, method=method, calibration=text)
-        assert off(reference_model(tmp_path / method)(IDS[None])[0].detach(), wanted(name)) < 0.3
+        assert off(reference_model(tmp_path / method)(IDS[None])[0].detach(), expected_logits(name)) < 0.3
 
 
 def test_cubes_beyond_float16(tmp_path: Path) -> None:

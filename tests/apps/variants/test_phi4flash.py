@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wanted() -> Tensor:
+def expected_logits() -> Tensor:
     return phi.logits(phi.PHI, phi.weights(phi.PHI), IDS)
 
 
@@ -75,17 +75,17 @@ def padded(short: int, long: int) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def test_torch_computes_it(folder: Path, wanted: Tensor) -> None:
+def test_torch_computes_it(folder: Path, expected_logits: Tensor) -> None:
     """All at once, a prompt and then tokens one by one, a batch with padding."""
     model = models.load(folder).eval()
     with torch.inference_mode():
-        assert off(model(IDS[None])[0], wanted) < 1e-4
+        assert off(model(IDS[None])[0], expected_logits) < 1e-4
         cache = KVCache(model.config, 1, LENGTH)
         parts = [model(part[None], cache=cache)[0] for part in (IDS[:7], *IDS[7:].split(1))]
-        assert off(torch.cat(parts), wanted) < 1e-4
+        assert off(torch.cat(parts), expected_logits) < 1e-4
         ids, mask = padded(40, LENGTH)
-        found = model(ids, attention_mask=mask)
-        assert off(found[0, LENGTH - 40 :], wanted[:40]) < 1e-4 and off(found[1], wanted) < 1e-4
+        logits = model(ids, attention_mask=mask)
+        assert off(logits[0, LENGTH - 40 :], expected_logits[:40]) < 1e-4 and off(logits[1], expected_logits) < 1e-4
     assert model.config.attention == "mamba, diff_v1, gmu"
     assert read_config(phi.PHI) == ModelConfig.from_dict(model.config.to_dict()) == model.config
 
@@ -123,8 +123,8 @@ def test_what_a_config_may_not_say(folder: Path, tmp_path: Path, name: str) -> N
 
 
 def test_the_window_as_transformers_writes_it() -> None:
-    each = [None, 10, None, 10, None, None, None, None]
-    assert read_config(phi.PHI | {"sliding_window": each}) == read_config(phi.PHI)
+    windows = [None, 10, None, 10, None, None, None, None]
+    assert read_config(phi.PHI | {"sliding_window": windows}) == read_config(phi.PHI)
     assert models.num_parameters(read_config(PUBLISHED)) + 16 * 128 == 3_852_562_944  # with the head norms
     assert [type(layer.mixer).__module__.rpartition(".")[2] for layer in read_config(PUBLISHED).layers[14:20]] == [
         "mamba", "diff_v1", "mamba", "diff_v1", "gmu", "diff_v1",
@@ -145,9 +145,9 @@ def both_ways(artifact: Path, expected: Tensor, both: Tensor | None, most: float
     """
     for native in (False, True):
         session = Session(artifact, native=native)
-        found = [session.prefill(IDS[None, :7].numpy(), all_positions=True)[0]]
-        found += [session.step(IDS[None, i : i + 1].numpy()) for i in range(7, LENGTH)]
-        assert off(np.concatenate(found), expected) < most, native
+        parts = [session.prefill(IDS[None, :7].numpy(), all_positions=True)[0]]
+        parts += [session.step(IDS[None, i : i + 1].numpy()) for i in range(7, LENGTH)]
+        assert off(np.concatenate(parts), expected) < most, native
         session.reset()
         for start, stop in ((0, 20), (20, LENGTH)):
             assert off(session.prefill(IDS[None, start:stop].numpy())[0], expected[stop - 1]) < most, native
@@ -161,9 +161,14 @@ def both_ways(artifact: Path, expected: Tensor, both: Tensor | None, most: float
             last = session.step([[IDS[35 + i]], [IDS[40 + i]]])
 
 
-def test_an_artifact_computes_it(folder: Path, tmp_path: Path, wanted: Tensor) -> None:
+def test_an_artifact_computes_it(folder: Path, tmp_path: Path, expected_logits: Tensor) -> None:
     artifact = export_artifact(folder, tmp_path / "onnx")
-    both_ways(artifact, wanted, torch.stack([torch.cat([wanted[:5], wanted[:40]]), wanted]), 1e-4)
+    both_ways(
+        artifact,
+        expected_logits,
+        torch.stack([torch.cat([expected_logits[:5], expected_logits[:40]]), expected_logits]),
+        1e-4,
+    )
     assert verify(artifact).passed
     graph = onnx.load(artifact / "model.onnx", load_external_data=False).graph
     slices = {node.output[0] for node in graph.node if "logits_from" in node.input}
@@ -223,19 +228,19 @@ def test_every_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert run("run", artifact, "w1 w2", "--max-tokens", 5)["prompt_tokens"] > 0
     assert len(run("chat", artifact, "-n", 4)) == 2
     assert run("bench", artifact, "--prompt-tokens", 8, "--new-tokens", 4, "--repeats", 1)[0]["decode_tokens_per_s"] > 0
-    found = run("compare", model, "--bits", "16,4", *text, "--artifact", artifact)
-    assert {"none", "weights", "artifact"} <= {row["what"] for row in found["results"]}
+    comparison = run("compare", model, "--bits", "16,4", *text, "--artifact", artifact)
+    assert {"none", "weights", "artifact"} <= {row["what"] for row in comparison["results"]}
     assert run("outliers", model, low, *text)
 
 
 def test_what_is_carried_is_let_go_behind_its_last_reader(folder: Path) -> None:
     tokens = Tokens(read_config(phi.PHI), TEXT, compared_windows=2)
-    decoder, held = models.load(folder), []
+    decoder, seen = models.load(folder), []
     for layer in layers(decoder):
         Passes(layer, tokens).advance({})
-        held.append((sorted(tokens.carried), sorted(tokens.exact.carried)))
-    each = [[]] * 5 + [[4], [4, 5], [5], [], []]  # behind the embedding, behind layer 0, ...
-    assert held == [(found, found) for found in each]
+        seen.append((sorted(tokens.carried), sorted(tokens.exact.carried)))
+    carried = [[]] * 5 + [[4], [4, 5], [5], [], []]  # behind the embedding, behind layer 0, ...
+    assert seen == [(indexes, indexes) for indexes in carried]
     with torch.inference_mode():
         torch.testing.assert_close(decoder.head(tokens.hidden), decoder(TEXT))
 
@@ -268,9 +273,9 @@ def test_an_interrupted_run_goes_on(folder: Path, tmp_path: Path, monkeypatch: p
 def test_methods_that_run_before_rounding_change_nothing(folder: Path, method: ModuleType) -> None:
     """LayerNorms and their biases included; layers that share keys and values keep them."""
     decoder = models.load(folder, dtype=torch.float64)
-    made = transformed(decoder, method, Scheme(INT4), TEXT)
-    assert off(logits64(made, IDS[None]), logits64(decoder, IDS[None])) < (1e-6 if method is awq else 1e-5)
-    moved = {name for name, weight in decoder.state_dict().items() if not torch.equal(weight, made.state_dict()[name])}
+    model = transformed(decoder, method, Scheme(INT4), TEXT)
+    assert off(logits64(model, IDS[None]), logits64(decoder, IDS[None])) < (1e-6 if method is awq else 1e-5)
+    moved = {name for name, weight in decoder.state_dict().items() if not torch.equal(weight, model.state_dict()[name])}
     assert moved
     if method is rotate_heads:
         assert {name.split(".")[2] for name in moved} == {"1", "3"}
@@ -290,8 +295,8 @@ def test_a_step_reads_the_shared_cache_with_every_reader() -> None:
     """At 32k tokens: one layer's keys and values, which eight layers read, eight windows, nine states."""
     config = read_config(PUBLISHED)
     token, ring, states = 2 * 1280 * 4, 512, 9 * 5120 * (16 + 3) * 4 * 2
-    found = token_cost(config, None, 32768, "float32").cache_bytes
-    assert found == pytest.approx(token * (8 * 32768 + 1 + 8 * (ring + 1)) + states, rel=1e-6)
+    cache_bytes = token_cost(config, None, 32768, "float32").cache_bytes
+    assert cache_bytes == pytest.approx(token * (8 * 32768 + 1 + 8 * (ring + 1)) + states, rel=1e-6)
 
 
 def test_layers_that_do_not_fit_together() -> None:

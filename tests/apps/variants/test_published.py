@@ -48,13 +48,13 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_sizes(name: str) -> None:
+def test_published_sizes_are_reached(name: str) -> None:
     values, parameters = PUBLISHED[name]
     config = read_config(_with_tokens(values))
     with torch.device("meta"):
         model = Decoder(config)
-    found = sum(parameter.numel() for parameter in model.parameters())
-    assert abs(found / parameters - 1) < 0.003
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert abs(count / parameters - 1) < 0.003
     q_proj = model.model.layers[0].self_attn.q_proj.weight
     assert tuple(q_proj.shape) == (values["num_attention_heads"] * config.rope_width, values["hidden_size"])
 

@@ -132,7 +132,7 @@ def official_folder(folder: Path, version: int, kv: int, out: str = "out_proj", 
 
 
 @pytest.mark.parametrize("kv", [1, 2, 4])
-def test_version_1(kv: int, tmp_path: Path) -> None:
+def test_version_1_is_its_equations(kv: int, tmp_path: Path) -> None:
     weights = official_folder(tmp_path / "m", 1, kv)
     ids = tokens(1, 6)
     ours = models.load(tmp_path / "m")
@@ -146,7 +146,7 @@ def test_version_1(kv: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kv", [1, 2, 4])
 @pytest.mark.parametrize("out", ["out_proj", "o_proj"])
-def test_version_2(kv: int, out: str, tmp_path: Path) -> None:
+def test_version_2_is_its_equations(kv: int, out: str, tmp_path: Path) -> None:
     weights = official_folder(tmp_path / "m", 2, kv, out)
     ids = tokens(1, 6)
     ours = models.load(tmp_path / "m")
@@ -163,13 +163,13 @@ def test_folding_keeps_what_bfloat16_would_round(tmp_path: Path) -> None:
     checkpoint = models.Checkpoint(tmp_path / "m")
     folded = checkpoint.read("model.layers.1.self_attn.o_proj.weight")
     subln = low["model.layers.1.self_attn.subln.weight"].double()
-    wanted = low["model.layers.1.self_attn.out_proj.weight"].double() * subln.repeat(H)
+    expected = low["model.layers.1.self_attn.out_proj.weight"].double() * subln.repeat(H)
     assert folded.dtype == torch.float32
-    torch.testing.assert_close(folded.double(), wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(folded.double(), expected, rtol=1e-6, atol=0)
     assert "model.layers.1.self_attn.subln.weight" not in checkpoint.names
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_bad_input_is_refused(tmp_path: Path) -> None:
     official_folder(tmp_path / "silent", 1, 2, rope_interleaved=False)
     with pytest.raises(DiffbitError, match=r"out_proj.*official modules, add .rope_interleaved.: true to config.json"):
         models.Checkpoint(tmp_path / "silent")

@@ -37,9 +37,9 @@ def test_the_page_draws_as_python_does(name: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     logits, ids, options = rng.normal(0, 2, 20), rng.integers(0, 20, 9).tolist(), OPTIONS[name]
     shutil.copyfile(PAGE / "model.js", tmp_path / "model.mjs")
-    given = {"logits": logits.tolist(), "ids": ids, "prompt": 4, "options": options, "draws": DRAWS}
+    request = {"logits": logits.tolist(), "ids": ids, "prompt": 4, "options": options, "draws": DRAWS}
     command = ["node", "--input-type=module", "-e", SCRIPT % json.dumps((tmp_path / "model.mjs").as_uri())]
-    done = subprocess.run([*command, json.dumps(given)], capture_output=True, text=True)
+    done = subprocess.run([*command, json.dumps(request)], capture_output=True, text=True)
     assert not done.returncode, done.stderr
     drawn = Counter(json.loads(done.stdout))
     bias = {int(token): value for token, value in options.get("logit_bias", {}).items()}

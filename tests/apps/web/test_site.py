@@ -42,7 +42,7 @@ def artifacts(trained: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     (folder / "talker" / "chat_template.jinja").write_text(TEMPLATE)
     export_artifact(trained("diff_v1"), folder / "text")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("diffbit.export.graph.FILE_BYTES", 200_000)
+        patch.setattr("diffbit.export.onnx_graph.FILE_BYTES", 200_000)
         export_artifact(folder / "talker", folder / "chat")
     assert (folder / "chat" / "model.onnx.data_2").exists()
     return {"text": folder / "text", "chat": folder / "chat"}
@@ -67,9 +67,9 @@ def drive(site: Path, *texts: str, adapter: str = "none") -> dict[str, Any]:
         command = ["node", str(HERE / "drive.mjs"), *chromium, address, "-", adapter, "24", *texts]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert not done.returncode, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert all(url.startswith((address, "data:", "blob:")) for url in found["asked"])  # no other network
-    return found
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert all(url.startswith((address, "data:", "blob:")) for url in report["asked"])  # no other network
+    return report
 
 
 def test_what_this_needs_is_there_in_ci() -> None:
@@ -82,15 +82,15 @@ def test_the_page_writes_what_run_writes(artifacts: dict[str, Path], tmp_path: P
     """Text, and a conversation of two turns; with the threads that a service worker brings."""
     session, tokenizer = Session(artifacts["text"]), Tokenizer(artifacts["text"] / "tokenizer.json")
     write_site(artifacts["text"], tmp_path / "text", packages=MODULES)
-    found = drive(tmp_path / "text", "def __init__(self", "import é😀 ")
-    wanted = [generate(session, tokenizer, text, max_tokens=24) for text in ("def __init__(self", "import é😀 ")]
-    assert found["answers"] == [list(one.token_ids) for one in wanted]
-    assert found["talk"] == "import é😀 " + wanted[1].text.rstrip("\n")
-    assert "sha256" in found["about"] and not found["said"]
+    page = drive(tmp_path / "text", "def __init__(self", "import é😀 ")
+    expected = [generate(session, tokenizer, text, max_tokens=24) for text in ("def __init__(self", "import é😀 ")]
+    assert page["answers"] == [list(one.token_ids) for one in expected]
+    assert page["talk"] == "import é😀 " + expected[1].text.rstrip("\n")
+    assert "sha256" in page["about"] and not page["said"]
     write_site(artifacts["chat"], tmp_path / "chat", packages=MODULES)
-    found = drive(tmp_path / "chat", "class Stack:", "And now?")
+    page = drive(tmp_path / "chat", "class Stack:", "And now?")
     chat = Chat(Session(artifacts["chat"]), max_tokens=24)
-    assert found["answers"] == [list(chat.send(text).token_ids) for text in ("class Stack:", "And now?")]
+    assert page["answers"] == [list(chat.send(text).token_ids) for text in ("class Stack:", "And now?")]
 
 
 @pytest.mark.slow
@@ -105,14 +105,14 @@ def test_the_page_writes_on_webgpu_what_run_writes(
     write_site(artifact, tmp_path / "site", packages=MODULES)
     text = "class Stack: push = lambda self, item: self.items.append(item); pop = lambda self: self."
     texts = text, f"{text}items.pop()"
-    found = drive(tmp_path / "site", *texts, adapter="software")
-    assert ", GPU, " in found["about"]
+    page = drive(tmp_path / "site", *texts, adapter="software")
+    assert ", GPU, " in page["about"]
     session, tokenizer = Session(artifact), Tokenizer(artifact / "tokenizer.json")
     assert len(tokenizer.encode(text)) > 32
     answers = [list(generate(session, tokenizer, text, max_tokens=24).token_ids) for text in texts]
-    assert found["answers"] == answers
-    found = drive(tmp_path / "site", text)  # the same site without WebGPU
-    assert "thread" in found["about"] and found["answers"] == answers[:1]
+    assert page["answers"] == answers
+    page = drive(tmp_path / "site", text)  # the same site without WebGPU
+    assert "thread" in page["about"] and page["answers"] == answers[:1]
 
 
 @pytest.mark.slow

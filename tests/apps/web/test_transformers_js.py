@@ -29,7 +29,7 @@ def artifact(trained: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
     """In float: int4 weights are multiplied by int8 activations here and by float ones in a browser. The weights are in
     several files."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("diffbit.export.graph.FILE_BYTES", 200_000)
+        patch.setattr("diffbit.export.onnx_graph.FILE_BYTES", 200_000)
         return export_artifact(trained("diff_v1"), tmp_path_factory.mktemp("js") / "model", layout="transformers.js")
 
 
@@ -64,5 +64,5 @@ def test_transformers_js_writes_what_run_writes(artifact: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert not done.returncode, done.stderr
     session, tokenizer = Session(artifact), Tokenizer(artifact / "tokenizer.json")
-    wanted = [list(generate(session, tokenizer, text, max_tokens=24).token_ids) for text in texts]
-    assert json.loads(done.stdout) == wanted
+    expected = [list(generate(session, tokenizer, text, max_tokens=24).token_ids) for text in texts]
+    assert json.loads(done.stdout) == expected

@@ -78,9 +78,9 @@ def test_search_errs_less_than_the_full_range(name, most):
     format = parse_format(name)
     w, h = weight(64, 256), gram(256)
     scale, zero = scales.search(w, format, h.diagonal())
-    found = QTensor(format, (64, 256), format.encode(w, scale, zero), scale, zero)
+    searched = QTensor(format, (64, 256), format.encode(w, scale, zero), scale, zero)
     diagonal = torch.diag(h.diagonal())
-    assert proxy_loss(w, found, diagonal) < most * proxy_loss(w, rtn(w, format), diagonal)
+    assert proxy_loss(w, searched, diagonal) < most * proxy_loss(w, rtn(w, format), diagonal)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -90,19 +90,19 @@ def test_solve_is_least_squares(name):
     w, h, ridge = weight(5, columns), gram(columns), 0.3
     scale, zero = format.fit(w)
     codes = format.encode(w, scale, zero)
-    found = scales.solve(w, format, codes, scale, zero, h, ridge)
+    solved = scales.solve(w, format, codes, scale, zero, h, ridge)
     root = np.linalg.cholesky(h.double().numpy() + ridge * np.eye(columns)).T  # H = root^T root
     unit = format.decode(codes, torch.ones_like(scale), zero).double().numpy()
     size, wide = format.group_size or columns, w.double().numpy()
     if format.name == "ternary":
         design, target = (unit @ root.T).reshape(-1, 1), (wide @ root.T).reshape(-1)
-        wanted = np.linalg.lstsq(design, target, rcond=None)[0]
-        np.testing.assert_allclose(found.numpy()[0], wanted, rtol=1e-4)
+        expected = np.linalg.lstsq(design, target, rcond=None)[0]
+        np.testing.assert_allclose(solved.numpy()[0], expected, rtol=1e-4)
         return
     for row in range(5):
         members = np.arange(columns)[:, None] // size == np.arange(scale.shape[1])
-        wanted = np.linalg.lstsq(root @ (unit[row][:, None] * members), root @ wide[row], rcond=None)[0]
-        np.testing.assert_allclose(found[row].numpy(), wanted, rtol=2e-3)  # fp16
+        expected = np.linalg.lstsq(root @ (unit[row][:, None] * members), root @ wide[row], rcond=None)[0]
+        np.testing.assert_allclose(solved[row].numpy(), expected, rtol=2e-3)  # fp16
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -113,11 +113,11 @@ def test_solve_never_errs_more(name):
     w[5] = 0
     scale, zero = scales.search(w, format, h.diagonal())
     codes = format.encode(w, scale, zero)
-    found = scales.solve(w, format, codes, scale, zero, h, 0.1)
-    assert torch.equal(format.stored(found), found)
+    solved = scales.solve(w, format, codes, scale, zero, h, 0.1)
+    assert torch.equal(format.stored(solved), solved)
     before, after = (
         ((difference @ (h + 0.1 * torch.eye(192))) * difference).sum(-1)
-        for difference in (w - format.decode(codes, s, zero) for s in (scale, found))
+        for difference in (w - format.decode(codes, s, zero) for s in (scale, solved))
     )
     if format.name == "ternary":
         before, after = before.sum(), after.sum()
@@ -131,10 +131,10 @@ def test_solve_in_chunks_of_rows_is_the_same():
     scale, zero = format.fit(w)
     codes = format.encode(w, scale, zero)
     whole = scales.solve(w[:10], format, codes[:10], scale[:10], zero, h, 0.1)
-    found = scales.solve(w.repeat(30, 1), format, codes.repeat(30, 1), scale.repeat(30, 1), zero, h, 0.1)
-    assert len(found) > 64 * 64 // 4**2  # several chunks
-    torch.testing.assert_close(found[:10], whole, rtol=1e-3, atol=0)
-    torch.testing.assert_close(found[-40:], found[:40], rtol=1e-3, atol=0)
+    solved = scales.solve(w.repeat(30, 1), format, codes.repeat(30, 1), scale.repeat(30, 1), zero, h, 0.1)
+    assert len(solved) > 64 * 64 // 4**2  # several chunks
+    torch.testing.assert_close(solved[:10], whole, rtol=1e-3, atol=0)
+    torch.testing.assert_close(solved[-40:], solved[:40], rtol=1e-3, atol=0)
 
 
 def test_channels_that_are_never_used_get_a_scale():

@@ -24,19 +24,19 @@ def test_batches_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     gatherer = Gatherer()
     for rows in (x[:7], x[7:7], x[7:40], x[40:].to(torch.float64)):
         gatherer.add(rows)
-    made = gatherer.stats()
-    torch.testing.assert_close(made.gram.double(), x.double().T @ x.double() / 50)
-    assert torch.equal(made.gram, made.gram.T)
-    torch.testing.assert_close(made.mean_abs, x.abs().mean(0))
-    assert torch.equal(made.absmax, x.abs().amax(0)) and made.tokens == 50
+    whole = gatherer.stats()
+    torch.testing.assert_close(whole.gram.double(), x.double().T @ x.double() / 50)
+    assert torch.equal(whole.gram, whole.gram.T)
+    torch.testing.assert_close(whole.mean_abs, x.abs().mean(0))
+    assert torch.equal(whole.absmax, x.abs().amax(0)) and whole.tokens == 50
 
 
 def test_nothing_gathered_is_zero() -> None:
     gatherer = Gatherer()
     gatherer.add(normal(0, 12))
-    made = gatherer.stats()
-    assert made.tokens == 0 and made.gram.shape == (12, 12)
-    assert not made.gram.any() and not made.absmax.any() and not made.mean_abs.any()
+    stats = gatherer.stats()
+    assert stats.tokens == 0 and stats.gram.shape == (12, 12)
+    assert not stats.gram.any() and not stats.absmax.any() and not stats.mean_abs.any()
 
 
 @pytest.mark.parametrize("rows", [4, 512])
@@ -47,8 +47,8 @@ def test_the_proxy_loss_is_that_of_the_outputs(rows: int, monkeypatch: pytest.Mo
     gatherer = Gatherer()
     gatherer.add(x)
     exact, rounded = x.double() @ weight.double().T, x.double() @ quantized.dequantize().double().T
-    wanted = ((exact - rounded).square().sum() / exact.square().sum()).item()
-    assert proxy_loss(weight, quantized, gatherer.stats().gram) == pytest.approx(wanted, rel=1e-5)
+    expected = ((exact - rounded).square().sum() / exact.square().sum()).item()
+    assert proxy_loss(weight, quantized, gatherer.stats().gram) == pytest.approx(expected, rel=1e-5)
     zeros = torch.zeros(4, 32)
     assert proxy_loss(zeros, rtn(zeros, parse_format("int3_g16")), gatherer.stats().gram) == 0
 
@@ -68,19 +68,19 @@ class Layers(nn.Module):
         return self.d(self.a(hidden) + self.b(hidden) + self.c(hidden.clone()))
 
 
-def test_shared_inputs_share_statistics_and_a_pass_goes_no_further_than_it_must() -> None:
+def test_shared_inputs_share_statistics_and_a_pass_stops_early() -> None:
     model, x = Layers(), normal(2, 5, 6)
     counted = torch.tensor([[True] * 5, [True, False, True, False, False]])
 
     passes = [lambda i=i: (partial(model, x[i : i + 1]), counted[i : i + 1]) for i in range(2)]
     with torch.no_grad():
-        found = gather({name: model.get_submodule(name) for name in "cab"}, passes)
-    assert set(found) == set("abc")
-    assert found["a"] is found["b"] and found["a"] is not found["c"]
+        stats = gather({name: model.get_submodule(name) for name in "cab"}, passes)
+    assert set(stats) == set("abc")
+    assert stats["a"] is stats["b"] and stats["a"] is not stats["c"]
     kept = (x + 1)[counted].double()
-    assert found["a"].tokens == 7
-    torch.testing.assert_close(found["a"].gram.double(), kept.T @ kept / 7)
-    torch.testing.assert_close(found["c"].gram, found["a"].gram)
+    assert stats["a"].tokens == 7
+    torch.testing.assert_close(stats["a"].gram.double(), kept.T @ kept / 7)
+    torch.testing.assert_close(stats["c"].gram, stats["a"].gram)
     assert model.passed == ["a", "b"] * 2, "c's own output is not needed, and d not at all"
     model.passed.clear()
     with torch.no_grad():

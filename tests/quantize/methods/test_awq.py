@@ -52,8 +52,8 @@ def slow_search(weights, formats, inputs, channels):
             ratios = []
             for weight, format in zip(weights, formats, strict=True):
                 size = format.group_size or weight.shape[1]
-                own = slice(k // size * size, (k // size + 1) * size)
-                ratios += [float(row[k].abs() / row[own].abs().max().clamp(min=1e-30)) for row in weight]
+                group = slice(k // size * size, (k // size + 1) * size)
+                ratios += [float(row[k].abs() / row[group].abs().max().clamp(min=1e-30)) for row in weight]
             w[c] += sum(ratios) / len(ratios) / len(shared)
     x, w = ((v / v.mean()).clamp(min=1e-4) for v in (x, w))
     best, least = None, float("inf")
@@ -80,9 +80,9 @@ def test_it_is_the_slow_search(name, shared, outliers):
     inputs, weights = layer(outliers=outliers)
     formats = [parse_format(name), parse_format("int8" if name == "ternary" else name)]
     channels = torch.arange(192) % 96 if shared else torch.arange(192)
-    found = awq.search(weights, formats, stats_of(inputs), channels)
-    torch.testing.assert_close(found.double(), slow_search(weights, formats, inputs, channels), rtol=1e-4, atol=0)
-    assert name == "ternary" or found.max() > 1.5 * found.min()
+    scales = awq.search(weights, formats, stats_of(inputs), channels)
+    torch.testing.assert_close(scales.double(), slow_search(weights, formats, inputs, channels), rtol=1e-4, atol=0)
+    assert name == "ternary" or scales.max() > 1.5 * scales.min()
 
 
 @pytest.mark.parametrize("outliers", [False, True])
@@ -100,7 +100,7 @@ def test_it_beats_rounding_to_nearest(name, least, outliers):
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, torch.bfloat16) for name in FORMATS), ("int2_g16", torch.float16)]
 )
-def test_edges(name, dtype):
+def test_unusual_layers_get_finite_scales(name, dtype):
     """Half precision, a short last group, one token, channels that never fire, rows sampled: finite and positive."""
     columns = 192 if name in ("nf4", "mxfp4") else 200
     inputs, weights = layer(columns)
@@ -110,7 +110,7 @@ def test_edges(name, dtype):
         assert scale.shape == (columns,) and scale.isfinite().all() and (scale > 0).all()
 
 
-def test_more_rows_than_it_looks_at(monkeypatch):
+def test_the_scale_is_a_candidate_if_rows_are_sampled(monkeypatch):
     inputs, weights = layer()
     formats, stats = [parse_format("int3_g64")] * 2, stats_of(inputs)
     monkeypatch.setattr(awq, "ROWS", 8)
@@ -122,11 +122,11 @@ def test_more_rows_than_it_looks_at(monkeypatch):
 def test_the_float_model_stays(attention):
     decoder, ids = random_decoder(config_of(attention), dtype=torch.float64), random_ids()
     scheme = Scheme(weights=parse_format("int3_g16"))
-    made = transformed(decoder, awq, scheme, ids)
-    torch.testing.assert_close(logits64(made, ids), logits64(decoder, ids), rtol=0, atol=1e-9)
+    scaled = transformed(decoder, awq, scheme, ids)
+    torch.testing.assert_close(logits64(scaled, ids), logits64(decoder, ids), rtol=0, atol=1e-9)
     for name, parameter in decoder.model.layers[0].named_parameters():
         untouched = "lambda_q" in name or "lambda_k" in name or (attention == "diff_v1" and "o_proj" in name)
-        assert torch.equal(made.model.layers[0].get_parameter(name), parameter) == untouched, name
+        assert torch.equal(scaled.model.layers[0].get_parameter(name), parameter) == untouched, name
 
 
 @pytest.mark.parametrize("attention", ["softmax", "diff_v1", "diff_v2"])
@@ -146,7 +146,7 @@ def test_a_model_with_uneven_channels_loses_less(attention):
 def test_a_head_of_its_own_is_scaled_too():
     decoder = random_decoder(config_of("softmax"))
     scheme = Scheme(overrides=(("lm_head", parse_format("int3_g16")),))
-    made = transformed(decoder, awq, scheme, random_ids())
-    assert not torch.equal(made.lm_head.weight, decoder.lm_head.weight)
+    scaled = transformed(decoder, awq, scheme, random_ids())
+    assert not torch.equal(scaled.lm_head.weight, decoder.lm_head.weight)
     tied = random_decoder(replace(config_of("softmax"), tie_embeddings=True))
     assert apply(tied, scheme, "awq", random_ids()).lm_head.weight.shape == (61, 64)

@@ -40,21 +40,21 @@ def test_each_group_has_the_best_of_the_grid(name, outliers):
     """The outputs of each group on the tokens, one candidate after the other."""
     format, columns = parse_format(name), 192 if name in ("nf4", "mxfp4") else 200
     weight, inputs = layer(columns=columns, outliers=outliers)
-    found = clip.quantize(weight, format, stats_of(inputs))
+    clipped = clip.quantize(weight, format, stats_of(inputs))
     size = format.group_size or columns
     energy = 1e-3 * inputs.square().mean(0).mean()
 
     def losses(scale, zero):
         lost = format.decode(format.encode(weight, scale, zero), scale, zero) - weight
         groups = [slice(start, min(start + size, columns)) for start in range(0, columns, size)]
-        each = [(inputs[:, g] @ lost[:, g].T).square().mean(0) + energy * lost[:, g].square().sum(1) for g in groups]
-        return torch.stack(each, 1) if name != "ternary" else torch.stack(each, 1).sum()
+        errors = [(inputs[:, g] @ lost[:, g].T).square().mean(0) + energy * lost[:, g].square().sum(1) for g in groups]
+        return torch.stack(errors, 1) if name != "ternary" else torch.stack(errors, 1).sum()
 
-    least = losses(found.scale, found.zero)
+    least = losses(clipped.scale, clipped.zero)
     assert (least <= losses(*format.fit(weight)) * (1 + 1e-4)).all()
     for scale, zero in format.candidates(weight):
         assert (least <= losses(scale, zero) * (1 + 1e-4)).all()
-    assert torch.equal(found.codes, format.encode(weight, found.scale, found.zero))
+    assert torch.equal(clipped.codes, format.encode(weight, clipped.scale, clipped.zero))
 
 
 @pytest.mark.parametrize("outliers", [False, True])
@@ -67,15 +67,15 @@ def test_it_beats_rounding_to_nearest(name, least, outliers):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_edges(name):
+def test_unusual_layers_get_finite_weights(name):
     """bf16, a short last group, one token, channels that never fire."""
     weight, inputs = layer(columns=192 if name in ("nf4", "mxfp4") else 200)
     inputs[:, 5:9] = 0
     for tokens in (inputs, inputs[:1], torch.zeros_like(inputs)):
-        found = clip.quantize(weight.bfloat16(), parse_format(name), stats_of(tokens))
-        assert found.dequantize().isfinite().all() and found.dequantize().abs().max() > 0
+        clipped = clip.quantize(weight.bfloat16(), parse_format(name), stats_of(tokens))
+        assert clipped.dequantize().isfinite().all() and clipped.dequantize().abs().max() > 0
 
 
-def test_without_calibration():
+def test_it_needs_calibration():
     with pytest.raises(DiffbitError, match="clip needs calibration tokens"):
         clip.quantize(torch.ones(2, 64), parse_format("int4_g32"), None)

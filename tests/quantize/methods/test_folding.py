@@ -45,8 +45,8 @@ def scaled(layer, passes):
 @pytest.mark.parametrize("attention", VARIANTS)
 def test_logits_stay(attention, shape):
     decoder = random_decoder(config_of(attention, **SHAPES[shape]), dtype=torch.float64)
-    made, ids = transformed(decoder, SimpleNamespace(transform=scaled)), random_ids()
-    torch.testing.assert_close(logits64(made, ids), logits64(decoder, ids), rtol=0, atol=1e-9)
+    folded, ids = transformed(decoder, SimpleNamespace(transform=scaled)), random_ids()
+    torch.testing.assert_close(logits64(folded, ids), logits64(decoder, ids), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("sub_norms", [False, True])
@@ -81,9 +81,9 @@ def test_nothing_is_lost_in_a_norm_of_few_bits(dtype):
     fold(layer, group, random_scale(before[group.maker]))
     assert layer.tensors[group.maker].dtype == dtype
     for name in group.readers:
-        wanted = before[name].double() * before[group.maker].double()
+        expected = before[name].double() * before[group.maker].double()
         torch.testing.assert_close(
-            layer.tensors[name].double() * layer.tensors[group.maker], wanted, rtol=1e-14, atol=0
+            layer.tensors[name].double() * layer.tensors[group.maker], expected, rtol=1e-14, atol=0
         )
     assert not torch.equal(layer.tensors[group.maker], before[group.maker])
 

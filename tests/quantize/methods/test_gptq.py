@@ -66,18 +66,18 @@ def test_it_is_the_textbook(name, outliers):
     scale, zero = format.fit(weight)
     order = sorted(range(columns), key=lambda k: -stats.gram[k, k])
     feedback = gptq.Feedback.of(stats.gram)
-    found = gptq.round_columns(weight, format, scale, zero, feedback)
-    wanted = textbook(weight, format, scale, zero, stats.gram, order)
-    assert (found != wanted).float().mean() < 1e-3  # a tie may fall either way
+    codes = gptq.round_columns(weight, format, scale, zero, feedback)
+    expected = textbook(weight, format, scale, zero, stats.gram, order)
+    assert (codes != expected).float().mean() < 1e-3  # a tie may fall either way
 
 
-def test_the_cost_of_a_column_is_that_of_an_error_which_the_columns_left_make_up_for():
+def test_column_cost_matches_textbook_formula():
     _, stats = layer(columns=64, outliers=True)
     feedback = gptq.Feedback.of(stats.gram)
     damped = stats.gram.double() + gptq.damping(stats.gram) * torch.eye(64, dtype=torch.double)
     order = feedback.order.tolist()
-    wanted = [1 / torch.linalg.inv(damped[order[i:]][:, order[i:]])[0, 0] for i in range(64)]
-    torch.testing.assert_close(feedback.cost[order].double(), torch.stack(wanted), rtol=1e-4, atol=0)
+    expected = [1 / torch.linalg.inv(damped[order[i:]][:, order[i:]])[0, 0] for i in range(64)]
+    torch.testing.assert_close(feedback.cost[order].double(), torch.stack(expected), rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize(("name", "most"), [("int8", 0.7), ("int4_g128", 0.8), ("int3_g64", 0.9), ("int2_g64", 0.9)])
@@ -104,9 +104,9 @@ def test_descent_is_the_slow_version_and_never_errs_more(name):
     weight, stats = layer(8, columns=192 if name in ("nf4", "mxfp4") else 200)
     scale, zero = format.fit(weight)
     start = gptq.round_columns(weight, format, scale, zero, gptq.Feedback.of(stats.gram))
-    found = gptq.descend(weight, format, start, scale, zero, stats.gram)
-    assert (found != start).any() or format.bits == 8
-    before, after = (loss(weight, format.decode(codes, scale, zero), stats.gram) for codes in (start, found))
+    improved = gptq.descend(weight, format, start, scale, zero, stats.gram)
+    assert (improved != start).any() or format.bits == 8
+    before, after = (loss(weight, format.decode(codes, scale, zero), stats.gram) for codes in (start, improved))
     assert (after <= before * (1 + 1e-6)).all()
     damped = stats.gram.double() + gptq.damping(stats.gram) * torch.eye(len(stats.gram), dtype=torch.double)
     slow, back = start.clone(), format.decode(start, scale, zero).double()
@@ -120,7 +120,7 @@ def test_descent_is_the_slow_version_and_never_errs_more(name):
         moves = values - back[:, k, None]
         best = (damped[k, k] * moves.square() - 2 * pull[:, None] * moves).argmin(-1)
         slow[:, k], back[:, k] = codes[best], values[torch.arange(len(weight)), best]
-    assert (found != slow).float().mean() < 2e-3  # a tie may fall either way
+    assert (improved != slow).float().mean() < 2e-3  # a tie may fall either way
 
 
 @pytest.mark.parametrize(
@@ -143,9 +143,9 @@ def test_it_beats_rounding_to_nearest(name, least):
 def test_every_dtype_is_its_float32_values(name, dtype):
     weight, stats = layer(8, 128, 200)
     weight = weight.to(dtype)
-    found = gptq.quantize(weight, parse_format(name), stats)
-    wanted = gptq.quantize(weight.float(), parse_format(name), stats)
-    assert torch.equal(found.codes, wanted.codes) and torch.equal(found.scale, wanted.scale)
+    rounded = gptq.quantize(weight, parse_format(name), stats)
+    expected = gptq.quantize(weight.float(), parse_format(name), stats)
+    assert torch.equal(rounded.codes, expected.codes) and torch.equal(rounded.scale, expected.scale)
 
 
 def test_dead_channels_are_rounded_to_nearest_and_change_nothing():

@@ -66,7 +66,7 @@ def test_it_is_the_slow_version(name):
     w[2:] *= 20  # errors beyond the threshold of shrink
     start, zeros = format.fit(w)
     start, zeros = start.clone(), None if zeros is None else zeros.clone()
-    found = hqq.quantize(w, format)
+    rounded = hqq.quantize(w, format)
     size, same, losses = format.group_size or columns, [], []
     for row in range(4):
         for g in range(start.shape[1]):
@@ -74,16 +74,16 @@ def test_it_is_the_slow_version(name):
             point = None if zeros is None else int(zeros[row, g])
             scale, zero = slow(group, format, float(start[row, g]), point)
             same.append(
-                float(found.scale[row, g]) == pytest.approx(scale, rel=1e-5)
-                and (zero is None or (found.zero is not None and int(found.zero[row, g]) == zero))
+                float(rounded.scale[row, g]) == pytest.approx(scale, rel=1e-5)
+                and (zero is None or (rounded.zero is not None and int(rounded.zero[row, g]) == zero))
             )
             one = torch.tensor([[scale]]), None if zero is None else torch.tensor([[zero]], dtype=torch.uint8)
             codes = format.encode_each(w[row : row + 1, g * size : (g + 1) * size], *one)
             slow_loss = (format.decode_each(codes, *one) - w[row, g * size : (g + 1) * size]).pow(4).sum()
-            own = found.dequantize()[row, g * size : (g + 1) * size] - w[row, g * size : (g + 1) * size]
-            losses.append((float(own.pow(4).sum()), float(slow_loss)))
+            errors = rounded.dequantize()[row, g * size : (g + 1) * size] - w[row, g * size : (g + 1) * size]
+            losses.append((float(errors.pow(4).sum()), float(slow_loss)))
     assert np.mean(same) >= 0.7, same
-    assert all(own < 1.25 * slow_loss for own, slow_loss in losses), losses
+    assert all(errors < 1.25 * slow_loss for errors, slow_loss in losses), losses
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ def test_large_errors_are_let_go():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_dtype_is_its_float32_values(dtype):
     w = weight().to(dtype)
-    found, wanted = hqq.quantize(w, parse_format("int3_g64")), hqq.quantize(w.float(), parse_format("int3_g64"))
-    assert torch.equal(found.codes, wanted.codes) and torch.equal(found.scale, wanted.scale)
+    rounded, expected = hqq.quantize(w, parse_format("int3_g64")), hqq.quantize(w.float(), parse_format("int3_g64"))
+    assert torch.equal(rounded.codes, expected.codes) and torch.equal(rounded.scale, expected.scale)
 
 
 @pytest.mark.parametrize("name", FORMATS)

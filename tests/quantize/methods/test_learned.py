@@ -29,14 +29,14 @@ def rounding(name: str, columns: int = 40, seed: int = 0) -> LearnedWeight:
     weight = torch.randn(6, columns, generator=generator) * 0.05
     weight[:, :16] += 0.1  # groups on one side of zero
     weight[2] = 0
-    found = LearnedWeight(weight, rtn.quantize(weight, format))
+    learned_weight = LearnedWeight(weight, rtn.quantize(weight, format))
     with torch.no_grad():
-        found.offset.copy_((torch.rand(weight.shape, generator=generator) - 0.5) * found.unit)
-        for factor in (found.upper, found.lower):
+        learned_weight.offset.copy_((torch.rand(weight.shape, generator=generator) - 0.5) * learned_weight.unit)
+        for factor in (learned_weight.upper, learned_weight.lower):
             if factor is not None:
                 factor.copy_(0.6 + 0.6 * torch.rand(factor.shape, generator=generator))
-    found.round()
-    return found
+    learned_weight.round()
+    return learned_weight
 
 
 def slowly(r: LearnedWeight) -> tuple[list[list[float]], list[list[int]]]:
@@ -141,20 +141,20 @@ def test_gradients_are_those_of_the_relaxed_function(name, monkeypatch):
 
         epsilon = 1e-6
         for index, parameter in enumerate(parameters):
-            found = (of_offset, *of_ends)[index]
-            wanted = torch.zeros_like(parameter)
+            gradient = (of_offset, *of_ends)[index]
+            expected = torch.zeros_like(parameter)
             for i in range(parameter.numel()):
                 values = []
                 for sign in (1, -1):
                     moved_parameters = [p.clone() for p in parameters]
                     moved_parameters[index].view(-1)[i] += sign * epsilon
                     values.append(relaxed(moved_parameters))
-                wanted.view(-1)[i] = (values[0] - values[1]) / (2 * epsilon)
+                expected.view(-1)[i] = (values[0] - values[1]) / (2 * epsilon)
             if zero is not None and index > 0:  # a zero point at the end of its range stays there
                 free = (zero > 0) & (zero < top)
-                found, wanted = found[free], wanted[free]
+                gradient, expected = gradient[free], expected[free]
                 assert free.sum() > 3
-            torch.testing.assert_close(found.double(), wanted, rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(gradient.double(), expected, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "nf4"])
@@ -180,8 +180,8 @@ def passes_of(
     for at in range(index + 1):
         tokens.hidden = exact.hidden.clone()
         tensors = {name: tensor for name, tensor in state.items() if name.startswith(f"model.layers.{at}.")}
-        wanted = {name: format for name, format in formats.items() if f"{name}.weight" in tensors and at == index}
-        passes = Passes(Layer(config, at, scheme, wanted, tensors), tokens)
+        of_layer = {name: format for name, format in formats.items() if f"{name}.weight" in tensors and at == index}
+        passes = Passes(Layer(config, at, scheme, of_layer, tensors), tokens)
         if at < index:
             module = passes.layer.module()
             with torch.no_grad():
@@ -197,9 +197,9 @@ def output_error(passes: Passes, quantized: dict[str, QTensor], tokens: Tokens |
     tokens = tokens or passes.tokens
     assert tokens is not None
     for batch, exact in zip(tokens.batches(), tokens.exact.batches(), strict=True):
-        wanted = passes.run(true, exact)
-        lost += float((passes.run(rounded, batch) - wanted)[batch.counted].square().sum())
-        added += float((wanted - exact.hidden)[batch.counted].square().sum())
+        expected = passes.run(true, exact)
+        lost += float((passes.run(rounded, batch) - expected)[batch.counted].square().sum())
+        added += float((expected - exact.hidden)[batch.counted].square().sum())
     return lost / added
 
 
@@ -237,16 +237,16 @@ def test_all_codes_of_a_small_weight(monkeypatch):
     (name,) = layer.formats
     weight, format = layer.tensors[f"{name}.weight"], layer.formats[name]
     start = gptq.quantize(weight, format, passes.stats()[name])
-    found = learned.quantize_layer(layer, passes)[name]
+    rounded = learned.quantize_layer(layer, passes)[name]
     problem = learned.Problem(layer, passes, passes.tokens)
 
     def loss(weight: Tensor) -> Tensor:
         return problem.loss({name: weight}, {}, torch.arange(6))
 
-    every = torch.cartesian_prod(*[torch.arange(-2.0, 2.0)] * 8).view(-1, 4, 2) * found.scale
+    every = torch.cartesian_prod(*[torch.arange(-2.0, 2.0)] * 8).view(-1, 4, 2) * rounded.scale
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         losses = torch.func.vmap(loss, chunk_size=4096)(every)
-        ours, before = loss(found.dequantize()), loss(start.dequantize())
+        ours, before = loss(rounded.dequantize()), loss(start.dequantize())
     assert ours < 0.85 * before
     assert ours < 2.5 * losses.min()
     assert (losses < ours).sum() < len(losses) / 100
@@ -289,7 +289,7 @@ def test_every_variant_and_format_gets_better(attention, format, monkeypatch):
     assert errors["learned:30"] < 0.9 * errors["rtn"], errors
 
 
-def test_codebooks_and_what_the_scheme_does_to_activations_and_logits(monkeypatch):
+def test_it_improves_codebooks_with_rounded_activations_and_logits(monkeypatch):
     monkeypatch.setattr(learned.gptq, "quantize", rtn.quantize)
     model = random_model(hidden_size=64, head_dim=16, intermediate_size=64)
     scheme = Scheme(parse_format("nf4"), activations="int8", attention=AttentionScheme(logits=6))
@@ -342,7 +342,7 @@ def test_the_head_keeps_its_predictions(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5)])
-def test_few_tokens(shape):
+def test_few_tokens_give_finite_weights(shape):
     quantized = apply(random_model(), Scheme(weights=parse_format("int2_g16_asym")), "learned:4", some_ids(*shape))
     assert quantized(some_ids(2, 4)).isfinite().all()
 
@@ -352,11 +352,11 @@ def test_what_the_mask_hides_does_not_count():
     mask[1, 9:] = mask[2, :3] = mask[3] = False
     ids, scheme = some_ids(4, 16), Scheme(weights=parse_format("int3_g16"))
     changed = torch.where(mask, ids, 63 - ids)
-    found = [apply(random_model(), scheme, "learned:6", tokens, mask)(ids) for tokens in (ids, changed)]
-    assert torch.equal(*found)
+    logits = [apply(random_model(), scheme, "learned:6", tokens, mask)(ids) for tokens in (ids, changed)]
+    assert torch.equal(*logits)
 
 
-def test_dead_channels_and_groups_of_zeros():
+def test_dead_channels_stay_zero():
     model = random_model()
     with torch.no_grad():
         model.model.layers[0].input_layernorm.weight[16:] = 0
@@ -394,6 +394,6 @@ def test_the_number_of_steps_is_in_the_recipe() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["gptq:3", "learned:", "learned:0", "learned:x", "learned:-1", "learned:3:4"])
-def test_wrong_steps(wrong: str) -> None:
+def test_wrong_steps_are_refused(wrong: str) -> None:
     with pytest.raises(DiffbitError, match=r"steps.*; write"):
         parse_recipe(wrong)

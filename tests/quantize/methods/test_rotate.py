@@ -66,12 +66,12 @@ def test_the_matrix_is_orthogonal_and_flat(width: int, monkeypatch: MonkeyPatch)
 def test_logits_stay(attention: str, shape: str) -> None:
     decoder = random_decoder(config_of(attention, **SHAPES[shape]), dtype=torch.float64)
     ids = random_ids()
-    made = transformed(decoder, rotate, SCHEME)
-    assert not made.config.tie_embeddings
-    torch.testing.assert_close(logits64(made, ids), logits64(decoder, ids), rtol=0, atol=1e-9)
-    for name, parameter in made.named_parameters():
+    rotated = transformed(decoder, rotate, SCHEME)
+    assert not rotated.config.tie_embeddings
+    torch.testing.assert_close(logits64(rotated, ids), logits64(decoder, ids), rtol=0, atol=1e-9)
+    for name, parameter in rotated.named_parameters():
         kept = ("lambda_q", "lambda_k", "sub_norm", "q_norm", "k_norm", "gate_proj.bias", "up_proj.bias")
-        kept += ("q_proj.bias", "k_proj.bias") if made.config.layers[0].mixer.qk_norm_eps else ()
+        kept += ("q_proj.bias", "k_proj.bias") if rotated.config.layers[0].mixer.qk_norm_eps else ()
         if not any(part in name for part in kept):
             assert not torch.equal(parameter, decoder.state_dict().get(name, torch.zeros(0))), name
 
@@ -80,10 +80,10 @@ def test_logits_stay(attention: str, shape: str) -> None:
 @pytest.mark.parametrize("attention", VARIANTS)
 def test_logits_stay_when_only_heads_are_rotated(attention: str, shape: str) -> None:
     decoder = random_decoder(config_of(attention, **SHAPES[shape]), dtype=torch.float64)
-    made, ids = transformed(decoder, rotate_heads, SCHEME), random_ids()
-    assert made.config == decoder.config  # a tie stays
-    torch.testing.assert_close(logits64(made, ids), logits64(decoder, ids), rtol=0, atol=1e-9)
-    changed = {name for name, p in made.state_dict().items() if not torch.equal(p, decoder.state_dict()[name])}
+    rotated, ids = transformed(decoder, rotate_heads, SCHEME), random_ids()
+    assert rotated.config == decoder.config  # a tie stays
+    torch.testing.assert_close(logits64(rotated, ids), logits64(decoder, ids), rtol=0, atol=1e-9)
+    changed = {name for name, p in rotated.state_dict().items() if not torch.equal(p, decoder.state_dict()[name])}
     values = set() if shape == "sub_norms" else {"v_proj", "o_proj"}  # a norm with weights stands between them
     turned = set() if shape == "qk_norm" else {"q_proj", "k_proj"}  # whose weights tell a pair's rows apart
     assert {name.split(".")[-2] for name in changed} == turned | values
@@ -95,8 +95,8 @@ def test_logits_stay_when_only_heads_are_rotated(attention: str, shape: str) -> 
 def test_logits_stay_in_float32(attention: str) -> None:
     decoder, ids = random_decoder(config_of(attention)), random_ids()
     with torch.inference_mode():
-        wanted, found = decoder(ids), transformed(decoder, rotate)(ids)
-    assert float((found - wanted).abs().max() / wanted.std()) < 1e-5
+        expected, logits = decoder(ids), transformed(decoder, rotate)(ids)
+    assert float((logits - expected).abs().max() / expected.std()) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_logits_stay_in_float32(attention: str) -> None:
 def test_queries_and_keys_are_turned_by_the_best_angle(attention: str, kv_heads: int, monkeypatch: MonkeyPatch) -> None:
     """One plane after the other, each angle tried on all rows that share it."""
     decoder = random_decoder(config_of(attention, num_kv_heads=kv_heads), dtype=torch.float64)
-    found = transformed(decoder, rotate, SCHEME).model.layers[1].self_attn
+    rotated = transformed(decoder, rotate, SCHEME).model.layers[1].self_attn
     monkeypatch.setattr(rotate_heads, "ANGLES", (0.0,))
     plain = transformed(decoder, rotate, SCHEME).model.layers[1].self_attn
     query, key = (p.weight.detach().view(-1, 2, 4, 64) for p in (plain.q_proj, plain.k_proj))  # d = 8
@@ -129,9 +129,9 @@ def test_queries_and_keys_are_turned_by_the_best_angle(attention: str, kv_heads:
                 if loss < least * (1 - 1e-9):
                     best, least = rows, loss
             errors[1] += float(least)
-            made = [found.q_proj.weight.view(-1, 2, 4, 64)[q, :, plane] for q in queries]
-            made.append(found.k_proj.weight.view(-1, 2, 4, 64)[k, :, plane])
-            torch.testing.assert_close(torch.stack(made).detach(), torch.stack(best), rtol=0, atol=1e-6)
+            planes = [rotated.q_proj.weight.view(-1, 2, 4, 64)[q, :, plane] for q in queries]
+            planes.append(rotated.k_proj.weight.view(-1, 2, 4, 64)[k, :, plane])
+            torch.testing.assert_close(torch.stack(planes).detach(), torch.stack(best), rtol=0, atol=1e-6)
     assert errors[1] < 0.97 * errors[0]
 
 
@@ -149,8 +149,8 @@ def test_outlier_channels_are_spread() -> None:
     decoder = random_decoder(config_of("diff_v1", hidden_size=256))
     with torch.no_grad():
         decoder.model.embed_tokens.weight[:, 7] *= 100
-    made = transformed(decoder, rotate)
-    before, after = (d.model.embed_tokens.weight.square().mean(0) for d in (decoder, made))
+    rotated = transformed(decoder, rotate)
+    before, after = (d.model.embed_tokens.weight.square().mean(0) for d in (decoder, rotated))
     assert before.max() > 200 * before.mean()
     assert after.max() < 3 * after.mean()
 
@@ -177,12 +177,12 @@ def test_wrong_partners_are_refused(wrong: tuple[int, ...], monkeypatch: MonkeyP
 def test_a_variant_that_says_nothing_keeps_its_values(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.delattr(diff_v1.Options, "symmetries")
     decoder, ids = random_decoder(config_of("diff_v1"), dtype=torch.float64), random_ids()
-    made = transformed(decoder, rotate)
-    torch.testing.assert_close(logits64(made, ids), logits64(decoder, ids), rtol=0, atol=1e-9)
+    rotated = transformed(decoder, rotate)
+    torch.testing.assert_close(logits64(rotated, ids), logits64(decoder, ids), rtol=0, atol=1e-9)
     stream = Rotation(64, rotate.SEED)
-    layer, was = made.model.layers[1], decoder.model.layers[1]
-    wanted = stream.right(was.self_attn.v_proj.weight * was.input_layernorm.weight)
-    torch.testing.assert_close(layer.self_attn.v_proj.weight, wanted)
+    layer, was = rotated.model.layers[1], decoder.model.layers[1]
+    expected = stream.right(was.self_attn.v_proj.weight * was.input_layernorm.weight)
+    torch.testing.assert_close(layer.self_attn.v_proj.weight, expected)
 
 
 @pytest.mark.parametrize("attention", VARIANTS)
@@ -191,10 +191,10 @@ def test_a_rotated_artifact_computes_what_torch_does(attention: str, tmp_path: P
     source = write_model(tmp_path / "float", config)
     scheme = Scheme(weights=parse_format("int8"))
     quantize_checkpoint(source, tmp_path / "int8", scheme, method="rotate")
-    wanted, found = models.load(source), load(tmp_path / "int8")
-    assert not found.config.tie_embeddings
+    float_model, quantized = models.load(source), load(tmp_path / "int8")
+    assert not quantized.config.tie_embeddings
     with torch.inference_mode():
-        error = relative_error(found(random_ids()).numpy(), wanted(random_ids()))
+        error = relative_error(quantized(random_ids()).numpy(), float_model(random_ids()))
     assert np.median(error) < 0.1
     quantize_checkpoint(source, tmp_path / "int4", Scheme(weights=parse_format("int4_g32")), method="rotate")
     assert verify(export_artifact(tmp_path / "int4", tmp_path / "onnx")).passed

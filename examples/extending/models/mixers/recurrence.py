@@ -68,18 +68,18 @@ class Recurrence(Mixer):
             key, decay = key * real[:, None, :, None], decay * real[:, None]
         total = decay.cumsum(-1)
         apart = (total[..., None] - total[..., None, :]).exp().tril()  # [B, H, S, S]
-        found = (query @ key.mT * apart) @ value
+        output = (query @ key.mT * apart) @ value
         if state is not None:
             assert isinstance(state, Memory)
-            found = found + total.exp()[..., None] * (query @ state.value)
+            output = output + total.exp()[..., None] * (query @ state.value)
             left = (total[..., -1:] - total).exp()[..., None]  # [B, H, S, 1]
             state.value = total[..., -1, None, None].exp() * state.value + (key * left).mT @ value
-        return (found * self.head_dim**-0.5).to(x.dtype).transpose(1, 2).flatten(2)
+        return (output * self.head_dim**-0.5).to(x.dtype).transpose(1, 2).flatten(2)
 
     def onnx_heads(self, g: Graph, x: Value, past: Cache) -> tuple[Value, Cache]:
         def projected(name: str, shape: list[int], order: list[int]) -> Value:
-            made = g.cast(g.linear(x, self.get_submodule(name), name), np.float32)
-            return g.op("Transpose", [g.op("Reshape", [made, g.const(shape)])], perm=order)
+            product = g.cast(g.linear(x, self.get_submodule(name), name), np.float32)
+            return g.op("Transpose", [g.op("Reshape", [product, g.const(shape)])], perm=order)
 
         heads, rows, columns = [0, 0, self.num_heads, self.head_dim], [0, 2, 1, 3], [0, 2, 3, 1]
         query, value = projected("q_proj", heads, rows), projected("v_proj", heads, rows)  # [B, H, S, d]
@@ -91,13 +91,13 @@ class Recurrence(Mixer):
         total = g.op("CumSum", [decay, g.const(2)])
         across = g.op("Transpose", [total], perm=[0, 1, 3, 2])  # [B, H, 1, S]
         apart = g.op("Trilu", [g.op("Exp", [g.op("Sub", [total, across])])], upper=0)
-        found = g.op("MatMul", [g.op("Mul", [g.op("MatMul", [query, key]), apart]), value])
+        output = g.op("MatMul", [g.op("Mul", [g.op("MatMul", [query, key]), apart]), value])
         before = g.op("Mul", [g.op("Exp", [total]), g.op("MatMul", [query, past["memory"]])])
         last = g.op("Gather", [total, g.const([-1])], axis=2)  # [B, H, 1, 1]
         kept = g.op("Mul", [g.op("Exp", [last]), past["memory"]])
         added = g.op("MatMul", [g.op("Mul", [key, g.op("Exp", [g.op("Sub", [last, across])])]), value])
-        found = g.op("Mul", [g.op("Add", [found, before]), g.const(self.head_dim**-0.5, np.float32)])
-        found = g.op(
-            "Reshape", [g.op("Transpose", [found], perm=rows), g.const([0, 0, self.num_heads * self.head_dim])]
+        output = g.op("Mul", [g.op("Add", [output, before]), g.const(self.head_dim**-0.5, np.float32)])
+        output = g.op(
+            "Reshape", [g.op("Transpose", [output], perm=rows), g.const([0, 0, self.num_heads * self.head_dim])]
         )
-        return g.cast(found, g.dtype), {"memory": g.op("Add", [kept, added])}
+        return g.cast(output, g.dtype), {"memory": g.op("Add", [kept, added])}

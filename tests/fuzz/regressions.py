@@ -37,7 +37,7 @@ def without_an_output(folder: Path) -> None:
 
 STRIP = {"type": "Strip", "content": "a", "start": 10**6, "stop": 10**6}
 DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
-FOUND: dict[str, tuple[str, Damage]] = {
+REGRESSIONS: dict[str, tuple[str, Damage]] = {
     "a list in the place of an activation's name": ("checkpoint", edited("config.json", hidden_act=["silu"])),
     "a whole number that no float holds": ("checkpoint", edited("config.json", rms_norm_eps=10**400)),
     "an error that quotes thousands of values": ("checkpoint", edited("config.json", attention_bias=[False] * 1000)),

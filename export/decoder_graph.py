@@ -12,9 +12,9 @@ Layers after the last one with a cache also compute only the tokens from `logits
 layers.
 
 T = past + S: the past's length follows from the mask's, so loaders do not pass it. A low-bit cache has more buffers
-than key and value, and other shapes (quantize/cache.py); other mixers have other states. Values that all layers share
-(lengths, RoPE tables) are made once, on first use, so that a graph contains only what its layers need. Mixers and MLPs
-add their nodes in their `onnx` methods, through the protocol in models/graph.py.
+than key and value, and other shapes (quantize/device_cache.py); other mixers have other states. Values that all layers
+share (lengths, RoPE tables) are made once, on first use, so that a graph contains only what its layers need. Mixers and
+MLPs add their nodes in their `onnx` methods, through the protocol in models/graph.py.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ import torch
 from torch import Tensor, nn
 
 from ..formats import QTensor, QuantLinear
-from ..formats.base import Stored
+from ..formats.base import StoredWeight
 from ..models import Block, ModelConfig, rope_tables
 from ..models.graph import GROUP_QUERY_MULTIPLE, Cache, Change, Heads
-from ..ops import diff_attention, float_matmul
+from ..ops import diff_attention_body, float_matmul
+from ..ops.body import END
 from ..ops.cache import Buffer, CacheSpec, tokens_each
-from ..ops.diff_attention_body import END
 from ..ops.kv_cache import BLOCK
-from ..quantize import AttentionScheme, is_low_bit
-from ..quantize.cache import operator
+from ..quantize import AttentionScheme
+from ..quantize.device_cache import operator
 from ..runtime.session import LOGITS_FROM
-from .graph import DATA, Graph
+from .onnx_graph import DATA, OnnxGraph
 
 HALVES: dict[torch.dtype, type] = {torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
 
@@ -52,19 +52,19 @@ T = TypeVar("T")
 def shared(make: Callable[[G], T]) -> cached_property[T]:
     """Decorator for a value that is made on first use, with a name outside the layers' scopes."""
 
-    def made(graph: G) -> T:
+    def in_no_scope(graph: G) -> T:
         with graph.scope(None):
             return make(graph)
 
-    made.__doc__ = make.__doc__
-    return cached_property(made)
+    in_no_scope.__doc__ = make.__doc__
+    return cached_property(in_no_scope)
 
 
-class DecoderGraph(Graph):
+class DecoderGraph(OnnxGraph):
     """Builds the graph in order: `embed`, `block` for each layer, `head`, `save`. Weights are written immediately.
     models.Block says how the parts of a layer follow one another.
 
-    dtype: "fp32" or "fp16". target: graph.py. scheme: of attention; cache: the resulting buffers of
+    dtype: "fp32" or "fp16". target: onnx_graph.py. scheme: of attention; cache: the resulting buffers of
     each layer.
     """
 
@@ -99,11 +99,11 @@ class DecoderGraph(Graph):
         self._x: ir.Value
         self._added: ir.Value | None = None  # to x, by the next norm's node
         self._table: ir.Value  # of a tied head, float
-        self._stored: Stored  # the same, quantized
+        self._stored: StoredWeight  # the same, quantized
 
     @property
     def low_bit(self) -> bool:
-        return is_low_bit(self.scheme)
+        return self.scheme.is_low_bit
 
     @shared
     def _length(self) -> ir.Value:
@@ -196,8 +196,8 @@ class DecoderGraph(Graph):
             "attention_mask": self.attention_mask,
         }
         values |= {f"past_{name}": buffer for name, buffer in past.items()}
-        op, more = (diff_attention, ()) if change is None else change
-        made = self.customs(
+        op, more = change or (diff_attention_body, ())
+        outputs = self.customs(
             op,
             [*(values.get(name) for name in signature.inputs), *more],
             len(signature.outputs),
@@ -211,13 +211,13 @@ class DecoderGraph(Graph):
             window=self.scheme.window if self.scheme.has_window else 0,
             **signature.attributes,
         )
-        found = {}
-        for name, value in zip(signature.outputs, made, strict=True):
+        by_name = {}
+        for name, value in zip(signature.outputs, outputs, strict=True):
             if name:
-                found[name] = value
+                by_name[name] = value
             else:
                 value.name = ""  # marks an omitted output in ONNX
-        return found["out"], {name: found[f"present_{name}"] for name in past} if appends else {}
+        return by_name["out"], {name: by_name[f"present_{name}"] for name in past} if appends else {}
 
     def embed(self, table: Tensor | QTensor) -> None:
         """Add the embedding [V, E]. A float32 graph keeps a 16-bit table: half the bytes, the same numbers."""
@@ -259,6 +259,10 @@ class DecoderGraph(Graph):
         """Add x to the residual stream, in the node of the next norm."""
         self._added = x
 
+    def set_residual(self, x: ir.Value) -> None:
+        """Replace the residual stream by x."""
+        self._x, self._added = x, None
+
     def block(self, block: Block, index: int) -> None:
         """Add decoder layer `index`; its linears are float or QuantLinear."""
         if index == self._tail:
@@ -266,26 +270,26 @@ class DecoderGraph(Graph):
         with self.scope(f"layers.{index}"):
             self._present.append(block.onnx(self, self._past[index]))
 
-    def _wanted(self, x: ir.Value) -> ir.Value:
+    def _last_tokens(self, x: ir.Value) -> ir.Value:
         """x [B, S, ...] from `logits_from` on."""
         return self.op("Slice", [x, self.logits_from, self.const([END]), self.const([1])])
 
     def _leave_tokens(self) -> None:
         """Continue with only the tokens from `logits_from` on; keys and values of all tokens stay available."""
-        self._x = self._wanted(self._x)
-        self._added = None if self._added is None else self._wanted(self._added)
-        self.position_ids = self._wanted(self.position_ids)
+        self._x = self._last_tokens(self._x)
+        self._added = None if self._added is None else self._last_tokens(self._added)
+        self.position_ids = self._last_tokens(self.position_ids)
         for index, values in self.carried.items():
-            own = {buffer.name for buffer in self.cache.layers[index]}
+            buffers = {buffer.name for buffer in self.cache.layers[index]}
             self.carried[index] = {
-                name: value if name in own else self._wanted(value) for name, value in values.items()
+                name: value if name in buffers else self._last_tokens(value) for name, value in values.items()
             }
 
     def head(self, norm: nn.Module, head: nn.Module) -> None:
         """Add the final norm, the head (tied: with the embedding's table) and the graph's outputs."""
         x = self.residual(norm, "norm")
         if self._tail == self.config.num_layers:
-            x = self._wanted(x)
+            x = self._last_tokens(x)
         tied = self.config.tie_embeddings
         logits = self.tied_head(x, head) if tied else self.linear(x, head, "lm_head")
         if self.dtype is not np.float32:

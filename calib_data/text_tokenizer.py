@@ -89,27 +89,27 @@ def load_tokenizer(path: str | Path) -> TextTokenizer:
     if the vocabulary has it. Raises DiffbitError for a file that is not a tokenizer, or has no eos token.
     """
     path = Path(path)
-    found = tokenizer_files(path)
-    if TOKENIZER not in found:
+    files = tokenizer_files(path)
+    if TOKENIZER not in files:
         raise DiffbitError(f"{path}: holds no {TOKENIZER}; wanted that file or a model that contains one")
-    backend = open_tokenizer(found[TOKENIZER], path)
-    eos_id = _eos_id(path if path.is_dir() else path.parent, found, backend)
+    backend = open_tokenizer(files[TOKENIZER], path)
+    eos_id = _eos_id(path if path.is_dir() else path.parent, files, backend)
     if eos_id is None:
         raise DiffbitError(f"{path}: the end-of-text token is unknown; set eos_token in tokenizer_config.json")
-    return TextTokenizer(backend, eos_id, hashlib.sha256(found[TOKENIZER]).hexdigest(), path)
+    return TextTokenizer(backend, eos_id, hashlib.sha256(files[TOKENIZER]).hexdigest(), path)
 
 
-def _eos_id(folder: Path, beside: Mapping[str, bytes], backend: tokenizers.Tokenizer) -> int | None:
-    if CONFIG in beside:
-        token = parse_json(beside[CONFIG], folder / CONFIG).get("eos_token")
+def _eos_id(folder: Path, files: Mapping[str, bytes], backend: tokenizers.Tokenizer) -> int | None:
+    if CONFIG in files:
+        token = parse_json(files[CONFIG], folder / CONFIG).get("eos_token")
         if isinstance(token, dict):
             token = token.get("content")
-        if isinstance(token, str) and (found := backend.token_to_id(token)) is not None:
-            return int(found)
+        if isinstance(token, str) and (token_id := backend.token_to_id(token)) is not None:
+            return int(token_id)
     if (folder / "config.json").is_file():
         ids = read_json(folder / "config.json").get("eos_token_id")
         first = ids[0] if isinstance(ids, list) and ids else ids
         if isinstance(first, int) and backend.id_to_token(first) is not None:
             return first
-    found = backend.token_to_id(END_OF_TEXT)
-    return None if found is None else int(found)
+    token_id = backend.token_to_id(END_OF_TEXT)
+    return None if token_id is None else int(token_id)

@@ -1,7 +1,7 @@
 """A small builder of ONNX graphs that writes weights directly to the file `model.onnx.data`, and to `model.onnx.data_1`
 and so on where it would be larger than a browser can load.
 
-    g = Graph(folder, "fp32")
+    g = OnnxGraph(folder, "fp32")
     x = g.input("x", np.int64, ["batch_size", "sequence"])
     with g.scope("layers.0"):
         y = g.op("Gather", [g.initializer("embedding", table), x])
@@ -34,7 +34,6 @@ from ..io.errors import DiffbitError
 from ..models.graph import Attribute
 from ..models.layers.norm import LayerNorm, RMSNorm
 from ..ops import float_matmul
-from ..ops.diff_attention import Changed
 from ..ops.signature import DOMAIN, DOMAIN_VERSION
 from ..runtime.artifact import FILE_BYTES
 
@@ -49,7 +48,7 @@ FLOATS: dict[str, type[np.floating]] = {"fp32": np.float32, "fp16": np.float16}
 PAGE, SMALL = 4096, 1 << 20
 
 
-class Graph:
+class OnnxGraph:
     """A graph under construction. `dtype` is the type of its floating-point weights and activations.
 
     target: "cpu", "cuda" or "webgpu". On CPUs, ONNX Runtime has no float16 product and makes float32 copies at load, so
@@ -62,6 +61,7 @@ class Graph:
         self.dtype = FLOATS[dtype]
         self._in_place = self.dtype is np.float16 and target == "cpu"
         self._graph = ir.Graph([], [], nodes=[], opset_imports=dict(OPSETS), name="diffbit")
+        self._body = self._graph  # the graph that nodes are added to: this one, or the body of a loop
         self._functions: dict[tuple[str, Hashable], ir.Function] = {}
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
         self._scope = ""  # prefix of names
@@ -121,15 +121,37 @@ class Graph:
             num_outputs=outputs,
             name=self._name(f"{op_type}_{self._nodes}"),
         )
+        return self._add(node)
+
+    def _add(self, node: ir.Node) -> Sequence[ir.Value]:
         self._nodes += 1
-        self._graph.append(node)
+        if self._body is not self._graph:  # names of a body and of the graph around it must differ
+            for index, output in enumerate(node.outputs):
+                output.name = f"{node.name}_{index}"
+        self._body.append(node)
         return node.outputs
+
+    def scan(
+        self, step: Callable[..., Sequence[ir.Value]], states: Sequence[ir.Value], rows: Sequence[ir.Value]
+    ) -> Sequence[ir.Value]:
+        """Add a loop over axis 1 of `rows`, float32; see models/graph.py."""
+        name = self._name(f"Scan_{self._nodes}")
+        values = [ir.Value(name=f"{name}_{i}", type=_type(np.float32)) for i in range(len(states) + len(rows))]
+        outer, self._body = self._body, ir.Graph(values, [], nodes=[], name=name)
+        results = step(*values)
+        body, self._body = self._body, outer
+        body.outputs.extend(results)
+        for result in results:
+            result.type = _type(np.float32)
+        axes = {"scan_input_axes": [1] * len(rows), "scan_output_axes": [1] * (len(results) - len(states))}
+        attributes: dict[str, Any] = {"body": body, "num_scan_inputs": len(rows), **axes}
+        return self._add(ir.node("Scan", [*states, *rows], attributes, num_outputs=len(results), name=name))
 
     def custom(
         self,
         op: ModuleType,
         inputs: Sequence[ir.Value | None],
-        **attributes: int | float,
+        **attributes: Attribute,
     ) -> ir.Value:
         """Add a node with one output of one of diffbit's own ops (a module of ops/), and its body."""
         (output,) = self.customs(op, inputs, 1, lambda name: op.function(), **attributes)
@@ -137,12 +159,12 @@ class Graph:
 
     def customs(
         self,
-        op: ModuleType | Changed,
+        op: ModuleType,
         inputs: Sequence[ir.Value | None],
         outputs: int,
         body: Callable[[str], ir.Function],
         of: Hashable = None,
-        **attributes: int | float,
+        **attributes: Attribute,
     ) -> Sequence[ir.Value]:
         """Add a node of one of diffbit's own ops with several outputs. The op's nodes with equal `of` share a name and
         a body, which `body` makes."""
@@ -241,11 +263,11 @@ class Graph:
     def linears(self, x: ir.Value, modules: Mapping[str, nn.Module]) -> Sequence[ir.Value]:
         """Add several linear layers {name: module} with the same input x. If their weights can be concatenated, this is
         one product, named after all of them (parts.py), and a Split."""
-        each = [module for module in modules.values() if isinstance(module, nn.Linear | QuantLinear)]
-        stacked = _stacked(each)
+        layers = [module for module in modules.values() if isinstance(module, nn.Linear | QuantLinear)]
+        stacked = _stacked(layers)
         if stacked is None:
             return [self.linear(x, module, name) for name, module in modules.items()]
-        sizes = [module.out_features for module in each]
+        sizes = [module.out_features for module in layers]
         product = self.linear(x, stacked, "+".join(modules))
         return self.ops("Split", [product, self.const(sizes)], len(sizes), axis=-1)
 
@@ -300,9 +322,9 @@ def _stacked(modules: Sequence[nn.Linear | QuantLinear]) -> nn.Module | None:
         stacked.register_parameter("bias", bias)
         return stacked
     first = quantized[0]
-    if any((each.weight.format, each.rounding) != (first.weight.format, first.rounding) for each in quantized):
+    if any((layer.weight.format, layer.rounding) != (first.weight.format, first.rounding) for layer in quantized):
         return None
-    return QuantLinear(QTensor.stack([each.weight for each in quantized]), first.rounding, bias)
+    return QuantLinear(QTensor.stack([layer.weight for layer in quantized]), first.rounding, bias)
 
 
 def _type(dtype: DTypeLike) -> ir.TensorType:

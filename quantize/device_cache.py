@@ -27,11 +27,6 @@ from .scheme import AttentionScheme
 WITH_RINGS = {"always": "native", "native": "native", "never": "never"}  # in_place of a model's other buffers
 
 
-def is_low_bit(scheme: AttentionScheme) -> bool:
-    """Whether the scheme needs diffbit's own operator for every attention variant."""
-    return scheme.key_format != "float" or scheme.value_format != "float"
-
-
 def operator(
     scheme: AttentionScheme, branches: int, noise_ratio: int = 1, sliding_window: int = 0, appends: bool = True
 ) -> Signature:
@@ -61,14 +56,14 @@ def buffers(
 ) -> tuple[Buffer, ...]:
     """Return an attention layer's buffers in the operator's order, keys and values first.
 
-    dtype, in_place: of float buffers. DiffAttention's kernel always writes low-bit buffers in place, bodies never do.
+    dtype, in_place: of float buffers. DiffAttention's kernel always writes low-bit buffers in place.
     """
 
     def tokens(format: str, block: int = 1) -> str:
         dim = TOKENS if block == 1 else f"{TOKENS}/{block}"
         return f"{dim}%{ring_rows(sliding_window, BITS[format]) // block}" if sliding_window else dim
 
-    if is_low_bit(scheme) and in_place != "never":
+    if scheme.is_low_bit and in_place != "never":
         in_place = "native"
     formats = {"key": scheme.key_format, "value": scheme.value_format}
     rows: list[tuple[str, str, tuple[int | str, ...]]] = []

@@ -26,7 +26,7 @@ from ..models.families import loader_config
 from ..ops.cache import CacheSpec
 from ..ops.kv_cache import BLOCK
 from ..quantize import AttentionScheme, Scheme, read_scheme, sizes
-from ..quantize.cache import cache_spec
+from ..quantize.device_cache import cache_spec
 from ..quantize.forecast import SLACK, Demand
 from ..quantize.sizes import TensorSize
 from ..runtime.artifact import MANIFEST, ONNX, TARGETS, TOKENIZER, VERSION, manifest_sha256
@@ -34,8 +34,8 @@ from ..runtime.native import library as native_library
 from ..runtime.sampler import GENERATION
 from ..settings import OF_MODEL
 from ..version import __version__
-from .decoder import DecoderGraph
-from .graph import DATA, FLOATS, MODEL, TRANSFORMERS_JS_DATA
+from .decoder_graph import DecoderGraph
+from .onnx_graph import DATA, FLOATS, MODEL, TRANSFORMERS_JS_DATA
 from .parts import parts
 from .reference import Stream, check_scheme
 from .webgpu import WebGPUGraph, webgpu_cache
@@ -87,7 +87,7 @@ def export_artifact(
     check_scheme(source, target)
     length = _context_length(source, context_length)
     _check_tokens(source)
-    beside = _tokenizer_files(source, tokenizer)
+    contents = _tokenizer_files(source, tokenizer)
     scheme = read_scheme(source)
     attention = AttentionScheme() if scheme is None else scheme.attention
     if attention.logits is not None:
@@ -108,7 +108,7 @@ def export_artifact(
         graph = (WebGPUGraph if webgpu else DecoderGraph)(where, dtype, config, length, attention, cache, target, data)
         logits = _write_graph(graph, Stream(source, prompt, NOISE[kind], target), source.path)
         loader = _loader(config, dtype, length, cache)
-        _write_configs(folder, source, beside, loader, len(graph.files) * js)
+        _write_configs(folder, source, contents, loader, len(graph.files) * js)
         if _readable_by_others(cache):
             files.write_json(folder / "genai_config.json", _genai(config, loader, cache, kernels, ONNX * js + MODEL))
             if kernels is not None:
@@ -217,19 +217,19 @@ def _write_graph(graph: DecoderGraph, stream: Stream, path: Path) -> Tensor:
     return logits
 
 
-def _tokenizer_files(source: Checkpoint, given: str | Path | None) -> dict[str, bytes]:
+def _tokenizer_files(source: Checkpoint, tokenizer: str | Path | None) -> dict[str, bytes]:
     """tokenizer.json and the files beside it, without generation_config.json, which an artifact writes anew."""
-    if given is None:
+    if tokenizer is None:
         path, by_name = source.path, source.tokenizer_files
         if TOKENIZER not in by_name:
             raise DiffbitError(
                 f"{path}: holds no {TOKENIZER}, which a model needs on a device; pass one with --tokenizer"
             )
     else:
-        path = Path(given)
+        path = Path(tokenizer)
         by_name = tokenizer_files(path)
         if TOKENIZER not in by_name:
-            raise DiffbitError(f"{given}: is not a {TOKENIZER}, nor a folder or GGUF file that holds one")
+            raise DiffbitError(f"{tokenizer}: is not a {TOKENIZER}, nor a folder or GGUF file that holds one")
     open_tokenizer(by_name[TOKENIZER], path)
     return {name: data for name, data in by_name.items() if name != GENERATION}
 
@@ -243,11 +243,11 @@ def _loader(config: ModelConfig, dtype: str, context_length: int, cache: CacheSp
 
 
 def _write_configs(
-    folder: Path, source: Checkpoint, beside: dict[str, bytes], hf: dict[str, Any], js_files: int
+    folder: Path, source: Checkpoint, contents: dict[str, bytes], hf: dict[str, Any], js_files: int
 ) -> None:
     """The tokenizer's files, and what other loaders read. js_files: files of weights that transformers.js loads, 0 in
     another layout."""
-    for name, content in beside.items():
+    for name, content in contents.items():
         (folder / name).write_bytes(content)
     if js_files:  # its "fp32" is the name of the file without a suffix, whatever is in it
         hf["transformers.js_config"] = {"dtype": "fp32", "use_external_data_format": js_files}
@@ -267,9 +267,9 @@ def _readable_by_others(cache: CacheSpec) -> bool:
     return plain and all(buffer.grows for buffer in cache.buffers.values())
 
 
-def _context_length(source: Checkpoint, wanted: int | None) -> int:
+def _context_length(source: Checkpoint, requested: int | None) -> int:
     most = source.config.max_position
-    length = most if wanted is None else wanted
+    length = most if requested is None else requested
     if not 1 <= length <= most:
         raise DiffbitError(f"context_length is {length}, wanted 1 to {most}, the positions that {source.path} has")
     return length

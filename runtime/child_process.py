@@ -15,8 +15,8 @@ from pathlib import Path
 def search_path() -> list[str]:
     """sys.path without the current folder. If diffbit itself is imported from there (a clone), it comes last."""
     here, home = Path.cwd(), Path(__file__).absolute().parents[2]
-    found = [os.path.abspath(entry) for entry in sys.path if entry]
-    elsewhere = [entry for entry in found if Path(entry) != here]
+    folders = [os.path.abspath(entry) for entry in sys.path if entry]
+    elsewhere = [entry for entry in folders if Path(entry) != here]
     return elsewhere + [str(here)] * (here == home)
 
 

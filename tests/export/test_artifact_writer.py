@@ -14,7 +14,7 @@ import torch
 
 from diffbit import DiffbitError, runtime
 from diffbit.export import export_artifact, reference_model
-from diffbit.export.artifact import NOISE, golden_prompt
+from diffbit.export.artifact_writer import NOISE, golden_prompt
 from diffbit.formats import parse_format
 from diffbit.models import Decoder, load, save
 from diffbit.ops import diff_attention
@@ -75,9 +75,11 @@ def test_the_others_have_grouped_query_attention_as_the_body(
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
     ort.InferenceSession(str(artifact / "model.onnx"), options)
-    found = [node.op_type for node in onnx.load(options.optimized_model_filepath, load_external_data=False).graph.node]
-    assert found.count("GroupQueryAttention") == 2 and found.count("RotaryEmbedding") == 4
-    assert found.count("Where") == found.count("Squeeze") == 1  # one mask and one length for all layers
+    op_types = [
+        node.op_type for node in onnx.load(options.optimized_model_filepath, load_external_data=False).graph.node
+    ]
+    assert op_types.count("GroupQueryAttention") == 2 and op_types.count("RotaryEmbedding") == 4
+    assert op_types.count("Where") == op_types.count("Squeeze") == 1  # one mask and one length for all layers
 
 
 def test_more_kinds_of_attention_than_names_are_refused(tmp_path: Path) -> None:
@@ -227,8 +229,8 @@ def test_head_and_lambda_projection_may_be_quantized(checkpoint_of: Maker, tmp_p
         counts[node.op_type] = counts.get(node.op_type, 0) + 1
     # q, k, v are one product, gate and up another. Float: layer 0 but its lambda_proj; nf4: q, k, v, o of layer 1;
     # integers: its MLP, two lambda_proj and the head
-    found = {name: counts[name] for name in ("MatMul", "MatMulBnb4", "MatMulNBits", "Int4MatMul", "Int8MatMul")}
-    assert found == {"MatMul": 4, "MatMulBnb4": 2, "MatMulNBits": 2, "Int4MatMul": 2, "Int8MatMul": 1}
+    products = {name: counts[name] for name in ("MatMul", "MatMulBnb4", "MatMulNBits", "Int4MatMul", "Int8MatMul")}
+    assert products == {"MatMul": 4, "MatMulBnb4": 2, "MatMulNBits": 2, "Int4MatMul": 2, "Int8MatMul": 1}
     assert runtime.verify(artifact).passed
 
 
@@ -253,7 +255,7 @@ def test_a_failed_export_leaves_nothing(checkpoint_of: Maker, tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["huge"]
 
 
-def test_refusals(checkpoint_of: Maker, tmp_path: Path) -> None:
+def test_bad_input_is_refused(checkpoint_of: Maker, tmp_path: Path) -> None:
     checkpoint = checkpoint_of("diff_v1")
     with pytest.raises(DiffbitError, match="dtype is 'bf16', wanted one of fp32, fp16"):
         export_artifact(checkpoint, tmp_path / "a", dtype="bf16")
@@ -270,8 +272,8 @@ def test_tokenizers(checkpoint_of: Maker, tmp_path: Path) -> None:
         export_artifact(tmp_path / "bare", tmp_path / "a")
     with pytest.raises(DiffbitError, match=r"is not a tokenizer\.json"):
         export_artifact(tmp_path / "bare", tmp_path / "a", tokenizer=tmp_path)
-    for given in (checkpoint, checkpoint / "tokenizer.json"):
-        artifact = export_artifact(tmp_path / "bare", tmp_path / "a", tokenizer=given, overwrite=True)
+    for tokenizer in (checkpoint, checkpoint / "tokenizer.json"):
+        artifact = export_artifact(tmp_path / "bare", tmp_path / "a", tokenizer=tokenizer, overwrite=True)
         assert (artifact / "tokenizer.json").read_bytes() == (checkpoint / "tokenizer.json").read_bytes()
         assert (artifact / "tokenizer_config.json").exists()
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ..mixers import Cache, Carried, Graph, Place, Rope, State, Value
-from . import softmax
+from diffbit.models.attention import softmax
+from diffbit.models.mixers import Cache, Carried, Graph, Place, Rope, State, Value
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class Gated(softmax.Softmax):
         self.gate_proj = nn.Linear(place.hidden_size, options.num_heads, bias=False)
 
     def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None, carried: Carried) -> Tensor:
-        found = super().heads(x, rope, mask, state, carried).unflatten(-1, (self.num_heads, -1))
-        return (found * self.gate_proj(x).sigmoid()[..., None]).flatten(2)
+        output = super().heads(x, rope, mask, state, carried).unflatten(-1, (self.num_heads, -1))
+        return (output * self.gate_proj(x).sigmoid()[..., None]).flatten(2)
 
     def onnx_heads(self, g: Graph, x: Value, past: Cache) -> tuple[Value, Cache]:
-        found, present = super().onnx_heads(g, x, past)
+        output, present = super().onnx_heads(g, x, past)
         gate = g.op("Unsqueeze", [g.op("Sigmoid", [g.linear(x, self.gate_proj, "gate_proj")]), g.const([-1])])
-        found = g.op("Reshape", [found, g.const([0, 0, self.num_heads, self.head_dim])])
-        return g.op("Reshape", [g.op("Mul", [found, gate]), g.const([0, 0, self.num_heads * self.head_dim])]), present
+        output = g.op("Reshape", [output, g.const([0, 0, self.num_heads, self.head_dim])])
+        return g.op("Reshape", [g.op("Mul", [output, gate]), g.const([0, 0, self.num_heads * self.head_dim])]), present
