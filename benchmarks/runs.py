@@ -38,9 +38,9 @@ REPEATS = 3  # roundings of each run, each with another calibration sample
 QUICK = ["--steps", "8", "--batch-size", "2", "--context", "64"]  # of a quick run
 
 
-def train(work: Path, preset: str, attention: str, seed: int, options: Sequence[str]) -> Path:
-    """Train a model unless it is there; goes on with an interrupted run."""
-    out = work / f"{preset}-{seed}" / attention
+def train(work: Path, preset: str, attention: str, seed: int, options: Sequence[str], name: str | None = None) -> Path:
+    """Train a model unless it is there; goes on with an interrupted run. name: of its folder, if not the attention."""
+    out = work / f"{preset}-{seed}" / (name or attention)
     if not (out / "config.json").is_file():
         command = [sys.executable, "-m", "diffbit", "train", "--preset", preset, "--attention", attention]
         resume = ["--resume"] if (out / "log.jsonl").is_file() else []

@@ -18,7 +18,7 @@ import torch
 
 from diffbit.export import export_artifact
 from diffbit.io.errors import DiffbitError
-from diffbit.models import Decoder, load, save
+from diffbit.models import Decoder, ModelConfig, load, save
 from diffbit.runtime import native, verify
 
 from . import forks
@@ -155,6 +155,27 @@ def test_runs(trained: Callable[[str], Path], tmp_path: Path) -> None:
     assert "2 runs of each, 3 roundings of each run" in text and "DIFF v2 − Transformer" in text
     assert sum(line.startswith(("| weights int2_g64", "| logits 2-bit")) for line in text.splitlines()) == 3
     assert "| 5.950 [2.773, 9.127] | +0.0000 [+0.0000, +0.0000] |" in text  # Student's 12.706 with 1 degree of freedom
+
+
+@pytest.mark.slow
+def test_attentions_are_compared_at_low_bits(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    """On small models that are there, so that none is trained; a state is no cache of keys and values."""
+    page = tmp_path / "variants.md"
+    page.write_text("".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in ("losses", "device")))
+    sizes = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 64, "num_layers": 1, "max_position": 64}
+    for name in ("softmax", "retention"):
+        config = ModelConfig.uniform(attention=name, num_heads=2, num_kv_heads=2, head_dim=32, **sizes)
+        for seed in ("pico-0", "pico-1"):
+            save(Decoder(config), tmp_path / seed / name, tokenizer_from=trained("softmax"))
+            (tmp_path / seed / name / "training.json").write_text('{"result": {"eval_loss": 5.0}}')
+    done = run("variants.py", "--work", str(tmp_path), "--quick", "--markdown", str(page))
+    assert done.code == 0, done.error
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.read_text().splitlines() if "|" in line]
+    by_name = {table: {row[0]: row[1:] for row in lines if len(row) == table} for table in (7, 8)}
+    assert by_name[7]["retention"][-2:] == ["–", "–"] and "%" in by_name[7]["softmax"][-1]
+    assert by_name[8]["softmax"][:3] == ["512", "144", "80 + 16 KiB in all"]
+    assert by_name[8]["retention"][:3] == 3 * ["16 KiB in all"]
+    assert (tmp_path / "variants.svg").read_text().startswith("<?xml")
 
 
 @pytest.mark.slow

@@ -97,7 +97,7 @@ def render(data: ReportData) -> str:
 
 def _outlier_findings(data: ReportData) -> Iterator[Finding]:
     for site, what in (("hidden_states", "hidden state"), ("attention_logits", "attention logit")):
-        if len(data.outliers) == 2:
+        if len(data.outliers) == 2 and all(report[site] for report in data.outliers):
             (low, small), (high, large) = sorted(
                 (report[site]["top"]["1"], report["model"]) for report in data.outliers
             )

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from ...calib_data import Windows
-from ...io.errors import DiffbitError
 from ...io.progress import track
 from ...models import Decoder
 from ...models.attention import Attention
@@ -51,7 +50,7 @@ class OutlierReport:
     windows: int
     tokens: int
     median_relative_error: float
-    attention_logits: Site
+    attention_logits: Site | None  # None: no layer has attention
     hidden_states: Site
 
     def to_dict(self) -> dict[str, Any]:
@@ -60,7 +59,7 @@ class OutlierReport:
 
     def layer_rows(self) -> list[dict[str, Any]]:
         """A row per layer: maximum, median, kurtosis and the place of the maximum, of logits and hidden states."""
-        logits_of = {logits.layer: logits for logits in self.attention_logits.layers}
+        logits_of = {logits.layer: logits for logits in self.attention_logits.layers} if self.attention_logits else {}
         layers = ((logits_of.get(hidden.layer), hidden) for hidden in self.hidden_states.layers)
         return [
             {
@@ -90,6 +89,7 @@ def rows(reports: Sequence[OutlierReport]) -> list[dict[str, Any]]:
         | {"median": site.median, "max/median": site.ratio, "kurtosis": site.kurtosis}
         | {"largest_at": f"layer {site.layer}, {unit} {site.place.unit}, token {site.place.position}"}
         for activations, unit, model, site in sites
+        if site is not None
     ]
 
 
@@ -100,8 +100,6 @@ def measure(decoder: Decoder, windows: Windows, batch_size: int = 8, *, name: st
     low-bit attention logits keeps them; the numbers before their rounding are measured.
     """
     layers = list(decoder.model.layers)
-    if not any(isinstance(layer.get_submodule("self_attn"), Attention) for layer in layers):
-        raise DiffbitError(f"{name}: no layer has attention, so there are no attention logits to measure")
     logits, hidden = (
         [Statistics(f"{name}: {what} of layer {index}") for index in range(len(layers))]
         for what in ("attention logits", "hidden states")
@@ -130,7 +128,7 @@ def measure(decoder: Decoder, windows: Windows, batch_size: int = 8, *, name: st
         windows=len(windows.ids),
         tokens=int(windows.mask.sum()),
         median_relative_error=MEDIAN_ERROR,
-        attention_logits=_site(logits),
+        attention_logits=_site(logits) if any(layer.count for layer in logits) else None,
         hidden_states=_site(hidden),
     )
 

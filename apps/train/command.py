@@ -76,12 +76,7 @@ DistillWeight = Annotated[
     typer.Option(help="Weight of the teacher's loss; the loss on the text has weight 1. Default: 100."),
 ]
 Mlp = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MLP",
-        autocompletion=completion(lambda: plugins.names("diffbit.models.mlp")),
-        help="MLP: swiglu, relu2, geglu, kan, ista, ...; default: swiglu, or that of --init.",
-    ),
+    str | None, typer.Option(metavar="MLP", help="MLP: swiglu, relu2, kan, ...; default: swiglu, or that of --init.")
 ]
 SubNorms = Annotated[
     bool | None,

@@ -13,13 +13,8 @@ softmax and diff_v1 are the paper's pair: they have the same d, and diff_v1 has 
 as in its authors' models, and fewer key-value heads (grouped queries, 4 query heads each). Variants that apps add have
 the heads of one of these; the composition of dcmha's heads has 2 to 6 % more weights.
 
-Preset yoco is YOCO (You Only Cache Once, arXiv 2405.05254): the lower half of the layers attends within a window, the
-first layer of the upper half makes keys and values of all tokens, and those after it have only queries (`keys_of`):
-
-    X^l = attention(X^(l-1)) with a window,  l <= L / 2;    K = LN(X^(L/2)) W_K,  V = LN(X^(L/2)) W_V
-    X^l = attention(LN(X^(l-1)) W_Q^l, K, V),  l > L / 2           both with residual sums and MLPs
-
-So one layer's cache grows with the context. Its variants are those with keys and values, and not of equal size.
+Preset yoco is YOCO (arXiv 2405.05254): the lower half of the layers has a window, the first one of the upper half keys
+and values of all tokens, and those after it have only queries (`keys_of`). Its variants differ in size.
 """
 
 from __future__ import annotations
@@ -84,36 +79,20 @@ def model_config(
     attention: str,
     *,
     vocab_size: int | None = None,
-    mlp: str = "swiglu",
-    sub_norms: bool = False,
-    head_norm: bool = True,
-    lambda_bias: bool = False,
     noise_ratio: int = 1,
+    **options: Any,
 ) -> ModelConfig:
     """The model of a preset with an attention variant; `vocab_size` None: the preset's. With shared noise heads
-    (noise_ratio) it has fewer query rows, and at most one kv head for each of them. Raises DiffbitError for an unknown
-    name."""
+    (noise_ratio) it has fewer query rows, and at most one kv head for each of them. options: of ModelConfig.uniform.
+    Raises DiffbitError for an unknown name."""
     size = _preset(preset)
-    if attention not in variants():
-        raise DiffbitError(f"attention {attention!r} is unknown; choose one of {', '.join(variants())}")
     heads, kv_heads = attention_options(attention).equal_heads(size.num_pairs)
     model = ModelConfig.uniform(
-        vocab_size=vocab_size or size.vocab_size,
-        hidden_size=size.hidden_size,
-        num_layers=size.num_layers,
-        num_heads=heads,
-        num_kv_heads=max(1, min(kv_heads, heads // noise_ratio)),
-        head_dim=size.hidden_size // (2 * size.num_pairs),
-        intermediate_size=size.intermediate_size,
-        max_position=size.context,
-        attention=attention,
-        tie_embeddings=True,
-        mlp=mlp,
-        sub_norms=sub_norms,
-        head_norm=head_norm,
-        lambda_bias=lambda_bias,
-        noise_ratio=noise_ratio,
-    )
+        vocab_size=vocab_size or size.vocab_size, hidden_size=size.hidden_size, num_layers=size.num_layers,
+        num_heads=heads, num_kv_heads=max(1, min(kv_heads, heads // noise_ratio)),
+        head_dim=size.hidden_size // (2 * size.num_pairs), intermediate_size=size.intermediate_size,
+        max_position=size.context, attention=attention, tie_embeddings=True, noise_ratio=noise_ratio, **options,
+    )  # fmt: skip
     return _caches_once(model, size.window) if size.window else model
 
 
@@ -230,8 +209,7 @@ def _model_of(checkpoint: str, attention: str | None, mlp: str | None, sub_norms
 
 
 def parameters() -> list[dict[str, Any]]:
-    """A row for each preset and variant that it has, with its sizes and number of parameters (a tied embedding counts
-    once)."""
+    """A row for each preset and each of its variants, with sizes and parameters (a tied embedding counts once)."""
     rows = []
     for preset in PRESETS:
         for attention in variants():

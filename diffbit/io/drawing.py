@@ -103,6 +103,7 @@ def draw_layers(axes: Axes, reports: Sequence[Data], site: str) -> None:
     """The largest |x| of every layer and its median (thin), of all models: each an `OutlierReport.to_dict()`."""
     from matplotlib.ticker import LogLocator, MaxNLocator
 
+    reports = [report for report in reports if report[site] is not None]  # a model without attention has no logits
     names = [shortened(report["model"]) for report in reports]
     columns = 2 if all(len(name) <= SHORT for name in names) else 1
     for index, (name, report) in enumerate(zip(names, reports, strict=True)):
@@ -120,7 +121,8 @@ def draw_layers(axes: Axes, reports: Sequence[Data], site: str) -> None:
     axes.set_title(f"{SITES[site]}: largest and median |x|")
     axes.set_xlabel("layer")
     axes.set_ylabel("|x|")
-    axes.legend(loc="upper left", ncols=columns, columnspacing=1.2)
+    if reports:
+        axes.legend(loc="upper left", ncols=columns, columnspacing=1.2)
 
 
 def heat_map(axes: Axes, rows: Sequence[Data], value: str, largest: float, show: str) -> None:

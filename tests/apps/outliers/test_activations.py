@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from diffbit.apps.outliers.activations import OutlierReport, measure, rows
+from diffbit.apps.outliers.plot import plot_outliers
 from diffbit.apps.outliers.statistics import RANKS, Summary
 from diffbit.apps.variants.mixers import mamba
 from diffbit.calib_data import Windows
@@ -76,7 +78,7 @@ def close(summary: Summary, values: np.ndarray) -> None:
     assert summary.kurtosis == pytest.approx(exact["kurtosis"], rel=1e-3)
 
 
-def test_layer_without_attention_has_no_logits() -> None:
+def test_layer_without_attention_has_no_logits(tmp_path: Path) -> None:
     config = model("diff_v1").config
     memory = replace(config.layers[0], mixer=mamba.Options(inner_size=16, state_size=4, conv_width=4, dt_rank=2))
     decoder = Decoder(replace(config, layers=(memory, *config.layers[1:])))
@@ -84,8 +86,12 @@ def test_layer_without_attention_has_no_logits() -> None:
     assert [summary.layer for summary in report.attention_logits.layers] == [1, 2]
     assert [row["logits_max"] is None for row in report.layer_rows()] == [True, False, False]
     assert [row["layer"] for row in report.layer_rows()] == [0, 1, 2]
-    with pytest.raises(DiffbitError, match="m: no layer has attention, so there are no attention logits to measure"):
-        measure(Decoder(replace(config, layers=(memory, memory))), text(), name="m")
+    alone = measure(Decoder(replace(config, layers=(memory, memory))), text(), name="m")
+    assert alone.attention_logits is None and len(alone.hidden_states.layers) == 2
+    assert [row["activations"] for row in rows([report, alone])] == ["attention logits", *2 * ["hidden states"]]
+    assert [row["logits_max"] for row in alone.layer_rows()] == [None, None]
+    plot_outliers([report.to_dict(), alone.to_dict()], tmp_path / "both.svg")
+    plot_outliers([alone.to_dict()], tmp_path / "alone.svg")
 
 
 @pytest.mark.parametrize("attention", ["softmax", "diff_v1", "diff_v2"])

@@ -89,7 +89,7 @@ def test_train_config_takes_changes(tmp_path: Path, trained: Callable[[str], Pat
         train_config("nano", init=str(quantized))
     for arguments, sentence in {
         ("huge", "softmax"): "choose one of pico, tiny, yoco, nano",
-        ("tiny", "linear"): "choose one of .*diff_v1",
+        ("tiny", "linear"): "attention is 'linear', wanted one of .*diff_v1",
     }.items():
         with pytest.raises(DiffbitError, match=sentence):
             model_config(*arguments)

@@ -1,0 +1,254 @@
+"""Which attention survives low bits? The table and the plot of docs/variants.md.
+
+    python benchmarks/variants.py --work DIR --markdown     # trains and measures what DIR lacks, and renews the page
+    python benchmarks/variants.py --work DIR --quick        # pico, two variants, short runs: does everything run?
+
+Every attention that `diffbit train` knows, in models of one preset with equal numbers of parameters, from several
+seeds; runs of one seed see the same batches in the same order. Each model is then rounded: weights by rtn and GPTQ,
+keys and values, attention logits. Intervals are over training runs, each rounded REPEATS times. Speed is that of a
+model of the same sizes with random weights and a long context, on ONNX Runtime, with one thread.
+
+A variant's numbers are in DIR/PRESET-NAME.json as soon as it has been measured; an interrupted run goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from accuracy import texts
+from machine import describe
+from report import (
+    Row,
+    add_outputs,
+    command_line,
+    increase,
+    interval,
+    say,
+    table,
+    write_json,
+    write_outputs,
+)  # fmt: skip
+from runs import QUICK, losses, over_runs, train
+
+from diffbit.apps.evaluate.compare import compare
+from diffbit.apps.outliers.activations import measure
+from diffbit.export import export_artifact
+from diffbit.io.drawing import drawn
+from diffbit.io.errors import DiffbitError
+from diffbit.io.files import read_json
+from diffbit.io.progress import set_quiet, track
+from diffbit.models import Checkpoint, Decoder, ModelConfig, load, num_parameters, save, variants
+from diffbit.models.attention import AttentionOptions
+from diffbit.quantize import AttentionScheme, Scheme, sizes
+from diffbit.runtime import bench
+
+MLP = {"crate": "ista"}  # CRATE's layer is its attention and a step of ISTA
+KAN = "softmax-kan"
+REPEATS = 2
+ROUNDED = {"weights": ("4", "3", "2"), "kv": ("8", "4", "2"), "logits": ("4",)}
+METHODS = ("rtn", "gptq")
+CONTEXTS = 128, 4096
+NEW_TOKENS = 32
+
+
+def options(name: str) -> list[str]:
+    """Arguments of `diffbit train`."""
+    if name == KAN:
+        return ["--mlp", "kan"]
+    return ["--mlp", MLP[name]] if name in MLP else []
+
+
+def low_bits(paths: Sequence[Path], name: str, quick: bool) -> list[Row]:
+    """Results of `diffbit compare`, over runs; a variant without keys and values, or logits, has none for these."""
+    windows, calibration = texts([Checkpoint(path) for path in paths], quick, REPEATS)
+    config = Checkpoint(paths[0]).config
+    cached = cache(config)
+    there = {"weights": True, "kv": cached["int8"] != cached["float"], "logits": has_attention(config)}
+    rows: list[Row] = []
+    for what, bits in ROUNDED.items():
+        if not there[what]:
+            continue
+        try:
+            comparison = compare(
+                paths, windows, bits[-1:] if quick else bits, [what], METHODS, calibration=calibration,
+                repeats=REPEATS, names=[name], runs=len(paths),
+            )  # fmt: skip
+        except DiffbitError as error:
+            say(variant=name, skipped=what, reason=str(error))
+            continue
+        rows += [row for row in comparison.to_dict()["results"] if row["what"] != "none"]
+    return rows
+
+
+def has_attention(config: ModelConfig) -> bool:
+    return any(isinstance(layer.mixer, AttentionOptions) for layer in config.layers)
+
+
+def cache(config: ModelConfig) -> Row:
+    """{format: [bytes that a token adds to the cache, bytes of states of fixed size]}; None: not for this variant."""
+    by_format: Row = {}
+    for format in ("float", "int8", "int4"):
+        low = {} if format == "float" else {"keys": format, "values": format}
+        try:
+            scheme = Scheme(attention=AttentionScheme(**low))
+            scheme.attention.check(config)
+            total = sizes(config, scheme)
+            by_format[format] = [total.kv_bytes_per_1k_tokens / 1000, total.kv_fixed_bytes]
+        except DiffbitError:
+            by_format[format] = None
+    return by_format
+
+
+def speed(config: ModelConfig, tokenizer: Path, contexts: Sequence[int]) -> Row:
+    """{context: tokens per second of decoding after so many tokens}, one thread."""
+    longest = replace(config, max_position=max(contexts) + NEW_TOKENS)
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        save(Decoder(longest), Path(folder, "model"), tokenizer_from=tokenizer)
+        artifact = export_artifact(Path(folder, "model"), Path(folder, "artifact"))
+        rows = {context: bench(artifact, context, NEW_TOKENS, 3, threads=1) for context in contexts}
+    return {str(context): row["decode_tokens_per_s"] for context, row in rows.items()}
+
+
+def measured(work: Path, preset: str, name: str, paths: Sequence[Path], quick: bool) -> Row:
+    """A variant's numbers, from its file if it has been measured."""
+    file = work / f"{preset}-{name}.json"
+    about = {"seeds": len(paths), "log": [read_json(path / "training.json")["result"] for path in paths]}
+    if file.is_file() and (known := read_json(file))["about"] == about:
+        return known
+    checkpoint = Checkpoint(paths[0])
+    windows, _ = texts([checkpoint], quick, 1)
+    reports = [measure(load(path), windows, name=name) for path in paths]
+    row = {
+        "name": name,
+        "about": about,
+        "parameters": num_parameters(checkpoint.config),
+        "losses": list(losses(paths)),
+        "low_bits": low_bits(paths, name, quick),
+        "cache": cache(checkpoint.config),
+        "hidden": {
+            "kurtosis": [report.hidden_states.kurtosis for report in reports],
+            "max": [report.hidden_states.max for report in reports],
+        },
+        "logits": [report.attention_logits.max for report in reports if report.attention_logits is not None],
+        "speed": speed(checkpoint.config, paths[0], CONTEXTS[:1] if quick else CONTEXTS),
+    }
+    write_json(file, row)
+    return row
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+def losses_table(rows: Sequence[Row]) -> str:
+    """Held-out loss, and what rounding adds to perplexity."""
+    keys = list(dict.fromkeys((r["what"], r["format"], r["method"]) for row in rows for r in row["low_bits"]))
+    lines = []
+    for row in rows:
+        ratios = {(r["what"], r["format"], r["method"]): r["ratio"] for r in row["low_bits"]}
+        loss = interval(over_runs(np.array(row["losses"])), "{:.3f}".format)
+        lines.append([row["name"], f"{row['parameters']:,}", loss, *(increase(ratios.get(key)) or "–" for key in keys)])
+    header = [" ".join(part for part in key if part not in ("none", "weights")) for key in keys]
+    return table(["attention", "parameters", "loss, nats", *header], lines)
+
+
+def device_table(rows: Sequence[Row]) -> str:
+    """Cache, outliers and speed."""
+
+    def cached(pair: list[float] | None) -> str:
+        if pair is None:
+            return "–"
+        tokens, fixed = pair
+        parts = [f"{tokens:,.0f}"] * bool(tokens) + [f"{fixed / 1024:,.0f} KiB in all"] * bool(fixed)
+        return " + ".join(parts) or "0"
+
+    contexts = list(rows[0]["speed"])
+    lines = []
+    for row in rows:
+        largest = [max(values) if values else None for values in (row["hidden"]["kurtosis"], row["hidden"]["max"])]
+        outliers = [*(f"{value:.1f}" for value in largest), f"{max(row['logits']):.1f}" if row["logits"] else "–"]
+        speeds = [f"{row['speed'][context]:,.0f}" for context in contexts]
+        lines.append([row["name"], *(cached(pair) for pair in row["cache"].values()), *outliers, *speeds])
+    formats = [f"bytes a token, {format}" for format in rows[0]["cache"]]
+    numbers = "hidden states: kurtosis", "largest", "logits: largest"
+    return table(["attention", *formats, *numbers, *(f"tokens/s after {context}" for context in contexts)], lines)
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """What the lowest bits add to perplexity, by variant, GPTQ; whiskers: 95 % over training runs."""
+    with drawn(path) as (axes,):
+        for index, format in enumerate(dict.fromkeys(r["format"] for row in rows for r in row["low_bits"])):
+            pairs = [
+                (place, r["ratio"])
+                for place, row in enumerate(rows)
+                for r in row["low_bits"]
+                if (r["what"], r["format"], r["method"]) == ("weights", format, "gptq")
+            ]
+            if not pairs:
+                continue
+            places, ratios = zip(*pairs, strict=True)
+            values = [100 * (ratio["value"] - 1) for ratio in ratios]
+            ends = [[100 * abs(ratio[end] - ratio["value"]) for ratio in ratios] for end in ("low", "high")]
+            shifted = [place + 0.15 * (index - 1) for place in places]
+            axes.errorbar(shifted, values, yerr=ends, fmt="o", capsize=3, label=f"{format}, GPTQ")
+        axes.set_yscale("log")
+        axes.set_xticks(range(len(rows)), [row["name"] for row in rows], rotation=40, ha="right")
+        axes.set_ylabel("increase of perplexity, %")
+        axes.legend()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, metavar="DIR", help="folder of the trained models")
+    parser.add_argument("--preset", default="tiny", help="model size and recipe (default: %(default)s)")
+    parser.add_argument("--only", help="names of variants, separated by commas (default: all)")
+    parser.add_argument("--seeds", type=int, default=3, help="training runs of each (default: %(default)s)")
+    parser.add_argument("--steps", type=int, help="of training; default: the preset's")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs trained at once (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="pico, two variants, two runs of 8 steps")
+    add_outputs(parser, "variants.md")
+    arguments = parser.parse_args()
+    set_quiet(arguments.quick)
+
+    preset, seeds = ("pico", 2) if arguments.quick else (arguments.preset, arguments.seeds)
+    names = [*variants(), KAN] if arguments.only is None else arguments.only.split(",")
+    names = ["softmax", "retention"] if arguments.quick else sorted(names, key=lambda name: name != "softmax")
+    steps = ["--steps", str(arguments.steps)] if arguments.steps else []
+    steps = QUICK if arguments.quick else steps
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        tasks = {
+            (name, seed): pool.submit(
+                train, arguments.work, preset, name.partition("-")[0], seed, [*options(name), *steps], name
+            )
+            for seed in range(seeds)
+            for name in names
+        }
+        paths = {key: task.result() for key, task in track(list(tasks.items()), "training")}
+    torch.set_num_threads(1)
+    rows = [
+        measured(arguments.work, preset, name, [paths[name, seed] for seed in range(seeds)], arguments.quick)
+        for name in track(names, "measuring")
+    ]
+    length = f"{arguments.steps} steps" if arguments.steps else "its own number of steps"
+    about = (
+        f"{describe()}. Preset {preset}, {length}; {seeds} runs of each, {REPEATS} roundings of each run. "
+        f"`{command_line('variants.py', sys.argv[1:])}`"
+    )
+    tables = {"losses": f"{about}\n\n{losses_table(rows)}", "device": device_table(rows)}
+    print("\n\n".join(tables.values()))
+    if arguments.markdown:
+        plot(rows, arguments.markdown.with_suffix(".svg"))
+    write_outputs(arguments, rows, tables)
+
+
+if __name__ == "__main__":
+    main()
