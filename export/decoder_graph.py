@@ -33,10 +33,11 @@ from torch import Tensor, nn
 from ..formats import QTensor, QuantLinear
 from ..formats.base import StoredWeight
 from ..models import Block, ModelConfig, rope_tables
-from ..models.graph import GROUP_QUERY_MULTIPLE, Cache, Heads
-from ..ops import diff_attention, diff_attention_body, float_matmul
+from ..models.graph import GROUP_QUERY_MULTIPLE, Cache, Change, Heads
+from ..ops import diff_attention_body, float_matmul
 from ..ops.body import END
 from ..ops.cache import Buffer, CacheSpec, tokens_each
+from ..ops.diff_attention import Signature
 from ..ops.kv_cache import BLOCK
 from ..quantize import AttentionScheme
 from ..quantize.device_cache import operator
@@ -174,11 +175,12 @@ class DecoderGraph(OnnxGraph):
         lambda_: ir.Value | None,
         past: Cache,
         heads: Heads,
+        change: Change | None = None,
     ) -> tuple[ir.Value, Cache]:
         branches, appends = 1 if lambda_ is None else 2, key is not None
         signature = operator(self.scheme, branches, heads.noise_ratio, heads.sliding_window, appends)
         simple = appends and heads.rope and not (self.low_bit or self._rings)
-        grouped = branches == 1 and simple and not heads.head_dim % GROUP_QUERY_MULTIPLE
+        grouped = branches == 1 and simple and not change and not heads.head_dim % GROUP_QUERY_MULTIPLE
         past_length = self.past_length
         if not appends:  # queries may be only the last of the new tokens
             past_length = self.op("Sub", [self._total, self.op("Shape", [query], start=1, end=2)])
@@ -195,11 +197,12 @@ class DecoderGraph(OnnxGraph):
             "attention_mask": self.attention_mask,
         }
         values |= {f"past_{name}": buffer for name, buffer in past.items()}
+        op, more = change or (diff_attention_body, ())
         outputs = self.customs(
-            diff_attention,
-            [values.get(name) for name in signature.inputs],
+            op,
+            [*(values.get(name) for name in signature.inputs), *more],
             len(signature.outputs),
-            lambda name: diff_attention_body.function(signature, grouped, name),
+            lambda name: op.function(signature, grouped, name),
             of=(signature, grouped),
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
@@ -217,7 +220,7 @@ class DecoderGraph(OnnxGraph):
                 value.name = ""  # marks an omitted output in ONNX
         return by_name["out"], {name: by_name[f"present_{name}"] for name in past} if appends else {}
 
-    def attention_inputs(self, past: Cache, heads: Heads, branches: int) -> tuple[diff_attention.Signature, int, Cache]:
+    def attention_inputs(self, past: Cache, heads: Heads, branches: int) -> tuple[Signature, int, Cache]:
         position_ids, cos, sin = self._rope(heads)
         values = {"past_length": self.past_length, "position_ids": position_ids, "cos": cos, "sin": sin}
         values |= {"attention_mask": self.attention_mask, **{f"past_{name}": buffer for name, buffer in past.items()}}

@@ -38,7 +38,7 @@ from ..formats import QTensor, QuantLinear
 from ..formats.base import MICROSOFT, Blocks
 from ..models import ModelConfig
 from ..models.attention._attention import AttentionOptions
-from ..models.graph import GROUP_QUERY_MULTIPLE, Cache, Heads
+from ..models.graph import GROUP_QUERY_MULTIPLE, Cache, Change, Heads
 from ..ops.cache import Buffer, CacheSpec
 from ..quantize import AttentionScheme
 from ..quantize.device_cache import cache_spec
@@ -53,6 +53,7 @@ def grouped(config: ModelConfig, scheme: AttentionScheme) -> bool:
     mixers = [layer.mixer for layer in config.layers]
     attentions = [mixer for mixer in mixers if isinstance(mixer, AttentionOptions)]
     simple = all(not (mixer.sliding_window or mixer.head_dim % GROUP_QUERY_MULTIPLE) for mixer in attentions)
+    simple = simple and all(mixer.in_place != "never" for mixer in attentions)  # those with a Change
     return simple and not scheme.is_low_bit and all(mixer.reads is None for mixer in mixers)
 
 
@@ -168,10 +169,11 @@ class WebGPUGraph(DecoderGraph):
         lambda_: ir.Value | None,
         past: Cache,
         heads: Heads,
+        change: Change | None = None,
     ) -> tuple[ir.Value, Cache]:
         wide, ratio = heads.wide_value, heads.noise_ratio
         if key is None or not grouped(self.config, self.scheme) or bool(wide) != (lambda_ is not None):
-            return super().attention(query, key, value, lambda_, past, heads)
+            return super().attention(query, key, value, lambda_, past, heads, change)
         query, key = self._rotated(query, heads), self._rotated(key, heads)
         softmaxes = heads.num_heads + wide * heads.num_heads // ratio
         if wide:

@@ -153,7 +153,7 @@ class ModelConfig:
         if "norm_eps" in names:
             choices["norm_eps"] = norm_eps if head_norm else 0.0
         if without := [name for name, value in choices.items() if value and name not in names]:
-            raise DiffbitError(f"{without[0]} is {choices[without[0]]}, but {attention} has no such option")
+            raise DiffbitError(f"{without[0]} is {choices[without[0]]}, but {attention} has no such option; omit it")
         mixer = options(**{name: x for name, x in (counts | choices).items() if name in names and x is not None})
         layer = LayerSpec(mixer, gated, sub_norms, norms)
         return cls(layers=(layer,) * num_layers, norm_eps=norm_eps, **others)

@@ -26,6 +26,7 @@ Cache = dict[str, Value]  # a layer's cache, by the names of its buffers
 
 GROUP_QUERY_MULTIPLE = 8  # ONNX Runtime's GroupQueryAttention takes heads whose width is a multiple of this
 
+Change: TypeAlias = "tuple[Any, Sequence[Value]]"  # in place of the module ops/diff_attention_body.py; further inputs
 Attribute = int | float | str | Sequence[int] | Sequence[float]
 
 
@@ -154,6 +155,7 @@ class Graph(Builder, Protocol):
         lambda_: ir.Value | None,
         past: Cache,
         heads: Heads,
+        change: Change | None = None,
     ) -> tuple[ir.Value, Cache]:
         """Add attention of heads that are not yet rotated; returns its output and the cache with the new tokens.
 

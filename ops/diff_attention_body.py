@@ -56,11 +56,11 @@ def function(of: Signature = Signature(), grouped: bool = False, name: str | Non
 
 def body(of: Signature, op: Nodes) -> list[Value]:
     """Write the nodes of the function for a signature; returns its declared outputs."""
-    attention = _DiffAttention(of, op)
+    attention = AttentionBody(of, op)
     return [attention.outputs[name] for name in of.declared_outputs]
 
 
-class _DiffAttention(CacheBody):
+class AttentionBody(CacheBody):
     def __init__(self, of: Signature, op: Nodes) -> None:
         super().__init__(of, op)
         for dim in (1, -1):  # many nodes share them; an artifact has them first

@@ -63,7 +63,7 @@ def buffers(
         dim = TOKENS if block == 1 else f"{TOKENS}/{block}"
         return f"{dim}%{ring_rows(sliding_window, BITS[format]) // block}" if sliding_window else dim
 
-    if scheme.is_low_bit:
+    if scheme.is_low_bit and in_place != "never":
         in_place = "native"
     formats = {"key": scheme.key_format, "value": scheme.value_format}
     rows: list[tuple[str, str, tuple[int | str, ...]]] = []

@@ -49,7 +49,7 @@ LONG_SOURCES = {
 }
 # The core's lines of Python, and each app's: at most
 MOST_OF_THE_CORE, MOST_OF_AN_APP = 21_000, 2_000
-LONG_APPS = {"train": 2_100}  # 351 lines are Triton kernels, which go if a GPU does not show that they are faster
+LONG_APPS: dict[str, int] = {}
 MOST_NAMES = 25  # in a face
 MOST_FLOORS = 7
 WIDE_FACES: dict[str, int] = {}

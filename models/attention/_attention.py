@@ -18,7 +18,7 @@ from ...io.errors import DiffbitError
 from ...io.fields import NotNegative, bounds
 from ...ops.cache import TOKENS, Buffer
 from ...ops.diff_attention_reference import in_pairs
-from ..graph import Cache, Graph, Heads, Value
+from ..graph import Cache, Change, Graph, Heads, Value
 from ..layers.arithmetic import Arithmetic, LogitsHook, attend, explicit_softmax
 from ..layers.masks import within
 from ..layers.norm import RMSNorm
@@ -223,13 +223,13 @@ class Attention(Mixer):
         return query, self._onnx_normed(g, key, self.k_norm, "k_norm"), value
 
     def onnx_attention(
-        self, g: Graph, x: Value, lambda_: Value | None, past: Cache, heads: Heads
+        self, g: Graph, x: Value, lambda_: Value | None, past: Cache, heads: Heads, change: Change | None = None
     ) -> tuple[Value, Cache]:
         """Add Graph.attention of x with these heads, and with the layer's own or another layer's keys and values."""
         projected = self.onnx_projected(g, x)
         source = past if self.keys_of is None else g.carried[self.keys_of]
         heads = replace(heads, rope=self.rope, local_rope=self.local_rope, sliding_window=self.sliding_window)
-        out, present = g.attention(*projected, lambda_, source, heads)
+        out, present = g.attention(*projected, lambda_, source, heads, change)
         if self.gives:
             g.carried[self.layer_index] = present
         return out, present
@@ -247,19 +247,23 @@ class Attention(Mixer):
         real = None if mask is None or self.arithmetic is None else mask[:, 0].any(1)  # [B, T]
         if mask is not None and real is not None and not real.all():
             return self._branches_of_rows(query, key, value, mask, real)
-        mask = within(mask, query.shape[2], key.shape[2], self.sliding_window, query.device)
+        visible = within(mask, query.shape[2], key.shape[2], self.sliding_window, query.device)
         keys, value = self.by_branch(key, value)
         count = len(keys)
         if self.explicit:
             arithmetic = self.arithmetic or Arithmetic()
             parts = [self.logits(arithmetic, query[:, i::count], keys[i], i) for i in range(count)]
             logits = torch.stack(parts, dim=2).flatten(1, 2)  # the hook sees those of all sub-heads at once
-            probabilities = explicit_softmax(logits, mask, self.logits_hook)  # [B, softmaxes, S, T]
+            probabilities = self.probabilities(logits, mask, visible)
             return [arithmetic.mix(probabilities[:, i::count], value, self.cached_width) for i in range(count)]
         if keys[0] is keys[-1]:  # one call for all branches
-            out = attend(query, keys[0], value, mask, self.scale)
+            out = attend(query, keys[0], value, visible, self.scale)
             return [out[:, i::count] for i in range(count)]
-        return [attend(query[:, i::count], keys[i], value, mask, self.scale) for i in range(count)]
+        return [attend(query[:, i::count], keys[i], value, visible, self.scale) for i in range(count)]
+
+    def probabilities(self, logits: Tensor, mask: Tensor | None, visible: Tensor | None) -> Tensor:
+        """Return softmax(logits) [B, softmaxes, S, T]. visible: the mask within the window. A variant may change it."""
+        return explicit_softmax(logits, visible, self.logits_hook)
 
     def logits(self, arithmetic: Arithmetic, query: Tensor, key: Tensor, branch: int) -> Tensor:
         """Return the scaled logits [B, H, S, T] of a branch of the explicit form."""

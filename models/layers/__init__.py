@@ -1,12 +1,12 @@
 """Building blocks of layers: attention's products, masks, norms, RoPE, and states between calls."""
 
-from .arithmetic import Arithmetic, LogitsHook
-from .masks import real_tokens
+from .arithmetic import Arithmetic, LogitsHook, explicit_softmax
+from .masks import real_tokens, within
 from .norm import LayerNorm, RMSNorm
 from .rope import Rope, apply_rope
 from .state import Carried, NoState, State
 
 __all__ = [
     "Arithmetic", "Carried", "LayerNorm", "LogitsHook", "NoState", "RMSNorm", "Rope", "State", "apply_rope",
-    "real_tokens",
+    "explicit_softmax", "real_tokens", "within",
 ]  # fmt: skip

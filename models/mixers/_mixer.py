@@ -135,8 +135,8 @@ class MixerOptions(ABC):
 
     @staticmethod
     def equal_heads(pairs: int) -> tuple[int, int] | None:
-        """Return (num_heads, num_kv_heads) of a model of the same size as diff_v1 with `pairs` pairs of heads. None: the
-        mixer does not take attention's place in every layer."""
+        """Return (num_heads, num_kv_heads) of a model of the same size as diff_v1 with `pairs` pairs of heads; None if
+        the mixer does not take attention's place in every layer."""
         return None
 
     @staticmethod

@@ -14,22 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ....io.fields import Count
-from ....models.mixers import (
-    TOKENS,
-    Buffer,
-    Cache,
-    Carried,
-    Graph,
-    KVBuffers,
-    Mixer,
-    MixerOptions,
-    NoState,
-    Operations,
-    Place,
-    Rope,
-    State,
-    Value,
-)
+from ....models.layers import Carried, NoState, Rope, State
+from ....models.mixers import TOKENS, Buffer, Cache, Graph, KVBuffers, Mixer, MixerOptions, Operations, Place, Value
 
 
 @dataclass(frozen=True)

@@ -20,22 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ....io.fields import Count, bounds
-from ....models.mixers import (
-    TOKENS,
-    Buffer,
-    Cache,
-    Carried,
-    Graph,
-    KVBuffers,
-    Mixer,
-    MixerOptions,
-    Operations,
-    Place,
-    Rope,
-    State,
-    Value,
-    real_tokens,
-)
+from ....models.layers import Carried, Rope, State, real_tokens
+from ....models.mixers import TOKENS, Buffer, Cache, Graph, KVBuffers, Mixer, MixerOptions, Operations, Place, Value
 from ....ops import causal_conv, selective_scan
 
 

@@ -31,22 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....io.fields import Count, Rule
-from ....models.mixers import (
-    Buffer,
-    Cache,
-    Carried,
-    Graph,
-    KVBuffers,
-    Mixer,
-    MixerOptions,
-    Operations,
-    Place,
-    Rope,
-    State,
-    Value,
-    apply_rope,
-    real_tokens,
-)
+from ....models.layers import Carried, Rope, State, apply_rope, real_tokens
+from ....models.mixers import Buffer, Cache, Graph, KVBuffers, Mixer, MixerOptions, Operations, Place, Value
 
 NORM_EPS = 1e-5
 

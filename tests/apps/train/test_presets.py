@@ -20,7 +20,8 @@ def test_variants_of_a_preset_are_of_equal_size() -> None:
         reference = table[preset, "softmax"]["parameters"]
         for attention in variants():
             row = table[preset, attention]
-            bound = 0.03 if attention == "ttt" else 0.01  # its initial state has (d + 1) d numbers per head
+            # ttt's initial state has (d + 1) d numbers per head, dcmha weights of the composition
+            bound = {"ttt": 0.03, "dcmha": 0.07}.get(attention, 0.01)
             assert abs(row["parameters"] - reference) <= bound * reference
             same = ("hidden_size", "num_layers", "head_dim", "vocab_size", "context")
             assert [row[key] for key in same] == [table[preset, "softmax"][key] for key in same]

@@ -3,7 +3,7 @@ norms of all queries and all keys of a token; read only."""
 
 from __future__ import annotations
 
-from ._huggingface import HuggingFace
+from ....models.families import HuggingFace
 
 FAMILIES = (
     HuggingFace(

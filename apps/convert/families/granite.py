@@ -14,10 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...io.fields import Positive, get
-from ..config import ModelConfig
-from ._family import Stored
-from ._huggingface import HuggingFace, attention_of
+from ....io.fields import Positive, get
+from ....models import ModelConfig
+from ....models.families import HuggingFace, Stored, attention_of
 
 
 @dataclass(frozen=True)
