@@ -161,7 +161,7 @@ def test_artifact_matches_torch(attention: str, cache: str, tmp_path: Path) -> N
         source = tmp_path / "q"
     artifact = export_artifact(source, tmp_path / "onnx")
     assert verify(artifact).passed
-    ids = torch.arange(104)[None] * 7 % 61
+    ids = torch.arange(104)[None] * 13 % 61  # in which no last bit moves a number to the next int8 code
     with torch.inference_mode():
         wanted = reference_model(source)(ids)[0]
     session = Session(artifact)
@@ -169,8 +169,8 @@ def test_artifact_matches_torch(attention: str, cache: str, tmp_path: Path) -> N
     assert {name.partition("_")[0] for name in shapes} == {"key", "latent"}
     steps = [session.prefill(ids[:, :90].numpy()), *(session.step(ids[:, i : i + 1].numpy()) for i in range(90, 104))]
     errors = relative_error(np.concatenate(steps), wanted[89:])
-    # a last bit may round to another code, or to another float16 number in the residual window
-    assert errors.max() < (1e-4 if cache == "float" else 1e-3)
+    # elsewhere a last bit moves a query to another code, or a token to another float16 number in the residual window
+    assert errors.max() < (1e-4 if cache in ("float", "int8") else 1e-3)
 
 
 @pytest.mark.parametrize("target", ["cpu", "webgpu"])
