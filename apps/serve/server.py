@@ -26,7 +26,7 @@ from ...io.fields import shown
 from .engine import Counts
 from .openai_api import Answers, Refused, Served, read_request
 
-MOST_BYTES = 4 << 20  # of a request
+MOST_BYTES, BODY_SECONDS = 4 << 20, 60.0  # of a request
 GONE = 499, "the client disconnected"
 Answer = Callable[[Request], Awaitable[Response]]
 
@@ -58,6 +58,7 @@ class Server:
         api_key: str | None = None,
         most_bytes: int = MOST_BYTES,
         *,
+        body_seconds: float = BODY_SECONDS,
         hosts: Sequence[str] = (),
         origins: Sequence[str] = (),
     ) -> None:
@@ -65,7 +66,7 @@ class Server:
         if len(self.models) < len(models):
             names = ", ".join(model.name for model in models)
             raise DiffbitError(f"two artifacts have the same name ({names}); rename a folder")
-        self._api_key, self._most_bytes = api_key, most_bytes
+        self._api_key, self._most_bytes, self._body_seconds = api_key, most_bytes, body_seconds
         self._hosts, self._origins = {"localhost", *(host.lower() for host in hosts)}, tuple(origins)
 
     def application(self) -> Starlette:
@@ -130,11 +131,14 @@ class Server:
     async def _body(self, http: Request) -> object:
         data = b""
         try:
-            async for part in http.stream():
-                data += part
-                if len(data) > self._most_bytes:
-                    raise Refused(413, f"the request is longer than {self._most_bytes:,} bytes")
+            async with asyncio.timeout(self._body_seconds):
+                async for part in http.stream():
+                    data += part
+                    if len(data) > self._most_bytes:
+                        raise Refused(413, f"the request is longer than {self._most_bytes:,} bytes")
             return json.loads(data)
+        except TimeoutError:
+            raise Refused(408, f"the body has not arrived within {self._body_seconds:g} seconds") from None
         except ClientDisconnect:
             raise Refused(*GONE) from None
         except (ValueError, RecursionError) as error:

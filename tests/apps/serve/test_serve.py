@@ -466,6 +466,23 @@ def test_web_pages_cannot_use_the_server(address: str, headers: dict[str, str], 
         assert post(address, "/v1/models", None, **headers)[0] == status
 
 
+def test_a_body_that_does_not_arrive_is_given_up(artifacts: dict[str, Path]) -> None:
+    model = Served(Artifact.open(artifacts["diff"]), SessionOptions(threads=1), rows=1, queue=1)
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+    asyncio.run(Server([model], body_seconds=0.01).application()(scope, receive, send))
+    model.engine.close()
+    assert sent[0]["status"] == 408 and b"has not arrived" in sent[1]["body"]
+
+
 def test_names_and_origins_can_be_allowed(artifacts: dict[str, Path]) -> None:
     model = Served(Artifact.open(artifacts["diff"]), SessionOptions(threads=1), rows=1, queue=1)
     with TestClient(Server([model], hosts=["Box.lan"], origins=["https://a.example"]).application()) as client:
