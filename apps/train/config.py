@@ -12,7 +12,6 @@ from ...models import ModelConfig
 from ...quantize import Scheme
 
 SCHEDULES = ("cosine", "two_stage")
-OPTIMIZERS = ("adamw", "adamw8bit")
 AtLeast0 = Annotated[int, bounds(0)]
 Share = Annotated[float, bounds(0, 1, "a share, 0 to 1")]
 LambdaBias = Annotated[float, bounds(-100, 100)]
@@ -34,7 +33,7 @@ class TrainConfig:
     learning_rate: Positive = 3e-3  # the highest, reached after `warmup` steps; then the schedule lowers it
     warmup: AtLeast0 = 50
     weight_decay: NotNegative = 0.1  # of matrices; norms and lambda vectors have none
-    optimizer: Annotated[str, one_of(*OPTIMIZERS)] = "adamw"  # or "adamw8bit": 8-bit moments, from bitsandbytes
+    optimizer: Annotated[str, one_of("adamw", "adamw8bit")] = "adamw"  # adamw8bit: 8-bit moments (bitsandbytes)
     clip: Positive = 1.0  # maximum norm of the gradient
     source: str = "stdlib"  # of the text (calib_data.load_text)
     field: str = "text"
@@ -92,8 +91,7 @@ class TrainConfig:
 
     def differences(self, other: dict[str, Any]) -> list[str]:
         """Names of the options that change the result and differ from `other`, the `to_dict()` of another run."""
-        ours = self.to_dict()
-        free = {"device", "compile", "checkpoint_every"}
+        ours, free = self.to_dict(), {"device", "compile", "checkpoint_every"}
         return [  # runs of earlier versions lack newer options; these had their defaults
             field.name
             for field in fields(self)

@@ -1,4 +1,4 @@
-"""The rows of training text and their order, which depend only on text, length and seed.
+"""The tokenizer of a run; the rows of training text and their order, which depend only on text, length and seed.
 
 The documents form one stream of tokens, `eos d1 eos d2 ... eos`. An epoch cuts it into rows of length + 1 tokens. Each
 row begins with the last token of the previous row, so every token is predicted once. Each epoch draws a new start for
@@ -15,10 +15,13 @@ where it stopped.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
-from ...calib_data import VALUE, Needles
+from ...calib_data import VALUE, Corpus, Needles, load_tokenizer, train_tokenizer
 from ...io.errors import DiffbitError
+from .config import TrainConfig
 
 
 class TrainingRows:
@@ -71,3 +74,24 @@ class TrainingRows:
             self._starts = offset + self.length * generator.permutation(self.per_epoch)
             self._epoch = epoch
         return int(self._starts[index])
+
+
+def prepare_tokenizer(config: TrainConfig, text: Corpus, folder: Path) -> None:
+    """Save the run's tokenizer in `folder`: the given one, or one trained on the text. Raises DiffbitError for one that
+    does not fit the vocabulary."""
+    vocab_size = config.model.vocab_size
+    if config.tokenizer is None:
+        size = train_tokenizer(text.documents, vocab_size, folder).vocab_size
+        if size < vocab_size:
+            raise DiffbitError(
+                f"{config.source}: too little text for a vocabulary of {vocab_size} ids, it is enough for {size}; "
+                "use more text or a smaller vocabulary"
+            )
+        return
+    tokenizer = load_tokenizer(config.tokenizer)
+    if tokenizer.vocab_size > vocab_size:
+        raise DiffbitError(
+            f"{config.tokenizer}: the tokenizer has {tokenizer.vocab_size} ids, more than the model's vocabulary of "
+            f"{vocab_size}; set the model's vocabulary to that size"
+        )
+    tokenizer.save(folder)

@@ -168,17 +168,14 @@ def train_config(
         )
     if context is not None:
         model = replace(model, max_position=context)
-    warmup = size.warmup
-    if "steps" in changes:  # a short run warms up for at most a tenth of it
-        warmup = min(warmup, max(1, changes["steps"] // 10))
+    warmup = min(size.warmup, max(1, changes.get("steps", size.steps) // 10))  # at most a tenth of a short run
     options: dict[str, Any] = {
         "steps": size.steps, "length": model.max_position, "batch_size": size.batch_size,
         "accumulate": size.accumulate, "learning_rate": rate, "schedule": schedule, "warmup": warmup,
     }  # fmt: skip
     if head_norm == "learned":
-        options |= (
-            {"head_gain": 1.0} if init is not None else dict.fromkeys(("head_gain", "o_proj_init"), size.head_gain)
-        )
+        of_new_model = {"head_gain": size.head_gain, "o_proj_init": size.head_gain}
+        options |= of_new_model if init is None else {"head_gain": 1.0}
     return TrainConfig(model=model, init=init, **options | changes)
 
 

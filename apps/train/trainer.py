@@ -11,6 +11,7 @@ Files in `out`, the folder of a run:
                          lambda            with diff_v1: one number per layer
                          answer_loss       loss on the tokens of needles' answers, if the batch has any
                          distill_loss      with a teacher (distill.py): its loss, which `loss` does not include
+                         auxiliary_loss    of mixers that have one (Mixer.auxiliary_loss); `loss` does not include it
                          flips, zeros      with qat: fraction of the quantized weights whose code the update changed,
                                            and whose code is 0
     loss.png         plot of these losses
@@ -41,17 +42,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from ...calib_data import (
-    Corpus,
-    Needles,
-    TextTokenizer,
-    Windows,
-    load_text,
-    load_tokenizer,
-    stream,
-    train_tokenizer,
-    windows,
-)  # fmt: skip
+from ...calib_data import Corpus, Needles, TextTokenizer, Windows, load_text, load_tokenizer, stream, windows
 from ...io.drawing import require_matplotlib
 from ...io.errors import DiffbitError, MissingDependency
 from ...io.files import check_apart, locked, write_json
@@ -60,9 +51,10 @@ from ...io.progress import track
 from ...models import Checkpoint, Decoder, load
 from ...models.attention import Attention
 from ...models.checkpoint import shapes
+from ...models.mixers import Mixer
 from .checkpoint import FOLDER, last_checkpoint, read_training, restore, save_checkpoint
 from .config import TrainConfig
-from .data import TrainingRows
+from .data import TrainingRows, prepare_tokenizer
 from .distill import Teacher, distillation_loss
 from .folder import LOG, begin_run, check_folder, log_state, place_model, plot_losses, read_log, rewind_log
 from .head_norm import add_gains
@@ -75,6 +67,7 @@ SECOND_PEAK = 2 / 3  # learning rate in the second of two stages, relative to th
 CALIBRATION_ROWS = 16  # rows of the training text to fit sub-norms on
 KERNEL_DEVICES: tuple[str, ...] = ()  # "cuda" joins once benchmarks/gpu.py finds triton_attention.py faster than torch
 ANSWER_WEIGHT = 10.0  # weight in the loss of a token that answers a query; there are few of them
+AUXILIARY_WEIGHT = 0.01  # of mixers' losses, beside that of the text (MoH, arXiv 2410.11842, section 3)
 
 
 @dataclass(frozen=True)
@@ -117,14 +110,12 @@ def train(config: TrainConfig, out: str | Path, *, resume: bool = False, overwri
 def _train(config: TrainConfig, out: Path, here: Processes, resume: bool) -> TrainResult:
     text = load_text(config.source, "train", field=config.field, limit=config.limit)
     held_out = load_text(config.source, "eval", field=config.field)
-    if here.first and not resume:
-        begin_run(out)
-    here.wait()
-    folder = out / "tokenizer"
     if here.first:
-        _prepare_tokenizer(config, text, folder)
+        if not resume:
+            begin_run(out)
+        prepare_tokenizer(config, text, out / "tokenizer")
     here.wait()
-    run = _Run(config, out, here, text, held_out, load_tokenizer(folder))
+    run = _Run(config, out, here, text, held_out, load_tokenizer(out / "tokenizer"))
     done = run.resume() if resume else 0
     start = time.perf_counter()
     run.steps(done)
@@ -243,7 +234,7 @@ class _Run:
             group["lr"] = rate
         self.optimizer.param_groups[0]["weight_decay"] = weight_decay(config, step)
         rows, answers = map(torch.from_numpy, self.rows.take((step - 1) * self.batch, self.batch))
-        sums = torch.zeros(3, device=here.device)  # of the losses of all tokens, of answers, and of the teacher
+        sums = torch.zeros(4, device=here.device)  # losses of all tokens, answers, the teacher; auxiliary ones
         for index in range(config.accumulate):
             first = (index * here.count + here.rank) * config.batch_size
             ids = rows[first : first + config.batch_size].to(here.device)  # [B, S + 1]
@@ -255,12 +246,11 @@ class _Run:
                     target = None if self.teacher is None else self.teacher.logits(ids[:, :-1])
                 losses = F.cross_entropy(logits.float().transpose(1, 2), ids[:, 1:], reduction="none")  # [B, S]
                 weighted = losses.sum() if not answer.any() else (losses * (1 + (ANSWER_WEIGHT - 1) * answer)).sum()
-                distilled = torch.zeros((), device=here.device)
-                if target is not None:
-                    distilled = distillation_loss(logits, target)
-                    weighted = weighted + config.distill_weight * distilled
+                distilled = losses.new_zeros(()) if target is None else distillation_loss(logits, target)
+                auxiliary = losses.numel() * auxiliary_loss(self.model)
+                weighted = weighted + config.distill_weight * distilled + AUXILIARY_WEIGHT * auxiliary
                 (weighted * here.count / (self.batch * config.length)).backward()  # processes' gradients are averaged
-            sums += torch.stack((losses.sum(), (losses * answer).sum(), distilled)).detach()
+            sums += torch.stack((losses.sum(), (losses * answer).sum(), distilled, auxiliary)).detach()
         if here.count > 1:
             dist.all_reduce(sums)
         loss = sums[0] / (self.batch * config.length)
@@ -278,6 +268,8 @@ class _Run:
             row["answer_loss"] = float(sums[1]) / count
         if self.teacher is not None:
             row["distill_loss"] = float(sums[2]) / (self.batch * config.length)
+        if sums[3]:
+            row["auxiliary_loss"] = float(sums[3]) / (self.batch * config.length)
         if self.layers:
             row |= refresh(self.layers)
         if values := lambdas(self.model):
@@ -350,30 +342,19 @@ def evaluation_loss(model: Decoder, held_out: Windows, batch_size: int, precisio
     return total / held_out.scored
 
 
+def auxiliary_loss(model: Decoder) -> torch.Tensor:
+    """Mean of the auxiliary losses that mixers had in the last forward pass, which clears them; 0 if there are none."""
+    mixers = [part for part in model.modules() if isinstance(part, Mixer)]
+    losses = [mixer.auxiliary_loss for mixer in mixers if mixer.auxiliary_loss is not None]
+    for mixer in mixers:
+        mixer.auxiliary_loss = None
+    return torch.stack(losses).mean() if losses else torch.zeros((), device=next(model.parameters()).device)
+
+
 def lambdas(model: Decoder) -> list[float]:
     """lambda of each layer if it is a scalar (diff_v1); empty for the other variants."""
     values = [part.lambda_value() for part in model.modules() if isinstance(part, Attention)]
     return [float(value.detach()) for value in values if value is not None]
-
-
-def _prepare_tokenizer(config: TrainConfig, text: Corpus, folder: Path) -> None:
-    """Save the run's tokenizer in `folder`. It is the given one, or trained on the text."""
-    vocab_size = config.model.vocab_size
-    if config.tokenizer is None:
-        size = train_tokenizer(text.documents, vocab_size, folder).vocab_size
-        if size < vocab_size:
-            raise DiffbitError(
-                f"{config.source}: too little text for a vocabulary of {vocab_size} ids, it is enough for {size}; "
-                "use more text or a smaller vocabulary"
-            )
-        return
-    tokenizer = load_tokenizer(config.tokenizer)
-    if tokenizer.vocab_size > vocab_size:
-        raise DiffbitError(
-            f"{config.tokenizer}: the tokenizer has {tokenizer.vocab_size} ids, more than the model's vocabulary of "
-            f"{vocab_size}; set the model's vocabulary to that size"
-        )
-    tokenizer.save(folder)
 
 
 def _autocast(device: torch.device, precision: str) -> AbstractContextManager[object]:

@@ -184,6 +184,7 @@ class MixerOptions(ABC):
 
 class Mixer(nn.Module):
     out_scale = 1.0  # the factor on o_proj's product
+    auxiliary_loss: Tensor | None = None  # a scalar of the last call in training, which `diffbit train` adds and clears
     o_proj: nn.Module
 
     def __init__(self, place: Place, width: int, *, bias: bool = False, o_bias: bool = False, **rows: int) -> None:

@@ -1,0 +1,1 @@
+"""Mixtures of the heads of each variant of the core."""
