@@ -43,7 +43,9 @@ class Client:
 
     def complete(self, prompt: Prompt, new: int) -> str:
         body = {"prompt": prompt, "max_tokens": new, "temperature": 0}
-        request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode())
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request) as answer:
             response = json.load(answer)
         assert response["usage"]["completion_tokens"] == new, response

@@ -105,7 +105,7 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
     "top_p": (["run", "{artifact}", "x", "--top-p", "0"], ["top_p", "0"]),
     "prompt too long": (["run", "{artifact}", "self " * 200], ["context", "128"]),
     "no cuda here": (["run", "{artifact}", "x", "--device", "cuda"], ["cuda", "CUDAExecutionProvider"]),
-    "unknown device": (["run", "{artifact}", "x", "--device", "tpu"], ["--device", "tpu", "cpu"]),
+    "unknown device": (["run", "{artifact}", "x", "--device", "tpu"], ["device is 'tpu'", "cpu"]),
     "unknown option": (["run", "{artifact}", "x", "--temprature", "1"], ["--temprature", "--temperature"]),
     "unknown command": (["exprt", "{checkpoint}"], ["exprt", "export"]),
     "no output folder": (["export", "{checkpoint}"], ["--output"]),

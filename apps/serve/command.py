@@ -17,7 +17,7 @@ from ...settings import SessionOptions
 EXAMPLES = {
     "serve": (
         "diffbit serve out/smollm2-int4 --port 8080",
-        """curl localhost:8080/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'""",
+        """curl localhost:8080/v1/chat/completions --json '{"messages": [{"role": "user", "content": "Hello"}]}'""",
     )
 }
 DRAIN_SECONDS = 60
@@ -37,6 +37,14 @@ def serve(
         str | None,
         typer.Option(help="Key that clients must send; the environment variable is safer, as `ps` does not show it.",
                      envvar=KEY, show_envvar=True),
+    ] = None,
+    host_name: Annotated[
+        list[str] | None,
+        typer.Option(help="Name by which clients reach the server, besides addresses and localhost; repeatable."),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin whose web pages may use the server, such as https://example.org, or *; repeatable."),
     ] = None,
     settings: SessionOptions = SessionOptions(),  # noqa: B008 (frozen)
     as_json: Annotated[
@@ -65,7 +73,7 @@ def serve(
         raise DiffbitError(f"the API key is empty, so that every request would be served; set one, or unset {KEY}")
     with _bound(host, port) as listening, as_artifacts(artifacts, settings.device) as opened:
         models = [Served(Artifact.open(path), settings, rows=rows, queue=queue) for path in opened]
-        server = Server(models, key)
+        server = Server(models, key, hosts=host_name or (), origins=allow_origin or ())
         for model in models:
             at_once = model.engine.rows.count
             why = "" if at_once == rows else " (requests cannot share its cache)"

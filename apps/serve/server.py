@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -21,8 +26,9 @@ from ...io.fields import shown
 from .engine import Counts
 from .openai_api import Answers, Refused, Served, read_request
 
-MOST_BYTES = 4 << 20  # of a request
+MOST_BYTES, BODY_SECONDS = 4 << 20, 60.0  # of a request
 GONE = 499, "the client disconnected"
+Answer = Callable[[Request], Awaitable[Response]]
 
 
 class _Events(StreamingResponse):
@@ -40,31 +46,73 @@ class _Events(StreamingResponse):
 
 
 class Server:
-    """Serves models by name. With `api_key`, every request except /health must send it as a bearer token."""
+    """Serves models by name. With `api_key`, every request except /health must send it as a bearer token.
 
-    def __init__(self, models: Sequence[Served], api_key: str | None = None, most_bytes: int = MOST_BYTES) -> None:
+    A web page may not use the server, unless its origin is one of `origins` ("*": any). The Host header must have an
+    address, localhost or one of `hosts`: a page whose name an attacker's DNS moves to this machine has another.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Served],
+        api_key: str | None = None,
+        most_bytes: int = MOST_BYTES,
+        *,
+        body_seconds: float = BODY_SECONDS,
+        hosts: Sequence[str] = (),
+        origins: Sequence[str] = (),
+    ) -> None:
         self.models = {model.name: model for model in models}
         if len(self.models) < len(models):
             names = ", ".join(model.name for model in models)
             raise DiffbitError(f"two artifacts have the same name ({names}); rename a folder")
-        self._api_key, self._most_bytes = api_key, most_bytes
+        self._api_key, self._most_bytes, self._body_seconds = api_key, most_bytes, body_seconds
+        self._hosts, self._origins = {"localhost", *(host.lower() for host in hosts)}, tuple(origins)
 
     def application(self) -> Starlette:
         """An ASGI application."""
+        pages = Middleware(CORSMiddleware, allow_origins=self._origins, allow_methods=["*"], allow_headers=["*"])
         return Starlette(
             routes=[
-                Route("/v1/models", self._list),
-                Route("/v1/models/{name:path}", self._one),
-                Route("/v1/chat/completions", partial(self._answer, chat=True), methods=["POST"]),
-                Route("/v1/completions", partial(self._answer, chat=False), methods=["POST"]),
+                Route("/v1/models", self._checked(self._list)),
+                Route("/v1/models/{name:path}", self._checked(self._one)),
+                Route("/v1/chat/completions", self._checked(partial(self._answer, chat=True)), methods=["POST"]),
+                Route("/v1/completions", self._checked(partial(self._answer, chat=False)), methods=["POST"]),
                 Route("/health", _health),
-                Route("/metrics", self._metrics),
+                Route("/metrics", self._checked(self._metrics)),
             ],
-            exception_handlers={Refused: _refuse},
+            middleware=[pages] if self._origins else [],
+            exception_handlers={Refused: _refuse, HTTPException: _no_route},
         )
 
+    def _checked(self, answer: Answer) -> Answer:
+        """Return the answer to requests that come from where they may, with the key."""
+
+        async def check(http: Request) -> Response:
+            self._check_host(http)
+            self._check_key(http)
+            return await answer(http)
+
+        return check
+
+    def _check_host(self, http: Request) -> None:
+        host = (urlsplit(f"//{http.headers.get('host', '')}").hostname or "").lower()
+        if host not in self._hosts and not _is_address(host):
+            raise Refused(
+                403, f"the Host header is {shown(host)}, wanted an address or a name that the server was given with "
+                "--host-name", "permission_error",
+            )  # fmt: skip
+        origin = http.headers.get("origin")
+        if origin is not None and not {origin, "*"} & set(self._origins):
+            raise Refused(
+                403, f"pages of {shown(origin)} may not use this server; start it with --allow-origin for them",
+                "permission_error",
+            )  # fmt: skip
+
     async def _answer(self, http: Request, chat: bool) -> Response:
-        self._check_key(http)
+        kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # any page may send a form or plain text, without asking the server first
+            raise Refused(415, f"the Content-Type is {shown(kind)}, wanted application/json")
         values = await self._body(http)
         try:  # in a thread: rendering a template waits for a process, and tokenizing a long text takes time
             task = await asyncio.to_thread(read_request, values, self.models, chat)
@@ -83,29 +131,29 @@ class Server:
     async def _body(self, http: Request) -> object:
         data = b""
         try:
-            async for part in http.stream():
-                data += part
-                if len(data) > self._most_bytes:
-                    raise Refused(413, f"the request is longer than {self._most_bytes:,} bytes")
+            async with asyncio.timeout(self._body_seconds):
+                async for part in http.stream():
+                    data += part
+                    if len(data) > self._most_bytes:
+                        raise Refused(413, f"the request is longer than {self._most_bytes:,} bytes")
             return json.loads(data)
+        except TimeoutError:
+            raise Refused(408, f"the body has not arrived within {self._body_seconds:g} seconds") from None
         except ClientDisconnect:
             raise Refused(*GONE) from None
         except (ValueError, RecursionError) as error:
             raise Refused(400, f"the body is not JSON ({error})") from None
 
     async def _list(self, http: Request) -> Response:
-        self._check_key(http)
         return JSONResponse({"object": "list", "data": [_about(model) for model in self.models.values()]})
 
     async def _one(self, http: Request) -> Response:
-        self._check_key(http)
         name = http.path_params["name"]
         if name not in self.models:
             raise Refused(404, f"there is no model {shown(name)}; choose from {', '.join(self.models)}", param="model")
         return JSONResponse(_about(self.models[name]))
 
     async def _metrics(self, http: Request) -> Response:
-        self._check_key(http)
         return PlainTextResponse(_metrics(list(self.models.values())), media_type="text/plain; version=0.0.4")
 
 
@@ -119,6 +167,20 @@ async def _refuse(http: Request, error: Exception) -> Response:
     message = str(error).encode(errors="replace").decode()  # it may quote half a surrogate pair of the request
     about = {"message": message, "type": error.kind, "param": error.param, "code": None}
     return JSONResponse({"error": about}, error.status, headers)
+
+
+async def _no_route(http: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    about = Refused(error.status_code, f"{http.method} {shown(http.url.path)}: {error.detail}")
+    return await _refuse(http, about)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 async def _unless_gone(http: Request, answers: Answers) -> dict[str, Any]:

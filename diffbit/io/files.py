@@ -23,7 +23,7 @@ from typing import Any
 from . import durable
 from .errors import DiffbitError
 
-MARKERS = ("config.json", "diffbit.json")  # only a folder with one of these is overwritten
+MARKERS = ("config.json", "diffbit.json", "site.json")  # only a folder with one of these is overwritten
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 

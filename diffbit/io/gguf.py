@@ -11,19 +11,21 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 import numpy as np
 
 from .errors import DiffbitError
+from .fields import bounds, located, read
 
 SUFFIX = ".gguf"
 VERSIONS = (2, 3)
 NUMBERS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "bool", 10: "u8", 11: "i8", 12: "f8"}
 FLOAT32, STRING, ARRAY = 6, 8, 9
 MOST_DIMENSIONS = 4
+ALIGNMENT = Annotated[int, bounds(1, 1 << 20)]
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,11 @@ class GGUF:
     size: int
     metadata: Mapping[str, Any]  # numbers, strings, numpy arrays of numbers, lists of strings
     tensors: Mapping[str, TensorInfo]
+
+    def get(self, key: str, kind: Any, default: Any = None) -> Any:
+        """Return metadata as a type (fields.py). Raises DiffbitError, without the file's name, if it is of another."""
+        value = self.metadata.get(key)
+        return default if value is None else read(kind, value, key)
 
 
 def find_gguf(path: Path) -> Path | None:
@@ -82,10 +89,12 @@ class _Reader:
             if key in metadata:
                 raise self.damaged(f"holds the metadata {key!r} twice")
             metadata[key] = self.value(self.number("I"))
-        if metadata.get("split.count", 1) not in (0, 1):
+        header = GGUF(self.file, self.size, metadata, {})
+        with located(self.file):
+            count, alignment = header.get("split.count", int, 1), header.get("general.alignment", ALIGNMENT, 32)
+        if count > 1:
             raise DiffbitError(
-                f"{self.file}: is one of {metadata['split.count']} parts of a model; join them with "
-                "llama-gguf-split --merge"
+                f"{self.file}: is one of {count} parts of a model; join them with llama-gguf-split --merge"
             )
         relative: dict[str, TensorInfo] = {}
         for _ in range(self.fitting(tensors, 32)):
@@ -93,12 +102,14 @@ class _Reader:
             if name in relative:
                 raise self.damaged(f"holds the tensor {name!r} twice")
             relative[name] = self.tensor(name)
-        alignment = metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
-            raise self.damaged(f"has general.alignment {alignment!r}")
+        for name, tensor in relative.items():
+            if tensor.begin % alignment:
+                raise self.damaged(
+                    f"says that tensor {name!r} begins at {tensor.begin}, wanted a multiple of {alignment}"
+                )
         start = -(-self.stream.tell() // alignment) * alignment
         tensors_at = {name: TensorInfo(t.type, t.shape, start + t.begin) for name, t in relative.items()}
-        return GGUF(self.file, self.size, metadata, tensors_at)
+        return replace(header, tensors=tensors_at)
 
     def tensor(self, name: str) -> TensorInfo:
         dimensions = self.number("I")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import DiffbitError, MissingDependency
+from .fields import located
 from .gguf import GGUF, find_gguf, read_gguf
 from .sentencepiece import CONTROL, SENTENCEPIECE, USER_DEFINED, bpe, from_sentencepiece, merges, put_around, spaces
 
@@ -130,7 +131,8 @@ def _growth(part: object) -> float:
 
 def from_gguf(header: GGUF) -> dict[str, bytes]:
     """tokenizer.json, tokenizer_config.json and chat_template.jinja from a GGUF file; empty without a tokenizer."""
-    model = header.metadata.get("tokenizer.ggml.model")
+    with located(header.file):
+        model, template = (header.get(f"tokenizer.{key}", str) for key in ("ggml.model", "chat_template"))
     if model in (None, "none", "no_vocab"):
         return {}
     metadata = {key.removeprefix("tokenizer."): value for key, value in header.metadata.items()}
@@ -149,7 +151,7 @@ def from_gguf(header: GGUF) -> dict[str, bytes]:
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise DiffbitError(f"{header.file}: its tokenizer is damaged ({error!r}); copy the file again") from None
     texts = {TOKENIZER: backend.to_str(pretty=True), "tokenizer_config.json": json.dumps(options, indent=2)}
-    if template := metadata.get("chat_template"):
+    if template:
         texts["chat_template.jinja"] = template
     return {name: text.encode() for name, text in texts.items()}
 

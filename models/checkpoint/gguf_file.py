@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,10 @@ def open_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
     """
     header = read_gguf(file)
     entries: dict[str, Entry] = {name: _entry(header, name) for name in header.tensors}
+    in_order = sorted(entries.items(), key=lambda item: item[1].begin)
+    for (name, entry), (other, following) in pairwise(in_order):
+        if following.begin < entry.end:
+            raise DiffbitError(f"{file}: the bytes of tensor {other} are also those of {name}; copy the file again")
     factors = entries.pop(ROPE_FREQS, None)
     with located(file):
         return fields(header, None if factors is None else factors.read().numpy()), entries

@@ -107,7 +107,8 @@ def fields(header: GGUF, rope_factors: np.ndarray | None) -> dict[str, Any]:
         )
     if "token_embd.weight" not in header.tensors:
         raise DiffbitError("holds no tensor token_embd.weight")
-    token = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom", "padding")}
+    names = "bos", "eos", "eot", "eom", "padding"
+    token = {name: header.get(f"tokenizer.ggml.{name}_token_id", int) for name in names}
     ends = list(dict.fromkeys(token[name] for name in ("eos", "eot", "eom") if token[name] is not None))
     return {
         **values,
@@ -119,7 +120,7 @@ def fields(header: GGUF, rope_factors: np.ndarray | None) -> dict[str, Any]:
         "bos_token_id": token["bos"],
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
         "pad_token_id": token["padding"],
-        "rope_scaling": _scaling(metadata.get(f"{architecture}.rope.scaling.type"), get, values, rope_factors),
+        "rope_scaling": _scaling(header.get(f"{architecture}.rope.scaling.type", str), get, values, rope_factors),
     }
 
 
@@ -128,7 +129,7 @@ def _ratio(whole: Any, count: Any) -> int:
 
 
 def _scaling(
-    kind: Any, get: Callable[[str], Any], values: Mapping[str, Any], factors: np.ndarray | None
+    kind: str | None, get: Callable[[str], Any], values: Mapping[str, Any], factors: np.ndarray | None
 ) -> dict[str, Any] | None:
     if factors is not None:
         return _llama3(factors, values["rope_theta"] or 10000.0, values["head_dim"])

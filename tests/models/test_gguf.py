@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def blocks(shape: tuple[int, ...], type: TYPES) -> np.ndarray:
 
 
 def write(file: Path, type: TYPES = TYPES.F32, tied: bool = True, without: str = "", **changes: Any) -> Path:
-    """A llama of random weights; changes: of the metadata behind "llama."."""
+    """A llama of random weights; changes: of the metadata behind "llama."; others: by their whole keys."""
     file.parent.mkdir(exist_ok=True)
     metadata: dict[str, Any] = {
         "block_count": LAYERS,
@@ -70,16 +71,16 @@ def write(file: Path, type: TYPES = TYPES.F32, tied: bool = True, without: str =
     }
     architecture = changes.pop("architecture", "llama")
     writer = gguf.GGUFWriter(file, architecture)
-    tokenizer = changes.pop("tokenizer", {})
+    tokenizer, others = changes.pop("tokenizer", {}), changes.pop("others", {})
     vocabulary = len(tokenizer.get("ggml.tokens", range(VOCABULARY)))
     metadata["vocab_size"] = vocabulary
     for key, value in {f"{architecture}.{key}": value for key, value in (metadata | changes).items()}.items():
         kinds = {float: gguf.GGUFValueType.FLOAT32, int: gguf.GGUFValueType.UINT32, str: gguf.GGUFValueType.STRING}
         kind = next(kinds[of] for of in kinds if isinstance(value, of))
         writer.add_key_value(key, value, kind)
-    for key, value in tokenizer.items():
+    for key, value in ({f"tokenizer.{key}": value for key, value in tokenizer.items()} | others).items():
         of = gguf.GGUFValueType.get_type(value[0]) if isinstance(value, list) else None
-        writer.add_key_value(f"tokenizer.{key}", value, gguf.GGUFValueType.get_type(value), of)
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value), of)
     shapes: dict[str, tuple[int, ...]] = {"token_embd": (vocabulary, HIDDEN), "output_norm": (HIDDEN,)}
     shapes |= {} if tied else {"output": (vocabulary, HIDDEN)}
     for i in range(LAYERS):
@@ -317,6 +318,37 @@ def test_models_that_are_refused(changes: dict[str, Any], message: str, tmp_path
     with pytest.raises(DiffbitError, match=message) as error:
         Checkpoint(write(tmp_path / "m.gguf", **changes))
     assert "m.gguf" in str(error.value)
+
+
+TEXTS = "llama.rope.scaling.type", "tokenizer.ggml.model", "tokenizer.chat_template"
+NUMBERS = "split.count", "general.alignment", "tokenizer.ggml.bos_token_id", "tokenizer.ggml.eot_token_id"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, value) for key in TEXTS for value in ([1, 2], ["a", "b"], 0.5, 3, True)),
+        *((key, value) for key in NUMBERS for value in ([1, 2], ["a", "b"], 0.5, "one")),
+    ],
+)
+def test_metadata_of_a_wrong_type_is_refused(key: str, value: object, tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf", others={key: value})
+    with pytest.raises(DiffbitError, match=re.escape(key)) as error:
+        Checkpoint(file)
+        tokenizer_files(file)
+    assert str(error.value).startswith(str(file)) and "wanted" in str(error.value)
+
+
+def test_tensors_that_overlap_or_are_not_aligned_are_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf")
+    data = file.read_bytes()
+    name = data.index(b"output_norm.weight")
+    at = name + len("output_norm.weight") + 4 + 8 + 4  # after its dimensions and type
+    (offset,) = struct.unpack("<Q", data[at : at + 8])
+    for begin, message in ((offset - 32, "are also those of"), (offset + 4, "wanted a multiple of 32")):
+        file.write_bytes(data[:at] + struct.pack("<Q", begin) + data[at + 8 :])
+        with pytest.raises(DiffbitError, match=message):
+            Checkpoint(file)
 
 
 def test_tokenizers_that_are_refused(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 import openai
 import pytest
 import uvicorn
+from starlette.testclient import TestClient
 
 from diffbit.apps.serve.batch import Rows
 from diffbit.apps.serve.engine import Counts, Engine, Piece, Request
@@ -257,7 +258,8 @@ def test_a_stream_whose_client_has_gone_is_cancelled(
     async def send(message: Any) -> None:
         await asyncio.sleep(0.01)
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers, "query_string": b""}
     asyncio.run(Server([model]).application()(scope, receive, send))
     assert [request.cancelled for request in asked] == [True]
     model.engine.close()
@@ -332,9 +334,10 @@ def client(address: str, key: str = "none") -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0)
 
 
-def post(address: str, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+def post(address: str, path: str, body: bytes | None, **headers: str) -> tuple[int, dict[str, Any]]:
+    headers = {"Content-Type": "application/json"} | {name.replace("_", "-"): text for name, text in headers.items()}
     try:
-        with urllib.request.urlopen(urllib.request.Request(address + path, body)) as answer:
+        with urllib.request.urlopen(urllib.request.Request(address + path, body, headers)) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())
@@ -397,7 +400,7 @@ def test_completions_answer_as_generate_does(address: str, artifacts: dict[str, 
     )
     assert completion.choices[0].text == expected
     body = json.dumps({"model": "diff", "prompt": "def ", "stream": True, "max_tokens": 5, "temperature": 0})
-    curl = ["curl", "-sN", f"{address}/v1/completions", "-d", body]
+    curl = ["curl", "-sN", f"{address}/v1/completions", "--json", body]
     lines = subprocess.run(curl, capture_output=True, text=True, check=True).stdout.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     text = "".join(json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines[:-2])
@@ -442,6 +445,58 @@ def test_bad_requests_are_refused(address: str, path: str, body: bytes, status: 
 def test_an_error_names_its_parameter(address: str) -> None:
     for body, param in ((b'{"prompt": "a", "max_tokens": 0}', "max_tokens"), (b'{"prompt": [1, {}]}', "prompt[1]")):
         assert post(address, "/v1/completions", body)[1]["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "message"),
+    [
+        ({"Content_Type": "text/plain"}, 415, "wanted application/json"),
+        ({"Content_Type": "application/x-www-form-urlencoded"}, 415, "wanted application/json"),
+        ({"Host": "evil.example:80"}, 403, "--host-name"),  # a name that DNS moved to the loopback address
+        ({"Host": ""}, 403, "--host-name"),
+        ({"Origin": "https://evil.example"}, 403, "--allow-origin"),
+        ({"Origin": "null"}, 403, "--allow-origin"),
+    ],
+)
+def test_web_pages_cannot_use_the_server(address: str, headers: dict[str, str], status: int, message: str) -> None:
+    body = json.dumps({"model": "diff", "prompt": "a", "max_tokens": 1}).encode()
+    found, answer = post(address, "/v1/completions", body, **headers)
+    assert (found, message in answer["error"]["message"]) == (status, True)
+    if "Content_Type" not in headers:
+        assert post(address, "/v1/models", None, **headers)[0] == status
+
+
+def test_a_body_that_does_not_arrive_is_given_up(artifacts: dict[str, Path]) -> None:
+    model = Served(Artifact.open(artifacts["diff"]), SessionOptions(threads=1), rows=1, queue=1)
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+    asyncio.run(Server([model], body_seconds=0.01).application()(scope, receive, send))
+    model.engine.close()
+    assert sent[0]["status"] == 408 and b"has not arrived" in sent[1]["body"]
+
+
+def test_names_and_origins_can_be_allowed(artifacts: dict[str, Path]) -> None:
+    model = Served(Artifact.open(artifacts["diff"]), SessionOptions(threads=1), rows=1, queue=1)
+    with TestClient(Server([model], hosts=["Box.lan"], origins=["https://a.example"]).application()) as client:
+        for host in ("box.lan", "box.lan:8080", "localhost", "127.0.0.1:1", "[::1]:1"):
+            assert client.get("/v1/models", headers={"Host": host}).status_code == 200
+        origin = {"Host": "box.lan", "Origin": "https://a.example"}
+        assert client.get("/v1/models", headers=origin).headers["access-control-allow-origin"] == "https://a.example"
+        asks = origin | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        assert client.options("/v1/completions", headers=asks).status_code == 200
+        assert client.get("/v1/models", headers=origin | {"Origin": "https://b.example"}).status_code == 403
+        lost = client.get("/v1/nothing", headers={"Host": "localhost"})
+        assert (lost.status_code, lost.json()["error"]["message"]) == (404, "GET '/v1/nothing': Not Found")
+        assert client.get("/v1/completions", headers={"Host": "localhost"}).json()["error"]["type"]
+    model.engine.close()
 
 
 def test_key_queue_and_clients_that_leave(artifacts: dict[str, Path]) -> None:

@@ -145,6 +145,7 @@ def test_the_files_of_a_site(artifacts: dict[str, Path], tmp_path: Path) -> None
     assert about["packages"]["onnxruntime-web"]["version"] == PACKAGES[0].version
     with pytest.raises(DiffbitError, match="already exists"):
         write_site(artifacts["text"], tmp_path / "site", packages=modules)
+    assert write_site(artifacts["text"], tmp_path / "site", packages=modules, overwrite=True) == sizes
 
 
 def test_packages_that_are_others(artifacts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
