@@ -26,17 +26,7 @@ import numpy as np
 import torch
 from accuracy import texts
 from machine import describe
-from report import (
-    Row,
-    add_outputs,
-    command_line,
-    increase,
-    interval,
-    say,
-    table,
-    write_json,
-    write_outputs,
-)  # fmt: skip
+from report import Row, add_outputs, command_line, increase, interval, say, table, write_outputs
 from runs import QUICK, losses, over_runs, train
 
 from diffbit.apps.evaluate.compare import compare
@@ -44,7 +34,7 @@ from diffbit.apps.outliers.activations import measure
 from diffbit.export import export_artifact
 from diffbit.io.drawing import drawn
 from diffbit.io.errors import DiffbitError
-from diffbit.io.files import read_json
+from diffbit.io.files import read_json, write_json
 from diffbit.io.progress import set_quiet, track
 from diffbit.models import Checkpoint, Decoder, ModelConfig, load, num_parameters, save, variants
 from diffbit.models.attention import AttentionOptions
@@ -218,12 +208,13 @@ def main() -> None:
     add_outputs(parser, "variants.md")
     arguments = parser.parse_args()
     set_quiet(arguments.quick)
+    if arguments.markdown and not arguments.markdown.is_file():
+        parser.error(f"{arguments.markdown}: no such page")
 
     preset, seeds = ("pico", 2) if arguments.quick else (arguments.preset, arguments.seeds)
     names = [*variants(), KAN] if arguments.only is None else arguments.only.split(",")
     names = ["softmax", "retention"] if arguments.quick else sorted(names, key=lambda name: name != "softmax")
-    steps = ["--steps", str(arguments.steps)] if arguments.steps else []
-    steps = QUICK if arguments.quick else steps
+    steps = QUICK if arguments.quick else ["--steps", str(arguments.steps)] if arguments.steps else []
     with ThreadPoolExecutor(arguments.jobs) as pool:
         tasks = {
             (name, seed): pool.submit(

@@ -16,6 +16,7 @@ import typer
 
 from ..devices import device_of
 from ..io.errors import DiffbitError, how_to_install
+from ..io.fields import FieldError
 from ..io.files import folder_name
 from ..io.progress import set_quiet
 from .output import remark
@@ -78,7 +79,12 @@ def with_settings(
         def run(**values: Any) -> None:
             settings = {options[name].name: _read(options[name], values.pop(name)) for name in options}
             settings = {name: value for name, value in settings.items() if value is not None}
-            command(**values, **{parameter: settings if of_model else kind(**settings)})
+            try:
+                chosen = settings if of_model else kind(**settings)
+            except FieldError as error:  # its sentence begins with the field
+                option = error.place.replace("_", "-")
+                raise DiffbitError(f"--{option}{str(error).removeprefix(error.place)}") from None
+            command(**values, **{parameter: chosen})
 
         parameters: list[inspect.Parameter] = []
         for one in signature.parameters.values():

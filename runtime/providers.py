@@ -138,7 +138,8 @@ def open_session(model: Path, device: str, threads: int | None, library: Path | 
     if stray := _on_cpu(row, node_counts(session)):
         raise DiffbitError(
             f"{model}: device {device} was requested, but ONNX Runtime {ort.__version__} would run these of its "
-            f"operators on the CPU: {', '.join(stray)}; run with device cpu, or export with other formats"
+            f"operators on the CPU: {', '.join(stray)}; run with device cpu, or export with --target {row.target} "
+            "or other formats"
         )
     return session
 

@@ -102,10 +102,10 @@ BAD_ARTIFACTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
     "no such artifact": (["run", "{out}/nothing", "x"], ["nothing"]),
     "temperature": (["run", "{artifact}", "x", "--temperature", "-1"], ["temperature", "-1"]),
-    "top_p": (["run", "{artifact}", "x", "--top-p", "0"], ["top_p", "0"]),
+    "top_p": (["run", "{artifact}", "x", "--top-p", "0"], ["--top-p", "0"]),
     "prompt too long": (["run", "{artifact}", "self " * 200], ["context", "128"]),
     "no cuda here": (["run", "{artifact}", "x", "--device", "cuda"], ["cuda", "CUDAExecutionProvider"]),
-    "unknown device": (["run", "{artifact}", "x", "--device", "tpu"], ["device is 'tpu'", "cpu"]),
+    "unknown device": (["run", "{artifact}", "x", "--device", "tpu"], ["--device", "tpu", "cpu"]),
     "unknown option": (["run", "{artifact}", "x", "--temprature", "1"], ["--temprature", "--temperature"]),
     "unknown command": (["exprt", "{checkpoint}"], ["exprt", "export"]),
     "no output folder": (["export", "{checkpoint}"], ["--output"]),

@@ -142,6 +142,7 @@ def test_the_closed_choices_are_those_of_the_library() -> None:
     from diffbit.apps.train.config import SCHEDULES
     from diffbit.apps.train.presets import PRESETS
     from diffbit.export.onnx_graph import FLOATS
+    from diffbit.runtime.artifact import TARGETS
 
     def choices(command: str, option: str) -> set[str]:
         home = f"diffbit.cli.{command}" if f"diffbit.cli.{command}" in modules else f"diffbit.apps.{command}.command"
@@ -152,6 +153,7 @@ def test_the_closed_choices_are_those_of_the_library() -> None:
     assert choices("train", "preset") == set(PRESETS)
     assert choices("train", "schedule") == set(SCHEDULES)
     assert choices("export", "dtype") == set(FLOATS)
+    assert choices("export", "target") == set(TARGETS)
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,10 @@ class Server:
         return check
 
     def _check_host(self, http: Request) -> None:
-        host = (urlsplit(f"//{http.headers.get('host', '')}").hostname or "").lower()
+        try:
+            host = (urlsplit(f"//{http.headers.get('host', '')}").hostname or "").lower()
+        except ValueError:  # half of the brackets of an IPv6 address
+            host = ""
         if host not in self._hosts and not _is_address(host):
             raise Refused(
                 403, f"the Host header is {shown(host)}, wanted an address or a name that the server was given with "

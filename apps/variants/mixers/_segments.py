@@ -3,11 +3,30 @@ them, so each row of a batch has its own: number n of a token, from 0, is place 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Annotated
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from ....models.mixers import Graph, Value, real_tokens
+from ....io.fields import Count, Rule
+from ....models.mixers import Graph, MixerOptions, Value, real_tokens
+
+
+@dataclass(frozen=True)
+class SegmentOptions(MixerOptions):
+    """Options of such a mixer, whose state is its buffers, zero at first."""
+
+    num_heads: Count
+    head_dim: Annotated[int, Rule("an even {} above 0", lambda value: value > 0 and value % 2 == 0)]
+
+    @staticmethod
+    def equal_heads(pairs: int) -> tuple[int, int]:
+        return 2 * pairs, 2 * pairs
+
+    def state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> SegmentState:
+        return SegmentState(*(torch.zeros(batch, *one.sizes(0), device=device) for one in self.buffers(lambda *_: ())))
 
 
 class SegmentState:

@@ -19,7 +19,6 @@ Low bits: those of the weights. The state has a fixed size: N keys and values, a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ import torch.nn.functional as F
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
-from ....io.fields import Count, Rule
+from ....io.fields import Count
 from ....models.mixers import (
     Buffer,
     Cache,
@@ -35,7 +34,6 @@ from ....models.mixers import (
     Graph,
     KVBuffers,
     Mixer,
-    MixerOptions,
     Operations,
     Place,
     Rope,
@@ -43,24 +41,18 @@ from ....models.mixers import (
     Value,
     apply_rope,
 )
-from ._segments import SegmentState, onnx_places, segments
+from ._segments import SegmentOptions, SegmentState, onnx_places, segments
 
 SMALLEST = 1e-6  # of s(q) z
 STATES = "local_key", "local_value", "memory", "pending"
 
 
 @dataclass(frozen=True)
-class Options(MixerOptions):
-    num_heads: Count
-    head_dim: Annotated[int, Rule("an even {} above 0", lambda value: value > 0 and value % 2 == 0)]
+class Options(SegmentOptions):
     segment: Count = field(default=32, kw_only=True)  # N
 
     def module(self, place: Place) -> Infini:
         return Infini(self, place)
-
-    @staticmethod
-    def equal_heads(pairs: int) -> tuple[int, int]:
-        return 2 * pairs, 2 * pairs
 
     @property
     def rope_width(self) -> int:
@@ -74,9 +66,6 @@ class Options(MixerOptions):
         segment, memory = (self.segment, self.head_dim), (self.head_dim, self.head_dim + 1)
         sizes = zip(STATES, (segment, segment, memory, memory), strict=True)
         return tuple(Buffer(name, "float32", (self.num_heads, *size)) for name, size in sizes)
-
-    def state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> SegmentState:
-        return SegmentState(*(torch.zeros(batch, *one.sizes(0), device=device) for one in self.buffers(lambda *_: ())))
 
     def operations(self, context: int, low_bit: bool) -> Operations:
         """Count two reads of the memory and an update; softmax, RoPE, s and the gate are `other`."""

@@ -19,14 +19,13 @@ would have to be rounded again at the end of each mini-batch, inside the loop, f
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
-from ....io.fields import Count, Rule
+from ....io.fields import Count
 from ....models.layers import LayerNorm
 from ....models.mixers import (
     Buffer,
@@ -35,7 +34,6 @@ from ....models.mixers import (
     Graph,
     KVBuffers,
     Mixer,
-    MixerOptions,
     Operations,
     Place,
     Rope,
@@ -43,24 +41,18 @@ from ....models.mixers import (
     Value,
     apply_rope,
 )
-from ._segments import SegmentState, onnx_places, segments
+from ._segments import SegmentOptions, SegmentState, onnx_places, segments
 
 EPS = 1e-6  # of both norms
 STATES = "change", "pending"
 
 
 @dataclass(frozen=True)
-class Options(MixerOptions):
-    num_heads: Count
-    head_dim: Annotated[int, Rule("an even {} above 0", lambda value: value > 0 and value % 2 == 0)]
+class Options(SegmentOptions):
     mini_batch: Count = field(default=16, kw_only=True)  # N
 
     def module(self, place: Place) -> TTT:
         return TTT(self, place)
-
-    @staticmethod
-    def equal_heads(pairs: int) -> tuple[int, int]:
-        return 2 * pairs, 2 * pairs
 
     @property
     def float_linears(self) -> tuple[str, ...]:
@@ -69,9 +61,6 @@ class Options(MixerOptions):
     def buffers(self, kv: KVBuffers) -> tuple[Buffer, ...]:
         shape = self.num_heads, self.head_dim + 1, self.head_dim
         return tuple(Buffer(name, "float32", shape) for name in STATES)
-
-    def state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> SegmentState:
-        return SegmentState(*(torch.zeros(batch, *one.sizes(0), device=device) for one in self.buffers(lambda *_: ())))
 
     def operations(self, context: int, low_bit: bool) -> Operations:
         """Count two products with W and two updates of it; norms and their gradient are `other`."""

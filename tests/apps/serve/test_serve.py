@@ -454,6 +454,8 @@ def test_an_error_names_its_parameter(address: str) -> None:
         ({"Content_Type": "application/x-www-form-urlencoded"}, 415, "wanted application/json"),
         ({"Host": "evil.example:80"}, 403, "--host-name"),  # a name that DNS moved to the loopback address
         ({"Host": ""}, 403, "--host-name"),
+        ({"Host": "[::1"}, 403, "--host-name"),
+        ({"Host": "localhost@evil.example"}, 403, "--host-name"),
         ({"Origin": "https://evil.example"}, 403, "--allow-origin"),
         ({"Origin": "null"}, 403, "--allow-origin"),
     ],
