@@ -11,8 +11,8 @@ that size with the other sign is clipped by up to one scale.
 Scales are rounded to fp16 BEFORE the codes are chosen, so that a file with fp16 scales dequantizes to exactly the same
 numbers. A group of zeros has scale 0; a scale below fp16's smallest positive number becomes that number.
 
-On a device symmetric formats of 2, 3, 5 and 6 bits in groups of 32, 64 and 128 have codes of just these bits. All others
-have codes of 2, 4 or 8 bits, in which code - zero is the same number.
+On a device, codes of symmetric formats of 2, 3, 5 and 6 bits in groups of 32, 64 and 128 have just these bits. All
+others have codes of 2, 4 or 8 bits, in which code - zero is the same number.
 
     int2 to int6   diffbit.LowBitMatMul        symmetric, groups of 32, 64 and 128 (ops/lowbit_matmul.py); not int4
     int2           com.microsoft.MatMulNBits   2-bit codes; groups of 16: 4-bit codes (there is no 2-bit int8 kernel)
@@ -130,7 +130,6 @@ class IntFormat(Format):
         return codes.float().sub(offset).mul_(scale)  # `sub` copies: codes may be float, and belong to the caller
 
     # a device
-
 
     def scale_parts(self, scale: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return scales as LowBitMatMul has them: [N, G], and those of rows [N, 1], if there are any."""

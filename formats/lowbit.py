@@ -13,8 +13,8 @@ in groups of 32, each with its best scale of either sign, found by k-means (Lloy
 largest. At 4 bits the error is 19 % less than that of the 16 integers, at 3 bits 12 %, at 2 bits 14 %, and more where
 the weights have heavy tails.
 
-A checkpoint stores the scales of a row as int8: the two bytes of its fp16 scale, then a step for each group. On a device
-they are diffbit.LowBitMatMul (ops/lowbit_matmul.py), with the same bytes.
+A checkpoint stores the scales of a row as int8: the two bytes of its fp16 scale, then a step for each group. On a
+device they are diffbit.LowBitMatMul (ops/lowbit_matmul.py), with the same bytes.
 """
 
 from __future__ import annotations

@@ -12,7 +12,10 @@ from diffbit.io.errors import DiffbitError
 from diffbit.quantize.calibration import scales
 from diffbit.quantize.methods.rtn import quantize as rtn
 
-NAMES = ["int2_g32_s8", "int3_g64_s8", "int4_g32_s8", "int5_g128_s8", "int6_g32_s8", "nl2_g32_s8", "nl3_g64_s8", "nl4_g32_s8"]  # fmt: skip
+NAMES = [
+    "int2_g32_s8", "int3_g64_s8", "int4_g32_s8", "int5_g128_s8", "int6_g32_s8",
+    "nl2_g32_s8", "nl3_g64_s8", "nl4_g32_s8",
+]  # fmt: skip
 
 
 def weight(rows: int = 12, columns: int = 192, seed: int = 0) -> torch.Tensor:
@@ -108,7 +111,14 @@ def test_bytes_are_what_the_name_says(name, bits):
     assert sum(part.nbytes for part in rtn(weight(*shape), format).parts().values()) == expected
 
 
-@pytest.mark.parametrize("name, words", [("nl5_g32_s8", "5 bits, wanted 2 to 4"), ("int7_g32_s8", "7 bits, wanted 2 to 6"), ("int4_g16_s8", "groups of 16")])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("nl5_g32_s8", "5 bits, wanted 2 to 4"),
+        ("int7_g32_s8", "7 bits, wanted 2 to 6"),
+        ("int4_g16_s8", "groups of 16"),
+    ],
+)
 def test_formats_that_no_operator_has_are_refused(name, words):
     with pytest.raises(DiffbitError, match=words):
         parse_format(name)
