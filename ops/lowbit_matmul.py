@@ -22,9 +22,9 @@ Attributes: K, N, group_size (32, 64 or 128), bits (2 to 6), spec_version.
 Scales of 8 bits under one float16 per row (ggml has such scales of scales) cost half of what float16 scales do.
 
 Layout: tiles of 16 rows and groups, as in int4_matmul.py. A group is a sequence of runs of 32 weights, a run eight
-quads: the even four of its first eight weights, their odd four, the even four of the next eight, and so on. In a tile, a
-run is `bits` planes of 64 bytes, four for each of the 16 rows: byte b of a row has, in fields, bits of weight b of each
-quad; quad 0 is in the lowest bits of the first plane, quad 7 in the highest of the last.
+quads: the even four of its first eight weights, their odd four, the even four of the next eight, and so on. In a tile,
+a run is `bits` planes of 64 bytes, four for each of the 16 rows: byte b of a row has, in fields, bits of weight b of
+each quad; quad 0 is in the lowest bits of the first plane, quad 7 in the highest of the last.
 
     bits 4   four planes of fields of 4 bits: the bytes of Int4MatMul
     bits 2   two planes of fields of 2 bits

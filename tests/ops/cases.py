@@ -750,12 +750,12 @@ class LowBitCase(Int4Case):
         return codes, scale, row_scale, levels if self.table else None
 
 
-_KINDS = ((2, False), (3, False), (4, False), (5, False), (6, False), (2, True), (3, True), (4, True))
+LOWBIT_KINDS = ((2, False), (3, False), (4, False), (5, False), (6, False), (2, True), (3, True), (4, True))
 LOWBIT_CASES = [
     LowBitCase(
         f"{bits}_bits{'_table' if table else ''}_{name}", bits=bits, table=table, seed=7 * bits + len(name), **more
     )
-    for bits, table in _KINDS
+    for bits, table in LOWBIT_KINDS
     for name, more in (
         ("small", {}),
         ("one_row", {"lead": (1,), "k": 256, "n": 144}),
@@ -775,7 +775,7 @@ LOWBIT_TABLE_CASES = [  # of GatherLowBit
     LowBitCase(
         f"{bits}_bits{'_levels' if table else ''}_{k}x{n}", (2, 3), k, n, group, seed=k, bits=bits, table=table, **more
     )
-    for bits, table in _KINDS
+    for bits, table in LOWBIT_KINDS
     for k, n, group, more in (
         (128, 40, 32, {"int8_scales": False}),
         (201, 33, 64, {"factor": 1.5}),

@@ -10,7 +10,7 @@ from diffbit.ops import gather_lowbit
 
 from .cases import LOWBIT_TABLE_CASES as CASES
 from .cases import LowBitCase
-from .onnx_run import body_of, run_node
+from .onnx_run import body_of, on_each_isa, on_isas_in_turn, run_node
 from .test_lowbit_matmul import CONSTANTS, weights
 
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -48,3 +48,18 @@ def test_reference_is_the_dequantized_table(case: LowBitCase) -> None:
 def test_body_is_exact(case: LowBitCase) -> None:
     inputs, _ = node(case)
     assert np.array_equal(run(case, inputs), expected(case, inputs))
+
+
+@on_isas_in_turn(CASES)
+def test_kernel_is_exact(case: LowBitCase, isa: str) -> None:
+    inputs, _ = node(case)
+    assert np.array_equal(run(case, inputs, isa), expected(case, inputs))
+
+
+@on_each_isa
+@pytest.mark.parametrize("outside", [-1, 40])
+def test_ids_outside_the_table_are_refused(isa: str, outside: int) -> None:
+    inputs, _ = node(CASES[0])
+    inputs["ids"][1, 1] = outside
+    with pytest.raises(Exception, match=f"ids holds {outside}, wanted 0 to 39"):
+        run(CASES[0], inputs, isa)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from diffbit.ops import int4_matmul, lowbit_matmul
 
-from .cases import LOWBIT_CASES, LowBitCase
-from .onnx_run import body_of, run_node
+from .cases import LOWBIT_CASES, LOWBIT_KINDS, LowBitCase
+from .onnx_run import body_of, on_each_isa, on_isas_in_turn, run_node
 from .test_int4_matmul import fma, rounded_groups
 
 cases = pytest.mark.parametrize("case", LOWBIT_CASES, ids=lambda case: case.name)
@@ -72,6 +72,58 @@ def test_body_is_the_reference(case: LowBitCase) -> None:
     # in float16 the scales are multiplied together, and rounded again
     tolerance = 1e-6 if case.dtype == torch.float32 else 1e-3
     np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * (np.abs(expected.astype(np.float64)).max() or 1))
+
+
+def run(case: LowBitCase, isa: str, threads: int = 1) -> np.ndarray:
+    inputs, attributes = node(case)
+    body = body_of(lowbit_matmul.function, case.bits, case.table)
+    (got,) = run_node(body, inputs, attributes, {"Y": inputs["A"].ndim}, CONSTANTS, isa, threads)
+    return got
+
+
+@on_isas_in_turn(LOWBIT_CASES)
+def test_kernel_is_exact(case: LowBitCase, isa: str) -> None:
+    got, expected = run(case, isa), reference(case)
+    assert got.dtype == expected.dtype and np.array_equal(got, expected, equal_nan=True)
+
+
+@on_each_isa
+def test_threads_do_not_change_the_result(isa: str) -> None:
+    for bits, rows in ((3, 1), (6, 4), (5, 65)):
+        case = LowBitCase("threads", (rows,), 1024, 1100, seed=rows, bits=bits)
+        one, two, four = (run(case, isa, threads) for threads in (1, 2, 4))
+        assert np.array_equal(one, two) and np.array_equal(one, four)
+
+
+@on_each_isa
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(1, 20),
+    columns=st.integers(1, 300),
+    n=st.integers(1, 150),
+    group=st.sampled_from(int4_matmul.GROUP_SIZES),
+    kind=st.sampled_from(LOWBIT_KINDS),
+    int8_scales=st.booleans(),
+    half=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_any_shape_is_exact(
+    isa: str,
+    rows: int,
+    columns: int,
+    n: int,
+    group: int,
+    kind: tuple[int, bool],
+    int8_scales: bool,
+    half: bool,
+    seed: int,
+) -> None:
+    dtype = torch.float16 if half else torch.float32
+    bits, table = kind
+    case = LowBitCase(
+        "any", (rows,), columns, n, group, True, 0.3, "normal", dtype, seed, bits, False, table, int8_scales
+    )
+    assert np.array_equal(run(case, isa), reference(case))
 
 
 def test_layout_is_the_documented_one() -> None:
