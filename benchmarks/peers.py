@@ -29,7 +29,7 @@ from commands import once
 from machine import describe
 from report import command_line, interval, renew, table
 from safetensors.torch import load_file
-from smollm2 import fetch, news_windows, scores, trained_copy
+from smollm2 import fetch, text_windows, scores, trained_copy
 
 import diffbit
 from diffbit.apps.evaluate.metrics import Scores, mean, perplexity_ratio
@@ -145,7 +145,7 @@ def main() -> None:
     if options.copy:
         source = once(options.work / "copy", lambda out: trained_copy(source, wiki, out))
     model = diffbit.load(source).eval()
-    ids = news_windows(source, news)
+    ids = text_windows(source, news)
     text = ids, (torch.arange(ids.shape[1]) > 0).expand_as(ids)
     calibration = read_windows(source, "mix", "text", WINDOWS, LENGTH, split="calib")
     rows = calibration.ids[calibration.mask.all(1)]
