@@ -22,7 +22,7 @@ import torch
 from commands import once, run_diffbit
 from machine import describe
 from report import command_line, interval, renew, table
-from smollm2 import Text, fetch, logits_of, text_windows, scores
+from smollm2 import Text, fetch, logits_of, scores, text_windows
 
 import diffbit
 from diffbit.apps.evaluate.metrics import Scores, mean, perplexity_ratio

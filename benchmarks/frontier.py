@@ -207,7 +207,9 @@ def their_rows(bench: Bench, tool: str, command: list[str], names: Iterable[str]
 
     def matrix(sample: int) -> Path:
         model = functools.partial(diffbit.load, bench.model)
-        return once(place / f"matrix-{sample}.npz", lambda out: write_matrix(model().eval(), bench.samples[sample], out))
+        return once(
+            place / f"matrix-{sample}.npz", lambda out: write_matrix(model().eval(), bench.samples[sample], out)
+        )
 
     def floats() -> Path:
         return once(place / "F32.gguf", lambda out: write_gguf(bench.model, out))

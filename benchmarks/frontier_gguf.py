@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -61,11 +62,11 @@ def write_matrix(model: Decoder, ids: np.ndarray, out: Path) -> None:
     """The mean square of each input of each linear layer over windows of text, as llama-imatrix computes it."""
     sums: dict[str, torch.Tensor] = {}
 
-    def add(name: str, inputs: torch.Tensor) -> None:
-        sums[name] = sums.get(name, torch.zeros(1)) + inputs.flatten(0, -2).double().square().sum(0)
+    def add(name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        sums[name] = sums.get(name, torch.zeros(1)) + inputs[0].flatten(0, -2).double().square().sum(0)
 
     hooks = [
-        module.register_forward_pre_hook(lambda _, inputs, name=tensor_name(name): add(name, inputs[0]))
+        module.register_forward_pre_hook(partial(add, tensor_name(name)))
         for name, module in model.model.layers.named_modules(prefix="model.layers")
         if isinstance(module, torch.nn.Linear)
     ]

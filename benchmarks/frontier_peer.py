@@ -5,8 +5,8 @@
                                                                 of a tensor, by the tensor's name
     frontier_peer.py LIBRARY logits FILE IDS                    IDS: .npy, int32 [W, S]; fp32 [W, S, V] go to stdout
 
-LIBRARY is the unpacked npm package @node-llama-cpp/linux-x64, as for examples/llama_cpp.py, or `ik`: then this is run by
-the interpreter of an environment with ik-llama-cpp-python.
+LIBRARY is the unpacked npm package @node-llama-cpp/linux-x64, as for examples/llama_cpp.py, or `ik`: then the
+interpreter is that of an environment with ik-llama-cpp-python.
 """
 
 from __future__ import annotations

@@ -133,7 +133,8 @@ def markdown(results: Sequence[Result], shape: Sequence[int], arguments: Sequenc
         f"{describe()}, diffbit {diffbit.__version__}. {shape[0]} windows of {shape[1]} tokens, half of each text. "
         f"`{command_line('frontier.py', arguments)}`"
     )
-    parts = [about, table(columns, lines), at_each_size(made)]
+    image = "![KL divergence against the size of the file](frontier.svg)"
+    parts = [about, image, at_each_size(made), table(columns, lines)]
     parts += [f"{result.label} could not be made: {result.wrong}" for result in results if result.wrong]
     return "\n\n".join(part for part in parts if part) + "\n"
 

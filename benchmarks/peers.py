@@ -29,7 +29,7 @@ from commands import once
 from machine import describe
 from report import command_line, interval, renew, table
 from safetensors.torch import load_file
-from smollm2 import fetch, text_windows, scores, trained_copy
+from smollm2 import fetch, scores, text_windows, trained_copy
 
 import diffbit
 from diffbit.apps.evaluate.metrics import Scores, mean, perplexity_ratio
