@@ -40,7 +40,7 @@ import torch
 from commands import once
 from frontier_gguf import contents, write_gguf, write_matrix
 from frontier_report import Result, draw, markdown
-from peers import by_peer
+from peers import PEERS, by_peer
 from report import add_outputs, write_json, write_outputs
 from smollm2 import WINDOW, fetch, logits_of, scores, text_windows, trained_copy
 
@@ -77,7 +77,7 @@ LLAMA = (
     *(f"{type}{PLAIN}" for type in ("Q4_K_M", "Q3_K_M")),
 )
 IK = ("IQ4_K", "IQ4_KS", "IQ4_KSS", "IQ4_KT", "IQ3_K", "IQ3_KT", "IQ2_K", "IQ2_KT")
-PEERS = {f"{bits} bits": (bits, 64) for bits in (4, 3, 2)}  # of GPTQModel and AutoRound: bits, group size
+PEER_ROWS = {f"{bits} bits": (bits, 64) for bits in (4, 3, 2)}  # of GPTQModel and AutoRound: bits, group size
 QUICK = {"diffbit": ("int8", "int4_g32 gptq"), "llama.cpp": ("Q4_0",), "ik_llama.cpp": ("Q4_0",)}
 PICO = Path(__file__).parents[1] / "examples" / "pico" / "softmax"
 COLUMNS = 1 << 13  # tokens of a context
@@ -248,7 +248,7 @@ class Unmade(Exception):
 
 def peer_rows(bench: Bench, tool: str, python: Path, names: Iterable[str]) -> Iterator[Row]:
     def make(name: str, sample: int, out: Path) -> Path:
-        bits, group = PEERS[name]
+        bits, group = PEER_ROWS[name]
         model = diffbit.load(bench.model)
         rounded = by_peer(tool, python, model, bench.model, bench.samples[sample], bits, group)
         diffbit.models.save(rounded, out, tokenizer_from=bench.model)
@@ -261,7 +261,7 @@ def peer_rows(bench: Bench, tool: str, python: Path, names: Iterable[str]) -> It
 
     for name in names:
         yield Row(
-            tool, name, True, functools.partial(make, name),
+            PEERS[tool][0], name, True, functools.partial(make, name),
             lambda folder: logits_of(diffbit.load(folder).eval(), bench.windows),
             lambda folder: (json.loads((folder / "bytes.json").read_text()), "groups of 64"),
         )  # fmt: skip
@@ -313,10 +313,11 @@ def main() -> None:
             print(f"{row.tool} {row.name}, sample {sample}", file=sys.stderr, flush=True)
             write_json(file, measure(bench, row, sample, keep=sample == 0))
     results = Result.read(bench.place / "rows", bench.text, arguments.samples)
-    print(text := markdown(results, bench.windows.shape, sys.argv[1:]))
-    write_outputs(arguments, {"rows": [result.to_dict() for result in results]}, {"frontier": text})
+    name = "frontier-published" if arguments.published else "frontier"  # of the place in the page, and the plot
+    print(text := markdown(results, name, bench.windows.shape, sys.argv[1:]))
+    write_outputs(arguments, {"rows": [result.to_dict() for result in results]}, {name: text})
     if arguments.markdown:
-        draw(results, arguments.markdown.with_name("frontier.svg"))
+        draw(results, arguments.markdown.with_name(f"{name}.svg"))
 
 
 def todo(bench: Bench, arguments: argparse.Namespace) -> Iterator[tuple[Row, int]]:
@@ -335,7 +336,7 @@ def todo(bench: Bench, arguments: argparse.Namespace) -> Iterator[tuple[Row, int
         command = [str(arguments.ik.absolute() / "bin" / "python"), peer, "ik"]
         rows += their_rows(bench, "ik_llama.cpp", command, names("ik_llama.cpp", IK))
     for tool, environment in (one.split("=", 1) for one in arguments.peer):
-        rows += peer_rows(bench, tool, Path(environment).absolute() / "bin" / "python", names(tool, PEERS))
+        rows += peer_rows(bench, tool, Path(environment).absolute() / "bin" / "python", names(tool, PEER_ROWS))
     for sample in range(0 if arguments.no_measuring else arguments.samples):
         yield from ((row, sample) for row in rows if row.calibrated or not sample)
 

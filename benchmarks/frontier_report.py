@@ -117,7 +117,7 @@ def best(results: Sequence[Result], most: float) -> Result | None:
     return min((one for one in results if one.nbytes <= most), key=lambda one: one.kl.mean(), default=None)
 
 
-def markdown(results: Sequence[Result], shape: Sequence[int], arguments: Sequence[str]) -> str:
+def markdown(results: Sequence[Result], name: str, shape: Sequence[int], arguments: Sequence[str]) -> str:
     made = [result for result in results if not result.wrong]
     lines = []
     for result in made:
@@ -133,7 +133,7 @@ def markdown(results: Sequence[Result], shape: Sequence[int], arguments: Sequenc
         f"{describe()}, diffbit {diffbit.__version__}. {shape[0]} windows of {shape[1]} tokens, half of each text. "
         f"`{command_line('frontier.py', arguments)}`"
     )
-    image = "![KL divergence against the size of the file](frontier.svg)"
+    image = f"![KL divergence against the size of the file]({name}.svg)"
     parts = [about, image, at_each_size(made), table(columns, lines)]
     parts += [f"{result.label} could not be made: {result.wrong}" for result in results if result.wrong]
     return "\n\n".join(part for part in parts if part) + "\n"
