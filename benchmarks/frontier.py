@@ -46,6 +46,7 @@ from smollm2 import WINDOW, fetch, logits_of, scores, text_windows, trained_copy
 
 import diffbit
 from diffbit.apps.allocate.mixed import allocate
+from diffbit.apps.evaluate.metrics import Scores
 from diffbit.calib_data import eval_windows
 from diffbit.cli.options import read_windows
 from diffbit.cli.scheme_options import SchemeOptions
@@ -124,26 +125,28 @@ class Bench:
         name = "quick" if arguments.quick else "published" if arguments.published else "copy"
         self.place = work / f"{name}-{digest}"
         (self.place / "rows").mkdir(parents=True, exist_ok=True)
-        self.peers: dict[str, Callable[[], Iterator[torch.Tensor]]] = {}  # of GGUF libraries: their float logits
+        # of a tool, the float model's logits of each window
+        self.floats: dict[str, Callable[[], Iterator[torch.Tensor]]] = {
+            "torch": lambda: logits_of(diffbit.load(self.model).eval(), self.windows)
+        }
 
     @functools.cache  # noqa: B019 (one for the whole run)
-    def reference(self, tool: str, logits: Callable[[], Iterable[torch.Tensor]]) -> torch.Tensor:
-        """The float model's logits [W, S, V] as a tool computes them, in a file."""
+    def exact(self, tool: str) -> tuple[torch.Tensor, list[float]]:
+        """The float model's logits [W, S, V] as a tool computes them, in a file; and their negative log likelihood."""
+        name = tool if tool in self.floats else "torch"
 
         def write(out: Path) -> None:
             shape = (*self.windows.shape, Checkpoint(self.model).config.vocab_size)
             file = np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=shape)
-            for index, values in enumerate(logits()):
+            for index, values in enumerate(self.floats[name]()):
                 file[index] = values.numpy()
             file.flush()
 
-        return torch.from_numpy(np.load(once(self.place / f"float-{tool}.npy", write), mmap_mode="c"))
+        logits = torch.from_numpy(np.load(once(self.place / f"float-{name}.npy", write), mmap_mode="c"))
+        return logits, self.score(logits, logits).nll.tolist()
 
-    def in_torch(self) -> torch.Tensor:
-        return self.reference("torch", self._float)
-
-    def _float(self) -> Iterator[torch.Tensor]:
-        return logits_of(diffbit.load(self.model).eval(), self.windows)
+    def score(self, exact: Iterable[torch.Tensor], logits: Iterable[torch.Tensor]) -> Scores:
+        return scores((self.windows, torch.ones_like(self.windows, dtype=torch.bool)), exact, logits)
 
 
 # ---- diffbit --------------------------------------------------------------------------------------------------------
@@ -234,7 +237,7 @@ def their_rows(bench: Bench, tool: str, command: list[str], names: Iterable[str]
             raise Unmade((said or done.stderr.splitlines() or ["no reason given"])[-1])
         return out
 
-    bench.peers[tool] = lambda: logits(floats())
+    bench.floats[tool] = lambda: logits(floats())
     for type in names:
         yield Row(tool, type, PLAIN not in type, functools.partial(make, type), logits, contents)
 
@@ -272,20 +275,19 @@ def peer_rows(bench: Bench, tool: str, python: Path, names: Iterable[str]) -> It
 
 def measure(bench: Bench, row: Row, sample: int, keep: bool) -> dict[str, Any]:
     about = {"tool": row.tool, "name": row.name, "sample": sample, "calibrated": row.calibrated}
-    suffix = ".gguf" if row.tool in bench.peers else ""
+    suffix = ".gguf" if row.tool in bench.floats else ""
     label = f"{row.tool} {row.name} {sample}".replace(",", "").replace(" ", "-")
     try:
         file = once(bench.place / f"{label}{suffix}", lambda out: row.make(sample, out))
     except Unmade as reason:
         return about | {"wrong": str(reason)}
     nbytes, types = row.describe(file)
-    exact = bench.reference(row.tool, bench.peers[row.tool]) if row.tool in bench.peers else bench.in_torch()
-    text = (bench.windows, torch.ones_like(bench.windows, dtype=torch.bool))
-    of_model, of_float = scores(text, exact, row.score(file)), scores(text, exact, exact)
+    exact, float_nll = bench.exact(row.tool)
+    of_model = bench.score(exact, row.score(file))
     if not keep:
         shutil.rmtree(file) if file.is_dir() else file.unlink()
     values = {name: values.tolist() for name, values in asdict(of_model).items() if values is not None}
-    return about | {"bytes": nbytes, "types": types, **values, "float_nll": of_float.nll.tolist()}
+    return about | {"bytes": nbytes, "types": types, **values, "float_nll": float_nll}
 
 
 def main() -> None:
