@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 from commands import once
-from frontier_gguf import contents, write_gguf, write_matrix
+from frontier_gguf import contents, counted, write_gguf, write_matrix
 from frontier_report import Result, draw, markdown
 from peers import PEERS, by_peer
 from report import add_outputs, write_json, write_outputs
@@ -53,6 +53,7 @@ from diffbit.cli.scheme_options import SchemeOptions
 from diffbit.io.files import parse_size
 from diffbit.io.tokenizer_files import tokenizer_files
 from diffbit.models import Checkpoint
+from diffbit.quantize import Scheme
 from diffbit.quantize.methods import parse_recipe
 
 # name: options of `diffbit quantize`. With --size, which counts no tokenizer, `diffbit allocate` chooses the formats;
@@ -164,7 +165,7 @@ def our_rows(bench: Bench, names: Iterable[str]) -> Iterator[Row]:
         yield Row(
             "diffbit", name, calibrated,
             lambda sample, out, chosen=chosen, text=calibrated: make_artifact(bench, chosen, text, sample, out),
-            lambda artifact: artifact_logits(artifact, bench.windows), artifact_contents,
+            lambda artifact: artifact_logits(artifact, bench.windows), functools.partial(artifact_contents, bench),
         )  # fmt: skip
 
 
@@ -197,8 +198,10 @@ def artifact_logits(artifact: Path, windows: torch.Tensor) -> Iterator[torch.Ten
         yield torch.from_numpy(session.prefill([window.tolist()], all_positions=True)[0])
 
 
-def artifact_contents(artifact: Path) -> tuple[int, str]:
-    return sum(file.stat().st_size for file in artifact.iterdir() if "token" not in file.name), ""
+def artifact_contents(bench: Bench, artifact: Path) -> tuple[int, str]:
+    scheme = Scheme.from_dict(json.loads((artifact / "diffbit.json").read_text())["scheme"])
+    names = [format.name for format in scheme.formats(Checkpoint(bench.model).config).values()]
+    return sum(file.stat().st_size for file in artifact.iterdir() if "token" not in file.name), counted(names)
 
 
 # ---- llama.cpp and ik_llama.cpp -------------------------------------------------------------------------------------

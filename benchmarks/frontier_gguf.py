@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -83,6 +84,9 @@ def contents(file: Path) -> tuple[int, str]:
     """Bytes of the tensors, and how many matrices have each type."""
     header = read_gguf(file)
     types = [tensor.type for tensor in header.tensors.values() if len(tensor.shape) > 1]
-    names = Counter(IK_TYPES.get(type) or gguf.GGMLQuantizationType(type).name for type in types)
     start = min(tensor.begin for tensor in header.tensors.values())
-    return header.size - start, ", ".join(f"{count} {name}" for name, count in names.most_common())
+    return header.size - start, counted(IK_TYPES.get(type) or gguf.GGMLQuantizationType(type).name for type in types)
+
+
+def counted(names: Iterable[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in Counter(names).most_common())

@@ -234,6 +234,7 @@ def test_frontier(tmp_path: Path) -> None:
     rows = {row["name"]: row for row in json.loads(rows_file.read_text())["rows"]}
     gptq, int8 = rows["int4_g32 gptq"], rows["int8"]
     assert gptq["samples"] == [0, 1] and not int8["samples"] and gptq["bytes"] < int8["bytes"]
+    assert gptq["types"] == "14 int4_g32, 1 int8"
     assert 0 < int8["kl"]["high"] < gptq["kl"]["low"] < gptq["kl"]["value"] < gptq["kl"]["high"] < 0.1
     text = page.read_text()
     assert text.startswith("before") and "\nold\n" not in text and "| diffbit int8 " in text and "frontier.svg" in text
