@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from commands import once
 from frontier_gguf import contents, counted, write_gguf, write_matrix
-from frontier_report import Result, draw, markdown
+from frontier_report import PLAIN, Result, draw, markdown
 from peers import PEERS, by_peer
 from report import add_outputs, write_json, write_outputs
 from smollm2 import WINDOW, fetch, logits_of, scores, text_windows, trained_copy
@@ -72,7 +72,6 @@ OURS = {
     "allocate 97 MB, gptq": "--size 97MB --method gptq",
     "allocate 103.7 MB, gptq": "--size 103.7MB --method gptq",
 }
-PLAIN = ", no matrix"
 LLAMA = (
     *("Q4_K_M", "IQ4_XS", "IQ4_NL", "Q3_K_M", "Q4_0", "Q2_K", "IQ2_M", "IQ3_M", "IQ3_XXS", "Q3_K_S", "Q3_K_L"),
     *("Q4_K_S", "Q5_K_S", "Q5_K_M", "Q6_K", "Q8_0", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_S"),
@@ -319,7 +318,7 @@ def main() -> None:
             write_json(file, measure(bench, row, sample, keep=sample == 0))
     results = Result.read(bench.place / "rows", bench.text, arguments.samples)
     name = "frontier-published" if arguments.published else "frontier"  # of the place in the page, and the plot
-    print(text := markdown(results, name, bench.windows.shape, sys.argv[1:]))
+    print(text := markdown(results, name, bench.windows.shape))
     write_outputs(arguments, {"rows": [result.to_dict() for result in results]}, {name: text})
     if arguments.markdown:
         draw(results, arguments.markdown.with_name(f"{name}.svg"))

@@ -12,18 +12,19 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import describe
-from report import command_line, interval, table
+from report import interval, table
 
 import diffbit
 from diffbit.apps.evaluate.metrics import Estimate
 from diffbit.io.drawing import drawn, line, logarithmic
 
 DRAWS = 4000
+PLAIN = ", no matrix"  # in the name of a file that was made without an importance matrix
 SIZES = range(50, 111, 5)  # MB
 
 
@@ -41,6 +42,7 @@ class Result:
     kl: np.ndarray
     more: np.ndarray  # negative log likelihood less the float model's
     agree: np.ndarray
+    day: str
     wrong: str = ""
 
     @classmethod
@@ -49,23 +51,25 @@ class Result:
         rows: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
         for file in sorted(folder.glob("*.json")):
             row = json.loads(file.read_text())
+            row["date"] = str(date.fromtimestamp(file.stat().st_mtime))
             if row["sample"] < samples:
                 rows[row["tool"], row["name"]].append(row)
         return sorted((cls.of(made, text) for made in rows.values()), key=lambda result: result.nbytes)
 
     @classmethod
     def of(cls, rows: Sequence[dict[str, Any]], text: np.ndarray) -> Result:
-        first = rows[0]
+        first, day = rows[0], max(row["date"] for row in rows)
         if "wrong" in first:
             nothing = np.zeros((0, len(text)))
-            return cls(first["tool"], first["name"], np.inf, "", (), text, text, *3 * (nothing,), wrong=first["wrong"])
+            return cls(first["tool"], first["name"], np.inf, "", (), text, text, *3 * (nothing,), day, first["wrong"])
         kl, nll, floats, agree = (
             np.array([row[name] for row in rows]) for name in ("kl", "nll", "float_nll", "agree")
         )  # fmt: skip
         samples = tuple(row["sample"] for row in rows) if first["calibrated"] else ()
         nbytes = float(np.mean([row["bytes"] for row in rows]))
         tokens = np.array(first["tokens"])
-        return cls(first["tool"], first["name"], nbytes, first["types"], samples, text, tokens, kl, nll - floats, agree)
+        more = nll - floats
+        return cls(first["tool"], first["name"], nbytes, first["types"], samples, text, tokens, kl, more, agree, day)
 
     @property
     def label(self) -> str:
@@ -117,7 +121,7 @@ def best(results: Sequence[Result], most: float) -> Result | None:
     return min((one for one in results if one.nbytes <= most), key=lambda one: one.kl.mean(), default=None)
 
 
-def markdown(results: Sequence[Result], name: str, shape: Sequence[int], arguments: Sequence[str]) -> str:
+def markdown(results: Sequence[Result], name: str, shape: Sequence[int]) -> str:
     made = [result for result in results if not result.wrong]
     lines = []
     for result in made:
@@ -129,9 +133,10 @@ def markdown(results: Sequence[Result], name: str, shape: Sequence[int], argumen
             f"{100 * agree[0]:.1f} %", len(result.samples) or "", result.types,
         ])  # fmt: skip
     columns = ["", "MB", "KL, nats", "perplexity", "same top token", "samples", "matrices"]
+    measured = max((result.day for result in results), default="")
     about = (
-        f"{describe()}, diffbit {diffbit.__version__}. {shape[0]} windows of {shape[1]} tokens, half of each text. "
-        f"`{command_line('frontier.py', arguments)}`"
+        f"{shape[0]} windows of {shape[1]} tokens, half of each text; diffbit {diffbit.__version__}, {measured}. "
+        f'"{PLAIN.lstrip(", ")}": without an importance matrix.'
     )
     image = f"![KL divergence against the size of the file]({name}.svg)"
     parts = [about, image, at_each_size(made), table(columns, lines)]

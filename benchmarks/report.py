@@ -128,7 +128,7 @@ def verdict(name: str, difference: Row) -> str:
 
 def command_line(script: str, arguments: Sequence[str]) -> str:
     """The command as another machine would give it: folders by their names in the help."""
-    names = {"--llama": "ENV", "--ik": "ENV", "--work": "DIR", "--out": "OUT", "--wikitext": "FILE"}
+    names = {"--llama": "ENV", "--work": "DIR", "--out": "OUT"}
     shown = [names.get(before, part) for before, part in zip(["", *arguments], arguments, strict=False)]
     return " ".join(["python", f"benchmarks/{script}", *shown])
 

@@ -268,7 +268,7 @@ def test_frontier_intervals_cover_windows_and_samples(frontier: Callable[[str], 
     generator, text, tokens = np.random.default_rng(1), np.repeat([0, 1], 12), np.full(24, 255)
 
     def result(name: str, samples: tuple[int, ...], kl: np.ndarray) -> Any:
-        return report.Result("diffbit", name, 1e6, "", samples, text, tokens, kl * 255, kl, kl)
+        return report.Result("diffbit", name, 1e6, "", samples, text, tokens, kl * 255, kl, kl, "")
 
     window = generator.normal(0.2, 0.02, (1, 24)) + 0.1 * text  # the texts differ, which is no uncertainty
     whole = result("whole", (), window).divergence()
