@@ -171,6 +171,8 @@ def at_each_size(results: Sequence[Result]) -> str:
 
 def draw(results: Sequence[Result], file: Path) -> None:
     """KL against size, a line through each tool's best files."""
+    from matplotlib.ticker import LogLocator  # takes long to import
+
     made = [result for result in results if not result.wrong and result.nbytes <= 1e6 * SIZES[-1]]
     tools = sorted({result.tool for result in made}, key=lambda tool: (tool != "diffbit", tool))
     with drawn(file) as (axes,):
@@ -183,6 +185,7 @@ def draw(results: Sequence[Result], file: Path) -> None:
             axes.plot([row.nbytes / 1e6 for row in front], [row.divergence().value for row in front],
                       label=tool, **look)  # fmt: skip
         logarithmic(axes)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.set_xlabel("MB")
         axes.set_ylabel("KL divergence, nats a token")
         axes.legend()
