@@ -77,6 +77,7 @@ LLAMA = (
     *("Q4_K_S", "Q5_K_S", "Q5_K_M", "Q6_K", "Q8_0", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_S"),
     *(f"{type}{PLAIN}" for type in ("Q4_K_M", "Q3_K_M")),
 )
+# no type that takes Q4_1 for some matrices: ik-llama-cpp-python 0.1.5 multiplies that wrong in batches of 64 tokens
 IK = ("IQ4_K", "IQ4_KS", "IQ4_KSS", "IQ4_KT", "IQ3_K", "IQ3_KT", "IQ2_K", "IQ2_KT")
 PEER_ROWS = {f"{bits} bits": (bits, 64) for bits in (4, 3, 2)}  # of GPTQModel and AutoRound: bits, group size
 QUICK = {"diffbit": ("int8", "int4_g32 gptq"), "llama.cpp": ("Q4_0",), "ik_llama.cpp": ("Q4_0",)}
