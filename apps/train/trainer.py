@@ -43,6 +43,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from ...calib_data import Corpus, Needles, TextTokenizer, Windows, load_text, load_tokenizer, stream, windows
+from ...io import plugins
 from ...io.drawing import require_matplotlib
 from ...io.errors import DiffbitError, MissingDependency
 from ...io.files import check_apart, locked, write_json
@@ -65,7 +66,7 @@ BETAS = (0.9, 0.95)
 FINAL_RATE = 0.1  # learning rate at the last step, relative to the highest
 SECOND_PEAK = 2 / 3  # learning rate in the second of two stages, relative to the first
 CALIBRATION_ROWS = 16  # rows of the training text to fit sub-norms on
-KERNEL_DEVICES: tuple[str, ...] = ()  # "cuda" joins once benchmarks/gpu.py finds triton_attention.py faster than torch
+KERNEL_DEVICES: tuple[str, ...] = ()  # "cuda" joins once benchmarks/gpu.py finds apps/triton faster than torch
 ANSWER_WEIGHT = 10.0  # weight in the loss of a token that answers a query; there are few of them
 AUXILIARY_WEIGHT = 0.01  # of mixers' losses, beside that of the text (MoH, arXiv 2410.11842, section 3)
 
@@ -169,9 +170,7 @@ class _Run:
             add_gains(self.model, config.head_gain)
         self.layers = [] if config.scheme is None else prepare(self.model, config.scheme)
         if here.device.type in KERNEL_DEVICES:
-            from .triton_attention import use_kernels  # only torch's CUDA builds include Triton
-
-            use_kernels(self.model)
+            plugins.load("diffbit.apps.train.kernels", here.device.type).use_kernels(self.model)
         self.teacher = Teacher(self.config, tokenizer, here.device) if config.distill else None
         if self.teacher is not None:
             self.about["distill_sha256"] = self.teacher.sha256
