@@ -15,14 +15,16 @@ treats rounding as the identity (the straight-through estimator). The formats di
 What is trained, beside the vectors of a model (norms, biases, lambda), is one of these:
 
     all        every weight, and the learned scales
-    scales     the learned scales; codes stay as they were rounded (E2E-QP of EfficientQAT, arXiv 2407.11062, section
-               3.3)
+    scales     the learned scales; codes stay as they were rounded, by any method if the run starts from a quantized
+               checkpoint (E2E-QP of EfficientQAT, arXiv 2407.11062, section 3.3)
     lora       the learned scales, and low-rank adapters: W = W_0 + B A is what is rounded (LR-QAT, arXiv 2406.06385,
                eq. 5), A [r, K], B [N, r], so the trained model has no adapters
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,7 +51,14 @@ class QATLinear(nn.Linear):
     without it goes on to weight and factor, with the sum.
     """
 
-    def __init__(self, linear: nn.Linear, format: Format, rounding: Rounding | None, trainable: str = "all") -> None:
+    def __init__(
+        self,
+        linear: nn.Linear,
+        format: Format,
+        rounding: Rounding | None,
+        trainable: str = "all",
+        quantized: QTensor | None = None,
+    ) -> None:
         with torch.device("meta"):
             super().__init__(linear.in_features, linear.out_features, bias=False)
         self.weight, self.bias = linear.weight, linear.bias
@@ -57,7 +66,7 @@ class QATLinear(nn.Linear):
         self.rounding = rounding  # of the input
         self.factor: nn.Parameter | None = None
         if format.learned:
-            start = search(self.weight.detach(), format)[0]
+            start = search(self.weight.detach(), format)[0] if quantized is None else quantized.scale
             self.start = start.masked_fill(start == 0, float(start.abs().mean().clamp(min=MIN_SCALE)))
             self.factor = nn.Parameter(torch.ones_like(start))
         self.fixed = trainable == "scales"
@@ -69,6 +78,8 @@ class QATLinear(nn.Linear):
         self.gathers, self.gathered = False, None
         self.codes: Tensor  # uint8 [N, K]
         self.scale: Tensor  # fp32, format.scale_shape
+        if quantized is not None:
+            self.codes = quantized.codes
         self.refresh()
         zeros = torch.zeros(1, self.in_features, device=self.weight.device)
         self.zero = int(format.encode(zeros, self.scale[:1], None)[0, 0])  # the code of 0
@@ -199,9 +210,12 @@ class _LearnedScale(torch.autograd.Function):
         return (grad * inside).flatten(1)[:, :columns], (grad * slope).sum(-1) * to_scale, None, None
 
 
-def prepare(model: Decoder, scheme: Scheme, trainable: str = "all") -> list[QATLinear]:
+def prepare(
+    model: Decoder, scheme: Scheme, trainable: str = "all", quantized: Mapping[str, QTensor] = MappingProxyType({})
+) -> list[QATLinear]:
     """Replace the layers that the scheme quantizes with QATLinears with the same weights, and return them; freeze the
-    parameters that are not `trainable`. Raises DiffbitError for a scheme that training does not support."""
+    parameters that are not `trainable`. quantized: codes and scales to start from, by module, if there are any. Raises
+    DiffbitError for a scheme that training does not support."""
     if trainable != "all":
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.ndim < 2)
@@ -211,12 +225,19 @@ def prepare(model: Decoder, scheme: Scheme, trainable: str = "all") -> list[QATL
             raise DiffbitError(f"training cannot learn {format}: it has zero points; use a symmetric format")
         if trainable == "scales" and not format.learned:
             raise DiffbitError(f"{format} has no learned scales to train; use one that has, such as int4_g128")
+        start = quantized.get(name)
+        if quantized and (start is None or start.format != format):
+            raise DiffbitError(
+                f"{name} is {'float' if start is None else start.format} in the quantized checkpoint that training "
+                f"starts from, wanted {format}; name the checkpoint's own format"
+            )
         if name == "lm_head" and model.lm_head is None:
             raise DiffbitError("the head shares the embedding's weight, which cannot be trained in a format; omit it")
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         rounding = format.device_rounding(format.rounding(name, linear.in_features, scheme.activations))
-        layer = QATLinear(linear, format, rounding, trainable)
+        start = None if start is None else start.to(linear.weight.device)
+        layer = QATLinear(linear, format, rounding, trainable, start)
         model.set_submodule(name, layer)
         layers.append(layer)
     if not layers:

@@ -42,13 +42,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ...calib_data import Corpus, Needles, TextTokenizer, Windows, load_text, load_tokenizer, stream, windows
+from ...formats import QTensor
 from ...io import plugins
 from ...io.drawing import require_matplotlib
 from ...io.errors import DiffbitError, MissingDependency
 from ...io.files import check_apart, locked, write_json
 from ...io.processes import Processes, processes
 from ...io.progress import track
-from ...models import Checkpoint, Decoder, load
+from ...models import Checkpoint, Decoder
 from ...models.attention import Attention
 from ...models.checkpoint import shapes
 from ...models.mixers import Mixer
@@ -58,7 +59,7 @@ from .data import TrainingRows, prepare_tokenizer
 from .distill import Teacher
 from .folder import LOG, begin_run, check_folder, log_state, place_model, plot_losses, read_log, rewind_log
 from .head_norm import add_gains
-from .initialize import initialize, insert_sub_norms
+from .initialize import initialize, insert_sub_norms, load_start
 from .loss import Objective
 from .qat import prepare, refresh
 
@@ -157,10 +158,11 @@ class _Run:
 
         torch.manual_seed(config.seed)
         self.model = Decoder(self.config.model)
+        quantized: dict[str, QTensor] = {}
         if config.init is None:
             initialize(self.model, config.seed, config.o_proj_init, config.lambda_bias or 0.0)
         else:
-            source = load(config.init, dtype=torch.float32)
+            source, quantized = load_start(config.init)
             if self.config.model.sub_norms == source.config.sub_norms:
                 self.model.load_state_dict(source.state_dict())
             else:
@@ -168,7 +170,7 @@ class _Run:
         self.model.to(here.device)
         if config.head_gain is not None:
             add_gains(self.model, config.head_gain)
-        self.layers = [] if config.scheme is None else prepare(self.model, config.scheme, config.trainable)
+        self.layers = [] if config.scheme is None else prepare(self.model, config.scheme, config.trainable, quantized)
         if here.device.type in KERNEL_DEVICES:
             plugins.load("diffbit.apps.train.kernels", here.device.type).use_kernels(self.model)
         self.teacher = Teacher(self.config, tokenizer, here.device) if config.distill else None

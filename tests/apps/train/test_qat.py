@@ -21,7 +21,7 @@ from diffbit.formats import QuantLinear, parse_format
 from diffbit.formats.rounding import INT8, Rounding, rounded_input
 from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, Decoder, load
-from diffbit.quantize import Scheme
+from diffbit.quantize import Scheme, quantize_checkpoint
 from diffbit.quantize import load as load_quantized
 from diffbit.runtime import verify
 
@@ -224,6 +224,33 @@ def test_a_run_trains_what_it_says_and_resumes_bit_for_bit(text: str, tmp_path: 
         trained = weight.ndim < 2 or (trainable == "lora" and name.endswith("_proj.weight"))
         assert torch.equal(weight, after[name]) != trained, name
     assert {file.name for file in whole.path.iterdir()} >= {"config.json", "model.safetensors", "master"}
+
+
+def test_scales_of_a_quantized_checkpoint_are_trained_further(text: str, tmp_path: Path) -> None:
+    """Its codes stay, whatever method chose them, and so do its tables; other formats are refused."""
+    start = train(options(text, steps=2), tmp_path / "start").path
+    quantize_checkpoint(
+        start,
+        tmp_path / "rtn",
+        Scheme(weights=parse_format("int3_g16"), embedding=parse_format("int8"), head=parse_format("int8")),
+    )
+    weights = dict(load_quantized(tmp_path / "rtn").named_modules())
+    config = options(
+        text, init=str(tmp_path / "rtn"), tokenizer=str(start), qat="int3_g16", trainable="scales",
+        learning_rate=3e-2, steps=3,
+    )  # fmt: skip
+    out = train(config, tmp_path / "out").path
+    for name, module in load_quantized(out).named_modules():
+        if isinstance(module, QuantLinear):
+            assert torch.equal(module.weight.codes, weights[name].weight.codes)
+            assert not torch.equal(module.weight.scale, weights[name].weight.scale)
+    table = weights["model.embed_tokens"].weight.dequantize()
+    assert torch.equal(load(out / "master").get_parameter("model.embed_tokens.weight"), table)
+    with pytest.raises(DiffbitError, match="is int3_g16 in the quantized checkpoint that training starts from"):
+        train(replace(config, qat="int3_g32"), tmp_path / "other")
+    assert train_config("tiny", init=config.init, qat="int3_g16", trainable="scales").init == config.init
+    with pytest.raises(DiffbitError, match="is quantized, but training starts from float weights"):
+        train_config("tiny", init=config.init, qat="int3_g16", trainable="lora")
 
 
 def test_a_scale_never_reaches_zero_and_a_group_of_zeros_wakes() -> None:
