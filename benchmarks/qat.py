@@ -41,7 +41,7 @@ from diffbit.io.files import parse_json
 
 ROW, BATCH, WINDOWS = 256, 4, 24
 PROBE = 24  # steps
-RATES = {"all": (1e-4, 3e-4), "scales": (3e-4, 1e-3), "lora": (3e-4, 1e-3)}
+RATES = {"all": (3e-4, 1e-3), "scales": (3e-4, 1e-3), "lora": (3e-4, 1e-3)}
 SIZES = (100_000, 300_000)  # tokens
 SHORT = ("--max-windows", "24", "--length", "256")  # of calibration text, a tenth of the default, to save time
 FLOAT_TABLE = ("--embedding", "none", "--head", "none")
