@@ -144,7 +144,7 @@ def train_config(
     if init is not None:
         if noise_ratio is not None:
             raise DiffbitError(f"noise_ratio is {noise_ratio}, wanted none with init, whose heads are what they are")
-        model = _model_of(init, attention, mlp, sub_norms)
+        model = _model_of(init, attention, mlp, sub_norms, changes.get("trainable") == "scales")
         changes = {"tokenizer": init, **changes}
         if format is not None:
             rate *= FEW_BITS_FROM_CHECKPOINT if format.bits == 2 else FROM_CHECKPOINT
@@ -185,10 +185,12 @@ def _preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-def _model_of(checkpoint: str, attention: str | None, mlp: str | None, sub_norms: bool | None) -> ModelConfig:
-    """The model of a checkpoint. Raises DiffbitError if training cannot start from it."""
+def _model_of(
+    checkpoint: str, attention: str | None, mlp: str | None, sub_norms: bool | None, quantized: bool
+) -> ModelConfig:
+    """The model of a checkpoint, which may be `quantized`. Raises DiffbitError if training cannot start from it."""
     start = Checkpoint(checkpoint)
-    if start.quantization is not None:
+    if start.quantization is not None and not quantized:
         master = Path(checkpoint) / MASTER
         source = f"start from {master}" if master.is_dir() else "start from the checkpoint it was made from"
         raise DiffbitError(f"{checkpoint}: is quantized, but training starts from float weights; {source}")
