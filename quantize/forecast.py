@@ -6,7 +6,7 @@ largest determines it: a table (embedding, head), or a decoder layer,
     rtn         its stored tensors, their codes (a byte per weight) and temporaries
     with text   the same and 9 bytes per weight, while output errors are measured; activations of a batch of tokens
     gptq ...    matrices of K^2 numbers
-    learned     32 bytes per weight (methods/learned.py), and activations of the tokens of a training step, twice
+    learned     32 bytes per weight (apps/methods/learned.py), and activations of the tokens of a training step, twice
 
 and, with calibration text, the tokens' hidden states, unless they are on disk. docs/memory.md compares this with
 measurements: a run took up to 1.12 times as much.
@@ -29,7 +29,6 @@ from .calibration.tokens import MEASURED_TOKENS
 from .layer import TABLE_PART
 from .methods import Recipe
 from .methods.gptq import PRECISE
-from .methods.learned import BATCH_TOKENS as LEARNED_TOKENS
 from .scheme import Scheme
 from .sizes import TensorSize, sizes
 
@@ -98,7 +97,7 @@ def _layer(
     if recipe.calibrated:
         peaks.append(count + max(map(_rounding, tensors)))
     if recipe.exact:
-        peaks.append(32 * count + 2 * activations * max(LEARNED_TOKENS, length))
+        peaks.append(32 * count + 2 * activations * max(recipe.rounding.step_tokens, length))
     return width * count + max(peaks)
 
 

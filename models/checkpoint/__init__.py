@@ -4,6 +4,6 @@ names.py      names of a model's tensors, and their shapes
 folder.py     a folder of safetensors files; gguf_file.py  the same of a GGUF file
 """
 
-from .names import EMBEDDING, is_linear, shapes, stays_float32
+from .names import EMBEDDING, HEAD, is_linear, shapes, stays_float32
 
-__all__ = ["EMBEDDING", "is_linear", "shapes", "stays_float32"]
+__all__ = ["EMBEDDING", "HEAD", "is_linear", "shapes", "stays_float32"]

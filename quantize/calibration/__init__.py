@@ -1,5 +1,6 @@
 """Calibration: tokens that pass through a model layer by layer, and what methods learn from them.
 
+rounds   a layer's weights, one after the other
 passes   what a method sees of a layer's calibration: statistics, stages, progress
 tokens   the calibration text, in the float model and in the quantized one
 states   hidden states of token windows between layers          spill   the same on disk
@@ -8,9 +9,13 @@ scales   the scales of least error for given statistics
 """
 
 from .passes import Passes
-from .scales import search
-from .states import Batch
+from .rounds import round_all
+from .scales import least, search
+from .spill import DiskTensor
+from .states import ALONE, Batch
 from .stats import CalibStats, proxy_loss
 from .tokens import Tokens
 
-__all__ = ["Batch", "CalibStats", "Passes", "Tokens", "proxy_loss", "search"]
+__all__ = [
+    "ALONE", "Batch", "CalibStats", "DiskTensor", "Passes", "Tokens", "least", "proxy_loss", "round_all", "search",
+]  # fmt: skip

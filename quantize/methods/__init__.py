@@ -1,8 +1,8 @@
 """Quantization methods, which turn float weights into low-bit ones, and recipes, which join several.
 
-A method is a file of this folder, or one that a package adds to it (io/plugins.py), and makes METHOD, a `Method`. A
-recipe is methods in the order they run, joined by + as in "rotate+gptq": transforms first, then at most one that
-rounds, by default rtn. A method that trains may be given the number of its steps, as in "learned:50".
+A method is a file of this folder, or one that an app (apps/methods) or a package adds to it (io/plugins.py), and makes
+METHOD, a `Method`. A recipe is methods in the order they run, joined by + as in "rotate+gptq": transforms first, then
+at most one that rounds, by default rtn. A method that trains may be given the number of its steps, as in "learned:50".
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from ...io import plugins
 from ...io.errors import DiffbitError
 from ...models import ModelConfig
 from ..calibration import Passes
-from ..layer import Layer, Round, quantize_weight
+from ..layer import FINAL_NORM, Layer, Round, quantize_weight
 
-__all__ = ["Layer", "Method", "Passes", "Recipe", "find", "methods", "parse_recipe", "quantize_weight", "table"]
+__all__ = [
+    "FINAL_NORM", "Layer", "Method", "Passes", "Recipe", "find", "methods", "parse_recipe", "quantize_weight", "table",
+]  # fmt: skip
 
 MOST_STEPS = 100_000
 
@@ -40,6 +42,7 @@ class Method:
     reads_stats   whether it is given statistics if there are calibration tokens; None: if it is calibrated
     exact         whether it needs the float model's hidden states of all calibration tokens
     steps         the default number of its training steps; None: it does not train
+    step_tokens   tokens of a training step
     config        (config) -> the config of the transformed model; a transform that changes the embedding or the head
                   must untie them there
     warning       (config) -> the layers that a transform leaves unchanged, in a sentence, or None
@@ -55,6 +58,7 @@ class Method:
     reads_stats: bool | None = None
     exact: bool = False
     steps: int | None = None
+    step_tokens: int = 0
     config: Callable[[ModelConfig], ModelConfig] = lambda config: config
     warning: Callable[[ModelConfig], str | None] = lambda config: None
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from diffbit import DiffbitError
+from diffbit.apps.methods import awq, rotate
 from diffbit.apps.moh.attention import moh, moh_diff_v1, moh_diff_v2
 from diffbit.formats import parse_format
 from diffbit.models.mixers import Place
 from diffbit.quantize import Scheme
-from diffbit.quantize.methods import awq, rotate
 
 from ...quantize.transforms import logits64, random_decoder, random_ids, transformed
 from ..variants import checks

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from diffbit.apps.methods import awq, rotate
 from diffbit.apps.variants.mixers import mamba
 from diffbit.export import export_artifact, reference_model
 from diffbit.formats import parse_format
@@ -17,7 +18,6 @@ from diffbit.models.attention import diff_v1
 from diffbit.models.mlp import swiglu
 from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
 from diffbit.quantize.layer import Layer
-from diffbit.quantize.methods import awq, rotate
 from diffbit.runtime import Session, verify
 
 from ...export.helpers import relative_error, write_tokenizer

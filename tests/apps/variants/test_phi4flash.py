@@ -22,6 +22,7 @@ from torch import Tensor
 
 from diffbit import DiffbitError, models
 from diffbit.apps.evaluate.cost import token_cost
+from diffbit.apps.methods import awq, rotate, rotate_heads
 from diffbit.cli.app import main
 from diffbit.export import export_artifact, reference_model
 from diffbit.formats import parse_format
@@ -30,7 +31,7 @@ from diffbit.models.families import read_config
 from diffbit.quantize import AttentionScheme, Scheme, load, quantize_checkpoint
 from diffbit.quantize.calibration import Passes, Tokens
 from diffbit.quantize.layerwise import apply
-from diffbit.quantize.methods import awq, gptq, rotate, rotate_heads
+from diffbit.quantize.methods import gptq
 from diffbit.runtime import Artifact, Session, verify
 
 from ...export.helpers import write_tokenizer

@@ -32,18 +32,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from ...formats import QTensor
-from ...formats.base import divisor
-from ...formats.rounding import straight_through
+from ...formats import QTensor, straight_through
 from ...io.errors import DiffbitError
-from ...models.layers.arithmetic import Arithmetic
-from ..calibration.passes import Passes
-from ..calibration.rounds import round_all
-from ..calibration.spill import DiskTensor
-from ..calibration.tokens import Tokens
-from ..layer import Layer
-from . import Method, gptq
+from ...models.layers import Arithmetic
+from ...quantize.calibration import DiskTensor, Tokens, round_all
+from ...quantize.methods import Layer, Method, Passes, find
 
+START = "gptq"  # whose codes learning starts from
 SEED = 0
 STEPS = 100  # by default; the recipe learned:50 has 50
 BATCH_TOKENS = 256  # per training step; 512 is no better
@@ -69,7 +64,7 @@ def _start(layer: Layer, passes: Passes) -> dict[str, QTensor]:
     start: dict[str, QTensor] = {}
     for stage in layer.stages():
         stats = passes.stats(start, stage[:1])[stage[0]]
-        start |= round_all(layer, passes, lambda name: gptq.quantize, stage, stats)
+        start |= round_all(layer, passes, lambda name: find(START).rounds, stage, stats)
     return start
 
 
@@ -196,7 +191,7 @@ class LearnedWeight:
         self.unit, format = start.format.spacing, start.format
         scale, zero, codes = start.scale[..., None], start.zero, format.grouped(start.codes)
         zeros, grouped = None if zero is None else zero[..., None], format.grouped(self.weight)
-        away = format.decode_each(codes, torch.ones_like(scale), zeros) - grouped / divisor(scale)
+        away = format.decode_each(codes, torch.ones_like(scale), zeros) - grouped / _divisor(scale)
         nearest = format.encode_each(grouped, scale, zeros).to(torch.uint8)
         # the smallest offset that gives the initial code
         away = (away - away.clamp(-MARGIN * self.unit, MARGIN * self.unit)).masked_fill_(nearest == codes, 0)
@@ -217,7 +212,7 @@ class LearnedWeight:
         top = 2**format.bits - 1
         below, above = scale * zero * self.lower, scale * (top - zero.float()) * self.upper
         scale = _straight(format.stored, (below + above) / top)
-        return scale, _straight(torch.round, below / divisor(scale)).clamp(0, top)
+        return scale, _straight(torch.round, below / _divisor(scale)).clamp(0, top)
 
     @torch.no_grad()
     def round(self) -> None:
@@ -247,7 +242,7 @@ class LearnedWeight:
         """
         values = (self.weight, self.offset, self.rounded, upstream)
         for rows, s, z, (weight, offset, rounded, grad) in self.format.by_rows(scale, zero, *values):
-            below = divisor(s)
+            below = _divisor(s)
             place = weight / below
             moved = place + offset
             inside = moved.clamp(*self.format.bounds(z)).sub_(moved).sign_().abs_().neg_().add_(1)
@@ -281,6 +276,10 @@ class LearnedWeight:
         self.round()
 
 
+def _divisor(scale: Tensor) -> Tensor:
+    return scale.masked_fill(scale == 0, torch.inf)  # of a group of zeros
+
+
 def _straight(function: Callable[..., Tensor], value: Tensor, *rest: Any) -> Tensor:
     """Return function(value, *rest); gradients pass to value unchanged."""
     return straight_through(value, function(value.detach(), *rest))
@@ -301,4 +300,6 @@ class _StraightArithmetic(Arithmetic):
         return exact + (self.low.mix(probabilities.detach(), value.detach(), head_dim) - exact.detach())
 
 
-METHOD = Method("learned", __doc__, round_layer=quantize_layer, calibrated=True, exact=True, steps=STEPS)
+METHOD = Method(
+    "learned", __doc__, round_layer=quantize_layer, calibrated=True, exact=True, steps=STEPS, step_tokens=BATCH_TOKENS
+)

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from diffbit.apps.methods import awq
 from diffbit.formats import parse_format
 from diffbit.quantize import Scheme, apply
 from diffbit.quantize.calibration.stats import Gatherer
-from diffbit.quantize.methods import awq, rtn
+from diffbit.quantize.methods import rtn
 
-from ..transforms import config_of, logits64, random_decoder, random_ids, transformed
+from ...quantize.transforms import config_of, logits64, random_decoder, random_ids, transformed
 
 FORMATS = ["int8", "int4_g32_asym", "int2_g16", "mxfp4", "ternary"]
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ...formats import Format, QTensor
 from ...io.errors import DiffbitError
-from . import Method
+from ...quantize.methods import Method
 
 P = 0.7
 BETA, GROWTH = 10.0, 1.01

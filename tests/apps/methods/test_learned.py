@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from diffbit.apps.methods import learned
+from diffbit.apps.methods.learned import LearnedWeight
 from diffbit.calib_data import eval_windows
 from diffbit.formats import QTensor, base, parse_format
 from diffbit.formats.codebook import NF4
@@ -16,8 +18,7 @@ from diffbit.quantize import AttentionScheme, Scheme, apply
 from diffbit.quantize.calibration import Passes, Tokens
 from diffbit.quantize.layer import Layer
 from diffbit.quantize.layerwise import quantize_one
-from diffbit.quantize.methods import gptq, learned, parse_recipe, rtn
-from diffbit.quantize.methods.learned import LearnedWeight
+from diffbit.quantize.methods import gptq, parse_recipe, rtn
 
 FORMATS = ["int2_g16_asym", "int3_g32_asym", "int4", "ternary", "nf4"]
 
@@ -281,7 +282,7 @@ def test_it_beats_rounding_and_gptq_on_a_trained_layer(trained, monkeypatch):
 )
 def test_every_variant_and_format_gets_better(attention, format, monkeypatch):
     """From plain rounding on: GPTQ, the usual start, leaves little to gain in a layer as small as this."""
-    monkeypatch.setattr(learned.gptq, "quantize", rtn.quantize)
+    monkeypatch.setattr(learned, "START", "rtn")
     errors = {}
     for recipe in ("rtn", "learned:30"):
         passes = passes_of(random_model(attention), some_ids(8, 32), Scheme(weights=parse_format(format)), 1)
@@ -290,7 +291,7 @@ def test_every_variant_and_format_gets_better(attention, format, monkeypatch):
 
 
 def test_it_improves_codebooks_with_rounded_activations_and_logits(monkeypatch):
-    monkeypatch.setattr(learned.gptq, "quantize", rtn.quantize)
+    monkeypatch.setattr(learned, "START", "rtn")
     model = random_model(hidden_size=64, head_dim=16, intermediate_size=64)
     scheme = Scheme(parse_format("nf4"), activations="int8", attention=AttentionScheme(logits=6))
     errors = {}
@@ -329,7 +330,7 @@ def test_norms_and_lambdas_stay_float_and_the_float_model_stays():
 
 
 def test_the_head_keeps_its_predictions(monkeypatch):
-    monkeypatch.setattr(learned, "gptq", rtn)  # to start from: GPTQ leaves little to learn in a single matrix
+    monkeypatch.setattr(learned, "START", "rtn")  # to start from: GPTQ leaves little to learn in a single matrix
     scheme = Scheme(overrides=(("lm_head", parse_format("int2_g16")),))
     model, ids = random_model(), some_ids(16, 32)
     divergence = {}

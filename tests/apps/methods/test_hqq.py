@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from diffbit.apps.methods import hqq
 from diffbit.formats import Format, parse_format
 from diffbit.io.errors import DiffbitError
-from diffbit.quantize.methods import hqq, rtn
+from diffbit.quantize.methods import rtn
 
 FORMATS = ["int8_g64", "int4_g32_asym", "int4", "int2_g64", "nf4"]
 

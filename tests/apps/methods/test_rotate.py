@@ -10,21 +10,21 @@ import torch
 from pytest import MonkeyPatch
 
 from diffbit import models
+from diffbit.apps.methods import _rotation as hadamard
+from diffbit.apps.methods import rotate, rotate_heads
+from diffbit.apps.methods._rotation import Rotation
 from diffbit.export import export_artifact
 from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.models.attention import diff_v1
 from diffbit.models.mixers import Symmetries
 from diffbit.quantize import Scheme, load, quantize_checkpoint
-from diffbit.quantize.methods import _rotation as hadamard
-from diffbit.quantize.methods import rotate, rotate_heads
-from diffbit.quantize.methods._rotation import Rotation
 from diffbit.quantize.methods.rtn import quantize as rtn
 from diffbit.runtime import verify
 
 from ...configs import BIASES
 from ...export.helpers import relative_error, write_model
-from ..transforms import config_of, logits64, random_decoder, random_ids, transformed
+from ...quantize.transforms import config_of, logits64, random_decoder, random_ids, transformed
 
 VARIANTS = ("softmax", "diff_v1", "diff_v2")
 SHAPES = {

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from diffbit.apps.methods._folding import fold, groups, per_channel, unchanged
 from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.models import attention_options
@@ -14,10 +15,9 @@ from diffbit.models.checkpoint.names import HEAD
 from diffbit.models.mixers import Symmetries
 from diffbit.quantize import Scheme, apply
 from diffbit.quantize.layer import FINAL_NORM
-from diffbit.quantize.methods._folding import fold, groups, per_channel, unchanged
 
 from ...configs import BIASES
-from ..transforms import config_of, layers, logits64, random_decoder, random_ids, transformed
+from ...quantize.transforms import config_of, layers, logits64, random_decoder, random_ids, transformed
 
 VARIANTS = ("softmax", "diff_v1", "diff_v2")
 SHAPES = {

@@ -26,11 +26,8 @@ from torch import Tensor
 
 from ...formats import Format
 from ...io.processes import Processes
-from ..calibration.passes import Passes
-from ..calibration.states import ALONE
-from ..calibration.stats import CalibStats
-from ..layer import Layer
-from . import Method
+from ...quantize.calibration import ALONE, CalibStats
+from ...quantize.methods import Layer, Method, Passes
 from ._folding import per_channel, scale_groups
 
 ALPHAS = tuple(i / 20 for i in range(21))  # alpha

@@ -28,9 +28,7 @@ from torch import Tensor
 from ...formats import Format
 from ...models import ModelConfig
 from ...models.mixers import Symmetries
-from ..calibration.passes import Passes
-from ..layer import Layer
-from . import Method
+from ...quantize.methods import Layer, Method, Passes
 from ._folding import change_rows, unchanged
 from ._rotation import Rotation
 

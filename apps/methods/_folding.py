@@ -13,8 +13,8 @@ from torch import Tensor
 from ...formats import Format
 from ...io.errors import DiffbitError
 from ...models import causal_mask, rope_for
-from ...models.checkpoint.names import HEAD
-from ..layer import FINAL_NORM, Layer
+from ...models.checkpoint import HEAD
+from ...quantize.methods import FINAL_NORM, Layer
 from ._rotation import Rotation
 
 PROBE_TOKENS = 8

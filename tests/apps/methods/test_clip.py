@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from diffbit.apps.methods import clip
 from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.quantize.calibration.stats import Gatherer, proxy_loss
-from diffbit.quantize.methods import clip, rtn
+from diffbit.quantize.methods import rtn
 
 FORMATS = ["int8", "int4_g32_asym", "int2", "mxfp4", "ternary"]
 

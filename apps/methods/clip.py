@@ -1,7 +1,7 @@
 """Rounds to nearest with clipped ranges that minimise the error on calibration tokens.
 
 For each group of columns w, with G the input's Gram matrix of these columns, it chooses among the scales and zero
-points of calibration/scales.py those with the least error of the group's contribution to the output,
+points of quantize/calibration/scales.py those with the least error of the group's contribution to the output,
 
     d G d^T,    d = decode(encode(w)) - w
 
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ...formats import Format, QTensor
 from ...io.errors import DiffbitError
-from ..calibration import scales
-from . import Method
+from ...quantize.calibration import least
+from ...quantize.methods import Method
 
 
 def quantize(weight: Tensor, format: Format, stats: Any) -> QTensor:
@@ -33,7 +33,7 @@ def quantize(weight: Tensor, format: Format, stats: Any) -> QTensor:
         lost = lost.transpose(0, 1)  # [G, n, group]
         return (torch.bmm(lost, blocks) * lost).sum(-1).T
 
-    return format.nearest(weight, *scales.least(weight, format, error))
+    return format.nearest(weight, *least(weight, format, error))
 
 
 def gram_blocks(gram: Tensor, format: Format) -> Tensor:

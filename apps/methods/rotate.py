@@ -25,10 +25,8 @@ import torch
 
 from ...io.errors import DiffbitError
 from ...models import ModelConfig
-from ...models.checkpoint.names import EMBEDDING, HEAD
-from ..calibration.passes import Passes
-from ..layer import FINAL_NORM, Layer
-from . import Method
+from ...models.checkpoint import EMBEDDING, HEAD
+from ...quantize.methods import FINAL_NORM, Layer, Method, Passes
 from ._folding import attention_readers, change_rows, mlp_readers, unchanged
 from ._rotation import Rotation
 from .rotate_heads import SEED, rotate_values, turn_planes, warning
