@@ -157,16 +157,15 @@ def allocate(
     """Choose each linear layer's format, so that the model loses least within a number of bits or bytes.
 
     It estimates what rounding costs in every layer, the KL divergence from the float model, which must fit in memory,
-    from gradients on 16 windows of text, and takes the formats that lower the loss most per byte. Embedding and head
-    get a format, too. `diffbit quantize --scheme` then quantizes the model with them; --method is the one that it will
-    use.
+    from gradients on 16 windows of 256 tokens, and takes the formats that lower the loss most per byte. Embedding and
+    head get a format, too. `diffbit quantize --scheme` then quantizes the model with them; --method is the one that it
+    will use.
     """
     _check(bits, size, output, overwrite)
     nbytes = None if size is None else parse_size(size)
     scheme = options.scheme(weights_later=True)
     text = _text(model, rounding, measure)
     from .mixed import allocate as choose
-    from .plot import plot_allocation
 
     allocation = choose(
         model,
@@ -182,6 +181,13 @@ def allocate(
         seed=seed,
         device=torch_device(device),
     )
+    _report(allocation, output, plot, as_json)
+
+
+def _report(allocation: Allocation, output: Path, plot: Path | None, as_json: bool) -> None:
+    """Write the scheme and the plot, and print the losses."""
+    from .plot import plot_allocation
+
     if plot is not None:
         plot_allocation(allocation.to_dict(), plot)
     allocation.scheme.to_file(output)

@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...formats import Format, parse_format
+from ...formats import parse_format
 from ...io.errors import DiffbitError
 from ...io.resources import available_memory
 from ...models import Checkpoint, Decoder, ModelConfig, load, num_parameters
@@ -40,8 +40,6 @@ from ...quantize import EMBEDDING_MODULE, HEAD_MODULE, Scheme, apply, linear_sha
 from ...quantize.calibration import Tokens
 from ...quantize.layerwise import stored_config
 from ...quantize.methods import Method, Recipe, find, parse_recipe
-from ...quantize.scheme import TABLES
-from ...quantize.sizes import TensorSize
 from .losses import Losses, divergence, measure, predictions
 from .plan import overhead
 from .sensitivity import estimate
@@ -54,6 +52,7 @@ CANDIDATES = (
 FLOAT = "none"  # means float, as in schemes
 SAMPLE = 1024  # calibration tokens on which divergences are measured, approximately
 STAND_IN = "gptq"
+TABLES = (EMBEDDING_MODULE, HEAD_MODULE)
 
 N = TypeVar("N", int, float)
 Choice = dict[str, str]  # {linear layer: candidate}
@@ -103,17 +102,17 @@ class Allocation:
     """
 
     scheme: Scheme
-    method: str
     layers: tuple[LayerChoice, ...]
     nbytes: int
     bits_per_weight: float
     model_nbytes: int
     predicted: float
-    measured: float | None
     curve: tuple[tuple[float, float], ...]
     uniform: dict[str, tuple[float, float]]
-    tokens: int
-    stand_in: str | None
+    method: str = "rtn"
+    measured: float | None = None
+    tokens: int = 0
+    stand_in: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -172,44 +171,30 @@ def allocate(
         transform = Recipe(recipe.name, recipe.transforms, no_rounding)
         nearest = {module: row[0] for module, row in ranked.items()}
         transformed = apply(decoder, space.to_scheme(nearest), transform, windows.ids, windows.mask)
-    count = min(len(windows.ids), max(1, SAMPLE // windows.ids.shape[1]))
-    rows = torch.arange(count, device=device) * len(windows.ids) // count  # spread evenly
-    sample = Tokens(checkpoint.config, windows.ids[rows], windows.mask[rows], device)
+    sample = _sample(windows)
     exact = list(predictions(decoder, sample))
-    nothing_fixed = scheme == Scheme()
-    base = transformed if nothing_fixed else rounded(transformed, scheme, Recipe(recipe.name, (), rounding))
+    base = transformed if scheme == Scheme() else rounded(transformed, scheme, Recipe(recipe.name, (), rounding))
     start = 0.0 if base is decoder else divergence(exact, predictions(base, sample), sample)
     formats = {module: {name: space.formats[name] for name in row} for module, row in ranked.items()}
     if measuring:
         losses = measure(transformed, base, sample, scheme, formats, rounding, windows if rounding.stats else None)
     else:
         losses = estimate(transformed, windows, formats, rounding, seed)
-    choice, _ = choose(space.sizes, losses, budget)
-    _, path = choose(space.sizes, losses, math.inf)
-    checked = measuring or not recipe.calibrated
-    chosen = rounded(decoder, space.to_scheme(choice), recipe) if checked else None
-    taken = _total(space.sizes, choice)
-    return Allocation(
-        scheme=space.to_scheme(choice),
-        method=recipe.name,
-        layers=tuple(
-            LayerChoice(module, space.shapes[module], choice[module], losses[module], row)
-            for module, row in space.sizes.items()
-        ),
-        nbytes=space.fixed + taken,
-        bits_per_weight=space.bits(taken),
-        model_nbytes=space.rest + taken,
-        predicted=start + _total(losses, choice),
-        measured=None if chosen is None else divergence(exact, predictions(chosen, sample), sample),
-        curve=tuple((space.bits(size), start + loss) for size, loss in path),
-        uniform={
-            name: (space.bits(_total(space.sizes, same)), start + _total(losses, same))
-            for name in space.formats
-            if (same := space.everywhere(name)) is not None
-        },
-        tokens=sample.count if measuring else windows.count,
-        stand_in=stand_in,
+    allocation = space.allocation(losses, budget, start)
+    allocation = replace(
+        allocation, method=recipe.name, stand_in=stand_in, tokens=sample.count if measuring else windows.count
     )
+    if recipe.calibrated and not measuring:
+        return allocation
+    chosen = rounded(decoder, allocation.scheme, recipe)
+    return replace(allocation, measured=divergence(exact, predictions(chosen, sample), sample))
+
+
+def _sample(windows: Tokens) -> Tokens:
+    """Return about SAMPLE tokens, in windows spread evenly."""
+    count = min(len(windows.ids), max(1, SAMPLE // windows.ids.shape[1]))
+    rows = torch.arange(count, device=windows.ids.device) * len(windows.ids) // count
+    return Tokens(windows.config, windows.ids[rows], windows.mask[rows], windows.ids.device)
 
 
 def choose(sizes: Bytes, losses: Losses, budget: float) -> tuple[Choice, list[tuple[int, float]]]:
@@ -283,7 +268,10 @@ class _Space:
             row = self.sizes[tensor.module] = {}
             for name, format in self.formats.items():
                 with suppress(DiffbitError):  # the format cannot hold this weight
-                    row[name] = _bytes_in(tensor, format)
+                    if format is not None:
+                        check = format.check_table if tensor.module == EMBEDDING_MODULE else format.check
+                        check(self.shapes[tensor.module])
+                    row[name] = replace(tensor, format=format).device_bytes
             if not row:
                 raise DiffbitError(
                     f"{tensor.module}: none of the candidates can hold a weight of shape {tensor.shape}; name another, "
@@ -321,6 +309,29 @@ class _Space:
             candidates[module] = sorted(row, key=lambda name: (name == FLOAT, abs(row[name] - target)))
         return candidates
 
+    def allocation(self, losses: Losses, budget: int, start: float) -> Allocation:
+        """Return the choice for these losses, which are in addition to `start`; not measured."""
+        choice, _ = choose(self.sizes, losses, budget)
+        _, path = choose(self.sizes, losses, math.inf)
+        taken = _total(self.sizes, choice)
+        return Allocation(
+            scheme=self.to_scheme(choice),
+            layers=tuple(
+                LayerChoice(module, self.shapes[module], choice[module], losses[module], row)
+                for module, row in self.sizes.items()
+            ),
+            nbytes=self.fixed + taken,
+            bits_per_weight=self.bits(taken),
+            model_nbytes=self.rest + taken,
+            predicted=start + _total(losses, choice),
+            curve=tuple((self.bits(size), start + loss) for size, loss in path),
+            uniform={
+                name: (self.bits(_total(self.sizes, same)), start + _total(losses, same))
+                for name in self.formats
+                if (same := self.everywhere(name)) is not None
+            },
+        )
+
     def everywhere(self, name: str) -> Choice | None:
         """Return the choice of one candidate for all layers, or None if one cannot have it."""
         choice = {
@@ -343,14 +354,6 @@ class _Space:
         if self.tied and EMBEDDING_MODULE in choice:
             return replace(scheme, head=scheme.embedding)
         return replace(scheme, head=self.formats[choice[HEAD_MODULE]]) if HEAD_MODULE in choice else scheme
-
-
-def _bytes_in(tensor: TensorSize, format: Format | None) -> int:
-    """Return a tensor's bytes in a format. Raises DiffbitError if the format cannot hold it."""
-    if format is not None:
-        rows, columns = tensor.shape
-        (format.check_table if tensor.module == EMBEDDING_MODULE else format.check)((rows, columns))
-    return replace(tensor, format=format).device_bytes
 
 
 def _check_memory(checkpoint: Checkpoint, windows: Tokens, copies: int) -> None:

@@ -39,7 +39,6 @@ from torch import Tensor, nn
 from ...formats import Format
 from ...io.progress import track
 from ...models import Decoder
-from ...models.checkpoint.names import EMBEDDING, HEAD, layer_of
 from ...quantize import EMBEDDING_MODULE, HEAD_MODULE, Scheme
 from ...quantize.calibration import Passes, Tokens, search
 from ...quantize.methods import Layer, Method, quantize_weight
@@ -105,15 +104,15 @@ def remaining(
     Errors are those of the layer's output, with the Gram matrix of its inputs.
     """
     config, weights, shares = decoder.config, decoder.state_dict(), dict[str, float]()
-    weights.setdefault(HEAD, weights[EMBEDDING])
+    weights.setdefault(f"{HEAD_MODULE}.weight", weights[f"{EMBEDDING_MODULE}.weight"])
     tried = {module: format for module, row in formats.items() for format in reversed(list(row.values())) if format}
     if config.tie_embeddings and EMBEDDING_MODULE in tried:
         tried[HEAD_MODULE] = tried[EMBEDDING_MODULE]
     blocks = list(decoder.model.layers)
     text.embed(decoder.embed)
     for index in track(range(len(blocks) + 1), "trying the method"):
-        place = index if index < len(blocks) else None
-        tensors = {name: tensor for name, tensor in weights.items() if layer_of(name) == place and name != EMBEDDING}
+        place = f"model.layers.{index}." if index < len(blocks) else ("model.norm.", HEAD_MODULE)
+        tensors = {name: tensor for name, tensor in weights.items() if name.startswith(place)}
         chosen = {module: format for module, format in tried.items() if f"{module}.weight" in tensors}
         stats = Passes(Layer(config, index, Scheme(), chosen, tensors), text).stats() if chosen else {}
         for module, format in chosen.items():
@@ -122,7 +121,7 @@ def remaining(
             lost = quantize_weight(rounding.rounds, module, part, format, stats[module]).dequantize() - part
             error = float((plain.square() @ gram.diagonal()).sum())
             shares[module] = float(((lost @ gram) * lost).sum()) / error if error else 1.0
-        if place is not None:
+        if index < len(blocks):
             text.take_past(index, partial(run, [blocks[index]]))
     return shares
 
@@ -133,7 +132,7 @@ def fisher(decoder: Decoder, text: Tokens, modules: Collection[str], seed: int =
     generator = torch.Generator(text.ids.device).manual_seed(seed)
     weights = decoder.state_dict()
     sums = {name: _zeros(weights[f"{name}.weight"]) for name in layers}
-    embedding, head = (_zeros(weights[EMBEDDING]) for _ in range(2))
+    embedding, head = (_zeros(decoder.model.embed_tokens.weight) for _ in range(2))
     final = torch.empty(0)  # inputs of the head [T, E]
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from diffbit import models
 from diffbit.apps.allocate.losses import measure
 from diffbit.apps.allocate.sensitivity import estimate, fisher, remaining
+from diffbit.apps.train.presets import model_config
 from diffbit.formats import QTensor, parse_format
 from diffbit.models import Decoder
+from diffbit.models.config import variants
 from diffbit.quantize import EMBEDDING_MODULE, HEAD_MODULE, Scheme, linear_shapes
 from diffbit.quantize.calibration import Tokens
 from diffbit.quantize.methods import Method, find
@@ -61,6 +63,20 @@ def test_the_fisher_matrix_gives_the_divergence_of_noise(attention: str, tied: b
             losses.append(divergence(decoder, perturbed(decoder, module, noise), tokens.ids, tokens.mask))
         predicted = float(matrix.rows @ scale.square() @ matrix.columns / matrix.rows.sum()) / 2
         assert 0.6 < predicted / (sum(losses) / len(losses)) < 1.6, module
+
+
+@pytest.mark.parametrize(
+    ("preset", "attention", "mlp"),
+    [*(("pico", attention, None) for attention in variants()), ("yoco", "diff_v2", None), ("pico", "softmax", "kan")],
+)
+def test_every_kind_of_layer_has_gradients(preset: str, attention: str, mlp: str | None) -> None:
+    config = model_config(preset, attention, vocab_size=64, **({} if mlp is None else {"mlp": mlp}))
+    decoder = make(config)
+    matrices = fisher(decoder, text(2, decoder), linear_shapes(config))
+    assert set(linear_shapes(config)) < set(matrices)
+    for module, matrix in matrices.items():
+        assert matrix.rows.isfinite().all() and matrix.columns.isfinite().all(), module
+        assert float(matrix.rows.sum()) == pytest.approx(float(matrix.columns.sum()), rel=1e-3) != 0, module
 
 
 def test_padding_does_not_count() -> None:
