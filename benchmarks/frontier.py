@@ -62,15 +62,19 @@ OURS = {
     "int8": "--weights int8",
     "int4_g32": "--weights int4_g32",
     "int4_g32 gptq": "--weights int4_g32 --method gptq",
-    "int4_g64 gptq": "--weights int4_g64 --method gptq",
-    "int3_g64 gptq": "--weights int3_g64 --method gptq",
-    "int4_g32, int8 v k down, gptq": (
-        "--weights int4_g32 --method gptq --override *.down_proj=int8 --override *.v_proj=int8 --override *.k_proj=int8"
-    ),
-    "allocate 75 MB, gptq": "--size 75MB --method gptq",
-    "allocate 82 MB, gptq": "--size 82MB --method gptq",
+    "nl4_g32_s8": "--weights nl4_g32_s8 --embedding int6_g32_s8 --head int6_g32_s8 --calibrate mix",
+    "nl3_g32_s8 gptq": "--weights nl3_g32_s8 --embedding int6_g32_s8 --head int6_g32_s8 --method gptq",
+    "nl4_g32_s8 gptq": "--weights nl4_g32_s8 --embedding int6_g32_s8 --head int6_g32_s8 --method gptq",
+    "int5_g32_s8 gptq": "--weights int5_g32_s8 --embedding int6_g32_s8 --head int6_g32_s8 --method gptq",
+    "int6_g32_s8 gptq": "--weights int6_g32_s8 --embedding int6_g32_s8 --head int6_g32_s8 --method gptq",
+    "allocate 52 MB, gptq": "--size 52MB --method gptq",
+    "allocate 62 MB, gptq": "--size 62MB --method gptq",
+    "allocate 72 MB, gptq": "--size 72MB --method gptq",
+    "allocate 83.5 MB, gptq": "--size 83.5MB --method gptq",
+    "allocate 89 MB, gptq": "--size 89MB --method gptq",
     "allocate 97 MB, gptq": "--size 97MB --method gptq",
-    "allocate 103.7 MB, gptq": "--size 103.7MB --method gptq",
+    "allocate 103.6 MB, gptq": "--size 103.6MB --method gptq",
+    "allocate 110 MB, gptq": "--size 110MB --method gptq",
 }
 LLAMA = (
     *("Q4_K_M", "IQ4_XS", "IQ4_NL", "Q3_K_M", "Q4_0", "Q2_K", "IQ2_M", "IQ3_M", "IQ3_XXS", "Q3_K_S", "Q3_K_L"),
