@@ -248,7 +248,8 @@ def test_scales_of_a_quantized_checkpoint_are_trained_further(text: str, tmp_pat
     assert torch.equal(load(out / "master").get_parameter("model.embed_tokens.weight"), table)
     with pytest.raises(DiffbitError, match="is int3_g16 in the quantized checkpoint that training starts from"):
         train(replace(config, qat="int3_g32"), tmp_path / "other")
-    assert train_config("tiny", init=config.init, qat="int3_g16", trainable="scales").init == config.init
+    from_it = train_config("tiny", init=config.init, qat="int3_g16", trainable="scales")
+    assert from_it.init == config.init and from_it.learning_rate == 0.5 * train_config("tiny").learning_rate
     with pytest.raises(DiffbitError, match="is quantized, but training starts from float weights"):
         train_config("tiny", init=config.init, qat="int3_g16", trainable="lora")
 
