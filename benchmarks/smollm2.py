@@ -71,7 +71,7 @@ OURS: dict[str, list[str]] = {
         *("--weights", "int4_g32", "--method", "gptq", *SHORT),
         *(part for name in ("down", "v", "k") for part in ("--override", f"*.{name}_proj=int8")),
     ],
-    "5.6 bits gptq": ["--bits", "5.6", "--method", "gptq", *SHORT],  # `diffbit allocate` first
+    "5.6 bits gptq": ["--size", "109.6MB", "--method", "gptq", *SHORT],  # `diffbit allocate` first
     "5.15 bits gptq": ["--size", "103.6MB", "--method", "gptq", *SHORT],  # a tokenizer of 3.5 MB included
     "int4_g32, v int8 gptq": [
         *("--weights", "int4_g32", "--method", "gptq", *SHORT, "--override", "*.v_proj=int8"),
