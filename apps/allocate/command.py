@@ -158,8 +158,7 @@ def allocate(
 
     It estimates what rounding costs in every layer, the KL divergence from the float model, which must fit in memory,
     from gradients on 16 windows of 256 tokens, and takes the formats that lower the loss most per byte. Embedding and
-    head get a format, too. `diffbit quantize --scheme` then quantizes the model with them; --method is the one that it
-    will use.
+    head get a format, too. The scheme is for `diffbit quantize --scheme`, with the same --method.
     """
     _check(bits, size, output, overwrite)
     nbytes = None if size is None else parse_size(size)

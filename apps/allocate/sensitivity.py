@@ -45,6 +45,7 @@ from ...quantize.methods import Layer, Method, quantize_weight
 from .losses import Formats, Losses, run
 
 ROWS = 64
+LEAST_FIT = 0.25  # of `remaining`, where the text has few tokens for so many inputs
 
 
 @dataclass(eq=False)
@@ -101,7 +102,8 @@ def remaining(
 ) -> dict[str, float]:
     """Return the share of each linear layer's error that a calibrated method leaves, compared with a search of scales.
 
-    Errors are those of the layer's output, with the Gram matrix of its inputs.
+    Errors are those of the layer's output on the T tokens that the method calibrates on. Like a regression with K
+    parameters it fits them by a factor of about 1 - K / T better than other text, which is divided out.
     """
     config, weights, shares = decoder.config, decoder.state_dict(), dict[str, float]()
     weights.setdefault(f"{HEAD_MODULE}.weight", weights[f"{EMBEDDING_MODULE}.weight"])
@@ -120,7 +122,8 @@ def remaining(
             plain = format.nearest(part, *search(part, format, gram.diagonal())).dequantize() - part
             lost = quantize_weight(rounding.rounds, module, part, format, stats[module]).dequantize() - part
             error = float((plain.square() @ gram.diagonal()).sum())
-            shares[module] = float(((lost @ gram) * lost).sum()) / error if error else 1.0
+            fit = max(LEAST_FIT, 1 - len(gram) / text.count)
+            shares[module] = float(((lost @ gram) * lost).sum()) / error / fit if error else 1.0
         if index < len(blocks):
             text.take_past(index, partial(run, [blocks[index]]))
     return shares

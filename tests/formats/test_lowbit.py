@@ -107,7 +107,7 @@ def test_levels_err_less_than_integers_of_as_many_bytes(bits, less, tails):
 def test_small_weights_lose_no_more_than_large_ones(name):
     """Those of a model with wide layers are about 0.01: fp16 has less precision below 6e-5."""
     w, format = weight(64, 256), parse_format(name)
-    large, small = ((rtn(w * size, format).dequantize() / size - w).square().mean() for size in (1.0, 0.004))
+    large, small = (float((rtn(w * size, format).dequantize() / size - w).square().mean()) for size in (1.0, 0.004))
     assert small == pytest.approx(large, rel=0.01)
 
 
