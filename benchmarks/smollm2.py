@@ -44,30 +44,6 @@ WIKI = (
 )
 WINDOW, WINDOWS = 256, 24
 STEPS, BATCH, LENGTH, RATE = 40, 2, 128, 5e-5  # of the copy's training
-<<<<<<< HEAD
-=======
-# name: options of `diffbit quantize`; 6,144 tokens of calibration text, a tenth of the default, to save time
-SHORT = ["--max-windows", "24", "--length", "256"]
-OURS: dict[str, list[str]] = {
-    "int8": ["--weights", "int8"],
-    "int4_g32+int8 gptq": [
-        *("--weights", "int4_g32", "--method", "gptq", *SHORT),
-        *(part for name in ("down", "v", "k") for part in ("--override", f"*.{name}_proj=int8")),
-    ],
-    "5.6 bits gptq": ["--size", "109.6MB", "--method", "gptq", *SHORT],  # `diffbit allocate` first
-    "5.15 bits gptq": ["--size", "103.6MB", "--method", "gptq", *SHORT],  # a tokenizer of 3.5 MB included
-    "int4_g32, v int8 gptq": [
-        *("--weights", "int4_g32", "--method", "gptq", *SHORT, "--override", "*.v_proj=int8"),
-    ],
-    "int4_g32 rtn": ["--weights", "int4_g32"],
-    "int4_g32 gptq": ["--weights", "int4_g32", "--method", "gptq", *SHORT],
-    "int4_g32 rotate+gptq": ["--weights", "int4_g32", "--method", "rotate+gptq", *SHORT],
-    "int4_g32 learned": ["--weights", "int4_g32", "--method", "learned", *SHORT],
-    "int4_g64 gptq": ["--weights", "int4_g64", "--method", "gptq", *SHORT],
-    "int3_g64 rtn": ["--weights", "int3_g64"],
-    "int3_g64 hqq": ["--weights", "int3_g64", "--method", "hqq"],
-}
->>>>>>> allocate
 Text = tuple[torch.Tensor, torch.Tensor]  # ids [n, S], bool of those that are scored
 
 
