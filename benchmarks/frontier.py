@@ -62,7 +62,7 @@ OURS = {
     "int8": "--weights int8",
     "int4_g32": "--weights int4_g32",
     "int4_g32 gptq": "--weights int4_g32 --method gptq",
-    "nl4_g32_s8": "--weights nl4_g32_s8 --embedding int6_g32_s8 --head int6_g32_s8 --calibrate mix",
+    "nl4_g32_s8": "--weights nl4_g32_s8 --embedding int6_g32_s8 --head int6_g32_s8 --calibrate",
     "nl3_g32_s8 gptq": "--weights nl3_g32_s8 --embedding int6_g32_s8 --head int6_g32_s8 --method gptq",
     "nl4_g32_s8 gptq": "--weights nl4_g32_s8 --embedding int6_g32_s8 --head int6_g32_s8 --method gptq",
     "int5_g32_s8 gptq": "--weights int5_g32_s8 --embedding int6_g32_s8 --head int6_g32_s8 --method gptq",
