@@ -46,8 +46,8 @@ from .sensitivity import estimate
 
 # by default, those that a device stores in as many bits as they have
 CANDIDATES = (
-    *("int2_g128", "int2_g64", "int3_g128", "int3_g64", "int3_g32", "int4_g128", "int4_g64", "int4_g32"),
-    *("int5_g32", "int6_g32", "int8_g32", "int8", "none"),
+    *("int2_g64", "int2_g32_s8", "nl2_g32_s8", "int3_g128", "int3_g64", "int3_g32_s8", "nl3_g32_s8", "int4_g128"),
+    *("int4_g64", "int4_g32_s8", "nl4_g32_s8", "int4_g32", "int5_g32_s8", "int6_g32_s8", "int8", "none"),
 )
 FLOAT = "none"  # means float, as in schemes
 SAMPLE = 1024  # calibration tokens on which divergences are measured, approximately
