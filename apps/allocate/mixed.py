@@ -44,11 +44,8 @@ from .losses import Losses, divergence, measure, predictions
 from .plan import overhead
 from .sensitivity import estimate
 
-# by default, those that a device stores in as many bits as they have
-CANDIDATES = (
-    *("int2_g64", "int2_g32_s8", "nl2_g32_s8", "int3_g128", "int3_g64", "int3_g32_s8", "nl3_g32_s8", "int4_g128"),
-    *("int4_g64", "int4_g32_s8", "nl4_g32_s8", "int4_g32", "int5_g32_s8", "int6_g32_s8", "int8", "none"),
-)
+# by default: of each width, the format that loses least for its bytes
+CANDIDATES = ("nl2_g32_s8", "nl3_g32_s8", "nl4_g32_s8", "int5_g32_s8", "int6_g32_s8", "int8_g32", "int8", "none")
 FLOAT = "none"  # means float, as in schemes
 SAMPLE = 1024  # calibration tokens on which divergences are measured, approximately
 STAND_IN = "gptq"

@@ -127,11 +127,12 @@ def test_tables_get_a_format_of_their_own(tied: bool, tmp_path: Path) -> None:
     """Counted in the bits; a tied table stays one. An embedding has fewer formats than a head."""
     config = resized(CONFIG, tie_embeddings=tied)
     models.save(make(config), tmp_path)
-    allocation = allocate(tmp_path, bits=4.4, candidates=(*FEW, "nf4"), tables=True, calibration=IDS)
+    candidates = (*FEW, "nf4")
+    allocation = allocate(tmp_path, bits=4.4, candidates=candidates, tables=True, calibration=IDS)
     tables = {layer.name: layer for layer in allocation.layers if not layer.name.startswith("model.layers.")}
     assert list(tables) == ["model.embed_tokens"] + ([] if tied else ["lm_head"])
-    assert set(tables["model.embed_tokens"].sizes) == set(FEW)
-    assert tied or set(tables["lm_head"].sizes) == {*FEW, "nf4"}
+    assert list(tables["model.embed_tokens"].sizes) == list(FEW)
+    assert tied or set(tables["lm_head"].sizes) == set(candidates)
     formats = {name: parse_format(layer.format) for name, layer in tables.items()}
     assert allocation.scheme.embedding == formats["model.embed_tokens"]
     assert allocation.scheme.head == formats["model.embed_tokens" if tied else "lm_head"]
@@ -153,12 +154,10 @@ def test_default_candidates_take_the_bits_they_have(folder: Path) -> None:
 
 
 def test_a_calibrated_method_is_not_run_to_check_estimates(folder: Path) -> None:
-    ids = torch.randint(96, (20, 48), generator=torch.Generator().manual_seed(1))
-    allocation = allocate(folder, bits=4, method="gptq", candidates=FEW, calibration=ids)
-    assert allocation.measured is None
-    rounded = apply(models.load(folder), allocation.scheme, "gptq", ids)
-    loss = divergence(models.load(folder), rounded, ids, torch.ones_like(ids, dtype=torch.bool))
-    assert 0.6 < allocation.predicted / loss < 1.6
+    allocation = allocate(folder, bits=4, method="gptq", candidates=FEW, calibration=IDS)
+    assert allocation.measured is None and allocation.predicted > 0
+    rounded = apply(models.load(folder), allocation.scheme, "gptq", IDS, MASK)
+    assert allocation.predicted == pytest.approx(divergence(models.load(folder), rounded), rel=1)
 
 
 def test_overrides_are_fixed_and_counted(folder: Path) -> None:
