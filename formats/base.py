@@ -35,12 +35,7 @@ ACCURACY_LEVEL = 4  # of MatMulNBits: int8 inputs; lower levels are fifty times 
 LARGE = 1 << 26  # a product decodes larger weights some rows at a time
 
 
-class StoredWeight(NamedTuple):
-    """A weight in a graph, in the layout of the format's operators."""
-
-    codes: Value
-    scale: Value
-    zero: Value
+StoredWeight = tuple[Value, ...]  # a weight in a graph: the inputs of the format's operators between x and the factor
 
 
 class Blocks(NamedTuple):
@@ -263,8 +258,8 @@ class Format(ABC):
     def check_table(self, shape: tuple[int, int]) -> None:
         """Refuse an embedding [V, E] if the device has no operator that reads single rows of this format."""
         raise DiffbitError(
-            f"an embedding cannot be {self}: wanted int8 or another format of 5 to 8 bits, or int3 or int4 in groups "
-            "(int4_g32, ...), or none"
+            f"an embedding cannot be {self}: wanted int8, another format of 5 to 8 bits, or one of 2 to 6 bits in "
+            "groups of 32, 64 or 128 (int4_g32, int6_g32_s8, ...), or none"
         )
 
     def store(self, g: Builder, weight: QTensor) -> StoredWeight:

@@ -11,9 +11,10 @@ that size with the other sign is clipped by up to one scale.
 Scales are rounded to fp16 BEFORE the codes are chosen, so that a file with fp16 scales dequantizes to exactly the same
 numbers. A group of zeros has scale 0; a scale below fp16's smallest positive number becomes that number.
 
-On a device codes are stored in 2, 4 or 8 bits, because ONNX Runtime has no other integer products; code - zero is the
-same number in the wider container.
+On a device, codes of symmetric formats of 2, 3, 5 and 6 bits in groups of 32, 64 and 128 have just these bits. All
+others have codes of 2, 4 or 8 bits, in which code - zero is the same number.
 
+    int2 to int6   diffbit.LowBitMatMul        symmetric, groups of 32, 64 and 128 (ops/lowbit_matmul.py); not int4
     int2           com.microsoft.MatMulNBits   2-bit codes; groups of 16: 4-bit codes (there is no 2-bit int8 kernel)
     int3, int4     diffbit.Int4MatMul          groups of 32, 64 and 128: 4-bit codes (ops/int4_matmul.py)
                    com.microsoft.MatMulNBits   groups of 16 and 256, one scale per row: 4-bit codes
@@ -32,6 +33,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -39,7 +42,7 @@ from torch import Tensor
 
 from ..io.errors import DiffbitError
 from ..models.graph import Builder, Value
-from ..ops import gather_quantized, int4_matmul, int8_matmul
+from ..ops import gather_lowbit, gather_quantized, int4_matmul, int8_matmul, lowbit_matmul
 from .base import (
     ACCURACY_LEVEL,
     ROW_BLOCK,
@@ -68,6 +71,12 @@ class IntFormat(Format):
     scale_dtype = torch.float16
     activations = ("int8",)
     learned = in_blocks = True
+    row_nbytes: ClassVar[int] = 0  # of a row's own scale
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The values of the codes at scale 1, if they are those of a table."""
+        return ()
 
     @classmethod
     def of(cls, bits: int, group_size: int = 0, symmetric: bool = True) -> IntFormat:
@@ -121,14 +130,30 @@ class IntFormat(Format):
         offset = 2 ** (self.bits - 1) if zero is None else zero.float()
         return codes.float().sub(offset).mul_(scale)  # `sub` copies: codes may be float, and belong to the caller
 
+    # a device
+
+    def scale_parts(self, scale: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return scales as LowBitMatMul has them: [N, G], and those of rows [N, 1], if there are any."""
+        return scale, None
+
     @property
     def device_bits(self) -> int:
         return self._container[0]
 
     @property
+    def _is_packed(self) -> bool:
+        """Whether LowBitMatMul computes with this format."""
+        return self.symmetric and self.bits in (2, 3, 5, 6) and self.group_size in int4_matmul.GROUP_SIZES
+
+    @property
     def _container(self) -> tuple[int, int]:
         """Return (bits, block size) of the codes in an artifact; all have integer kernels (ONNX Runtime 1.31, CPU)."""
-        bits = 2 if self.bits == 2 else 4 if self.bits <= 4 else 8
+        return (self.bits, self.group_size) if self._is_packed else self._in_blocks
+
+    @property
+    def _in_blocks(self) -> tuple[int, int]:
+        """Return (bits, block size) of the codes for ONNX Runtime's operators and for tiles of 4 and 8 bits."""
+        bits = 8 if self.bits > 4 or self.levels else 4 if self.bits > 2 or self._is_packed else 2
         block = self.group_size or (INPUT_BLOCK if bits == 8 else ROW_BLOCK)
         if bits == 2 and block == 16:
             bits = 4
@@ -136,9 +161,11 @@ class IntFormat(Format):
 
     @property
     def _is_tiled(self) -> bool:
-        """Whether Int4MatMul or Int8MatMul computes with this format."""
+        """Whether one of diffbit's operators computes with this format."""
         bits, block = self._container
-        return block in int4_matmul.GROUP_SIZES and (bits == 8 or (bits == 4 and self.group_size > 0))
+        return self._is_packed or (
+            block in int4_matmul.GROUP_SIZES and (bits == 8 or (bits == 4 and self.group_size > 0))
+        )
 
     def check_table(self, shape: tuple[int, int]) -> None:
         if not self._is_tiled:
@@ -150,7 +177,8 @@ class IntFormat(Format):
         blocks = -(-columns // block)
         if self._is_tiled:
             rows += -rows % int4_matmul.TILE
-            return rows * (blocks * block * bits // 8 + self.groups(columns) * (2 + (not self.symmetric)))
+            groups = self.groups(columns) * (self.scale_dtype.itemsize + (not self.symmetric))
+            return rows * (blocks * block * bits // 8 + groups + self.row_nbytes)
         zero = 0 if self.symmetric else rows * row_bytes(blocks, bits)
         return rows * blocks * (block * bits // 8 + width) + zero
 
@@ -159,9 +187,19 @@ class IntFormat(Format):
 
     def store(self, g: Builder, weight: QTensor) -> StoredWeight:
         bits, block = self._container
+        if self._is_packed:
+            levels = torch.tensor(self.levels).add(lowbit_matmul.MIDDLE).to(torch.uint8) if self.levels else None
+            low = lowbit_matmul.pack(weight.codes, *self.scale_parts(weight.scale), levels, block, bits)
+            rows = low.row_scales.numpy()
+            return (
+                g.initializer("codes", low.codes.numpy()),
+                g.initializer("scale", low.scales.numpy()),
+                g.const(rows, np.float16) if rows.size == 1 else g.initializer("row_scale", rows),
+                g.const(low.levels.numpy(), np.uint8),
+            )
         packed = int4_matmul.pack(self._contained(weight), weight.scale, weight.zero, block, bits)
         zeros = packed.zeros.numpy()
-        return StoredWeight(
+        return (
             g.initializer("codes", packed.codes.numpy()),
             g.initializer("scale", packed.scales.numpy()),
             g.const(zeros, np.uint8) if weight.zero is None else g.initializer("zero", zeros),
@@ -169,19 +207,28 @@ class IntFormat(Format):
 
     def gather(self, g: Builder, ids: Value, stored: StoredWeight, shape: tuple[int, int]) -> Value:
         (rows, columns), (bits, block) = shape, self._container
-        inputs = [ids, *stored, g.const([1], g.dtype)]
+        op = gather_lowbit if self._is_packed else gather_quantized
         attributes = {"K": columns, "N": rows, "group_size": block, "bits": bits}
-        (y,) = g.customs(gather_quantized, inputs, 1, lambda name: gather_quantized.function(bits), **attributes)
+        kind = (bits, bool(self.levels)) if self._is_packed else (bits,)
+        (y,) = g.customs(op, [ids, *stored, g.const([1], g.dtype)], 1, lambda name: op.function(*kind), **attributes)
         return y
 
     def product(self, g: Builder, x: Value, stored: StoredWeight, shape: tuple[int, int], factor: float) -> Value:
         (rows, columns), (bits, block) = shape, self._container
         inputs = [x, *stored, g.const([factor], np.float32)]
-        return g.custom(int4_matmul if bits == 4 else int8_matmul, inputs, K=columns, N=rows, group_size=block)
+        attributes = {"K": columns, "N": rows, "group_size": block}
+        if not self._is_packed:
+            return g.custom(int4_matmul if bits == 4 else int8_matmul, inputs, **attributes)
+        kind = bits, bool(self.levels)
+        body = partial(lowbit_matmul.function, *kind)
+        (y,) = g.customs(lowbit_matmul, inputs, 1, body, of=kind, bits=bits, **attributes)
+        return y
 
     def _contained(self, weight: QTensor) -> Tensor:
-        """Return the codes shifted to the implicit zero point of the wider container."""
-        bits = self._container[0]
+        """Return the codes of ONNX Runtime's operators: shifted to the implicit zero point of the wider container."""
+        bits = self._in_blocks[0]
+        if self.levels:
+            return torch.tensor(self.levels).add(128).to(torch.uint8)[weight.codes.int()]
         if not self.symmetric or bits == self.bits:
             return weight.codes
         return weight.codes + (2 ** (bits - 1) - 2 ** (self.bits - 1))
@@ -193,7 +240,7 @@ class IntFormat(Format):
         return blocks.multiply(g, x, blocks.store(g, factor), ACCURACY_LEVEL)
 
     def blocks(self, weight: QTensor) -> Blocks:
-        bits, block = self._container
+        bits, block = self._in_blocks
         if bits == 8 and not self.group_size:  # the input's block size does not matter here
             block = shared_block(weight.shape[1])
         blocks = -(-weight.shape[1] // block)

@@ -6,7 +6,7 @@ begin with the layer's name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import ModuleType
@@ -85,9 +85,11 @@ class Builder(Protocol):
         inputs: Sequence[ir.Value | None],
         outputs: int,
         body: Callable[[str], ir.Function],
+        of: Hashable = None,
         **attributes: Attribute,
     ) -> Sequence[ir.Value]:
-        """Add a node of one of diffbit's own ops with several outputs, and the body that all its nodes share."""
+        """Add a node of one of diffbit's own ops with several outputs, and the body that its nodes with equal `of`
+        share."""
 
     def const(self, values: ArrayLike, dtype: DTypeLike = np.int64) -> ir.Value:
         """Add a small constant, such as a shape or axes."""

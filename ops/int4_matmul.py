@@ -136,26 +136,32 @@ def unpack(packed: TiledWeight, rows: int, columns: int) -> tuple[torch.Tensor, 
 
 def reference(a: torch.Tensor, packed: TiledWeight, factor: torch.Tensor, rows: int, group_size: int) -> torch.Tensor:
     """Compute the op in torch, bit for bit: A [..., K] float, a weight of N = `rows` rows -> [..., N] in A's dtype."""
+    groups = packed.codes.shape[1]
+    codes, *by_row = unpack(packed, rows, groups * group_size)
+    scales, zeros = (values.expand(rows, groups) for values in by_row)
+    values = codes.short() - zeros.repeat_interleave(group_size, 1)
+    return (sums_of(a, values, scales, group_size) * factor.float()).to(a.dtype)
+
+
+def sums_of(a: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, group_size: int) -> torch.Tensor:
+    """Return s [..., N] of the definition in float32, of A [..., K], weights int16 [N, G * group_size] less their zero
+    points, and scales [N, G]."""
     import torch
     import torch.nn.functional as F
 
-    columns, groups = a.shape[-1], packed.codes.shape[1]
-    codes, *by_row = unpack(packed, rows, groups * group_size)
-    scales, zeros = (values.expand(rows, groups) for values in by_row)
-    x = F.pad(a.float(), (0, codes.shape[1] - columns)).unflatten(-1, (-1, group_size))  # [..., G, group]
+    x = F.pad(a.float(), (0, values.shape[1] - a.shape[-1])).unflatten(-1, (-1, group_size))  # [..., G, group]
     largest = x.abs().amax(-1, keepdim=True)
     tiny, wild = largest < SMALLEST, ~largest.isfinite()
     # not 127 / largest: torch rounds twice when it divides a number by a tensor
     inverse = torch.full_like(largest, 127) / largest
     q = torch.round(x * inverse).masked_fill(tiny | wild, 0)
     step = (largest / 127).masked_fill(tiny, 0).masked_fill(wild, torch.nan)  # [..., G, 1]
-    sums = torch.zeros(*a.shape[:-1], rows)
-    for g in range(groups):
-        part = slice(g * group_size, (g + 1) * group_size)
-        weight = codes[:, part].double() - zeros[:, g, None].double()
+    sums = torch.zeros(*a.shape[:-1], len(values))
+    for g in range(scales.shape[1]):
+        weight = values[:, g * group_size : (g + 1) * group_size].double()
         exact = q[..., g, :].double() @ weight.T  # integers, far below 2^53
         sums = _fma(exact, scales[:, g].float() * step[..., g, :], sums)
-    return (sums * factor.float()).to(a.dtype)
+    return sums
 
 
 def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

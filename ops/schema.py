@@ -26,6 +26,7 @@ CODES = (Type.INT8, Type.UINT8)
 T = Variable("T", HALF, on_gpu=HALVES)
 K, V = (Variable(name, (*HALF, *CODES), on_gpu=(*HALVES, *CODES)) for name in "KV")  # in the cache
 K_SCALE, V_SCALE = ScaleOf(K), ScaleOf(V)
+S = Variable("S", (Type.FLOAT16, Type.INT8), on_gpu=(Type.FLOAT16, Type.INT8))  # scales of groups
 SIZE, ROWS = 1 << 24, 1 << 31  # the most columns and rows of a weight
 FLOATS = "FLOAT32, FLOAT16 or BFLOAT16"
 # Fields of several calls
@@ -217,6 +218,51 @@ GATHER = Op(
     ),
 )
 
+LOWBIT_MATMUL = Op(
+    "LowBitMatMul",
+    version=1,
+    names=8,
+    inputs=(
+        Tensor("A", T),
+        Tensor("codes", Type.UINT8),
+        Tensor("scales", S),
+        Tensor("row_scales", Type.FLOAT16),
+        Tensor("levels", Type.UINT8),
+        Tensor("factor", Type.FLOAT32),
+    ),
+    outputs=(Tensor("Y", T),),
+    attributes=(*INT4_MATMUL.attributes, Integer("bits", 2, 6)),
+    opsets=INT4_MATMUL.opsets,
+    call=Call(
+        "LowBitMatMul",
+        "lowbit_matmul",
+        integers=(*PRODUCT, "node.group_size", "node.bits", "scale_type = of.scales.type", "of.a.type"),
+        notes={
+            "a": "[m, k]",
+            "codes": "at a multiple of 16",
+            "scales": "[tiles, groups, 16]",
+            "row_scales": "[tiles, 16]; null: 1 everywhere",
+            "levels": "[2^bits]; null: none",
+            "y": "[m, n]",
+            "scale_type": "FLOAT16 or INT8",
+        },
+    ),
+)
+
+GATHER_LOWBIT = Op(
+    "GatherLowBit",
+    version=1,
+    inputs=(Tensor("ids", Type.INT64), *LOWBIT_MATMUL.inputs[1:5], Tensor("factor", T)),
+    outputs=(Tensor("Y", T),),
+    attributes=LOWBIT_MATMUL.attributes,
+    call=Call(
+        "GatherLowBit",
+        "gather_lowbit",
+        integers=(*LOWBIT_MATMUL.call.integers[:-1], "of.factor.type"),
+        notes={**LOWBIT_MATMUL.call.notes, "ids": GATHER.call.notes["ids"], "y": "[m, k]"},
+    ),
+)
+
 FLOAT_MATMUL = Op(
     "FloatMatMul",
     version=1,
@@ -285,9 +331,11 @@ OPS = (
     DIFF_ATTENTION,
     FLOAT_MATMUL,
     GATHER,
+    GATHER_LOWBIT,
     HADAMARD,
     INT4_MATMUL,
     INT8_MATMUL,
+    LOWBIT_MATMUL,
     SELECTIVE_SCAN,
     TERNARY_MATMUL,
 )

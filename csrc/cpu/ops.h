@@ -16,6 +16,7 @@ struct LowBitKernels;
 struct FloatMatMulKernels;
 struct HadamardKernels;
 struct Int4Kernels;
+struct LowBitMatMulKernels;
 struct MambaKernels;
 struct TernaryKernels;
 
@@ -56,6 +57,18 @@ using Int8MatMul = TiledMatMul<Int8Node>;
 
 struct GatherQuantized : GatherNode {
   using GatherNode::GatherNode;
+  void compute(Context& context) const;
+};
+
+struct LowBitMatMul : LowBitNode {
+  explicit LowBitMatMul(const Node& node);
+  void compute(Context& context) const;
+  const LowBitMatMulKernels* kernels;
+  const Int4Kernels* rounding;  // of the activations
+};
+
+struct GatherLowBit : GatherLowBitNode {
+  using GatherLowBitNode::GatherLowBitNode;
   void compute(Context& context) const;
 };
 

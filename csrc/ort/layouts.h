@@ -13,6 +13,10 @@ static_assert(TERNARY_BLOCK == 4 * TERNARY_BLOCK_BYTES, "two bits a weight");
 constexpr int64_t INT4_TILE = 16;  // rows of the weight
 constexpr int64_t INT4_STEP = 8;   // weights of a row in its four bytes
 
+constexpr int64_t LOWBIT_RUN = 32;    // weights of a row in a run
+constexpr int64_t LOWBIT_QUADS = 8;   // of a run: four weights whose bits are fields of the same four bytes
+constexpr int64_t LOWBIT_PLANE = 64;  // bytes: four for each row of a tile; a run has as many planes as a weight has bits
+
 constexpr int64_t CONV_MOST_WIDTH = 64;  // limit, because a thread's stack holds the addresses of that many rows
 
 constexpr int64_t SCAN_MOST_STATES = 256;  // limit, because a GPU thread keeps a channel's states

@@ -122,8 +122,8 @@ void add_on_gpu(std::vector<Entry>& all) {
 
 std::vector<Entry> every_entry() {
   std::vector<Entry> all;
-  add_on_cpu<CausalConv, DiffAttention, FloatMatMul, GatherQuantized, Hadamard, Int4MatMul, Int8MatMul, SelectiveScan,
-             TernaryMatMul>(all);
+  add_on_cpu<CausalConv, DiffAttention, FloatMatMul, GatherLowBit, GatherQuantized, Hadamard, Int4MatMul, Int8MatMul,
+             LowBitMatMul, SelectiveScan, TernaryMatMul>(all);
 #if DIFFBIT_HAS_CUDA
   add_on_gpu<cuda::CausalConv, cuda::DiffAttention, cuda::FloatMatMul, cuda::GatherQuantized, cuda::Hadamard,
              cuda::Int4MatMul, cuda::Int8MatMul, cuda::SelectiveScan, cuda::TernaryMatMul>(all);

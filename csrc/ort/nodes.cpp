@@ -101,6 +101,20 @@ typename TiledNode<Schema, BITS_>::Tensors TiledNode<Schema, BITS_>::tensors(Con
 template struct TiledNode<schema::Int4MatMul, 4>;
 template struct TiledNode<schema::Int8MatMul, 8>;
 
+namespace {
+
+/// An output [ids..., k].
+Tensor rows_of(Context& context, const schema::Output& which, const Tensor& ids, int64_t k) {
+  int64_t shape[Tensor::MOST_DIMENSIONS];
+  if (ids.rank + 1 > Tensor::MOST_DIMENSIONS)
+    throw Error("%s has %zu dimensions, wanted fewer", ids.name, ids.rank);
+  std::copy_n(ids.shape, ids.rank, shape);
+  shape[ids.rank] = k;
+  return context.output(which, shape, ids.rank + 1);
+}
+
+}  // namespace
+
 GatherNode::GatherNode(const Node& node)
     : k(node.integer(K)), n(node.integer(N)), group_size(node.integer(GROUP_SIZE)), bits(node.integer(BITS)) {}
 
@@ -109,12 +123,60 @@ GatherNode::Tensors GatherNode::tensors(Context& context) const {
                factor = context.input(FACTOR);
   Tensor zeros = context.input(ZEROS);
   const int64_t scale_groups = expect_tiles(bits, k, n, group_size, codes, scales, zeros, factor).first;
-  int64_t shape[Tensor::MOST_DIMENSIONS];
-  if (ids.rank + 1 > Tensor::MOST_DIMENSIONS)
-    throw Error("%s has %zu dimensions, wanted fewer", ids.name, ids.rank);
-  std::copy_n(ids.shape, ids.rank, shape);
-  shape[ids.rank] = k;
-  return {ids, codes, scales, zeros, factor, context.output(Y, shape, ids.rank + 1), ids.size(), scale_groups};
+  return {ids, codes, scales, zeros, factor, rows_of(context, Y, ids, k), ids.size(), scale_groups};
+}
+
+namespace {
+
+/// The inputs that LowBitMatMul and GatherLowBit share; throws if they do not fit together.
+template <class Node_>
+LowBitTensors expect_planes(const Node_& node, Context& context) {
+  LowBitTensors of{};
+  of.codes = context.input(Node_::CODES), of.scales = context.input(Node_::SCALES);
+  of.row_scales = context.input(Node_::ROW_SCALES), of.levels = context.input(Node_::LEVELS);
+  of.factor = context.input(Node_::FACTOR);
+  const int64_t groups = divide_up(node.k, node.group_size), tiles = divide_up(node.n, INT4_TILE);
+  of.codes.expect({tiles, groups, node.group_size / LOWBIT_RUN, node.bits, INT4_TILE, 4});
+  of.scales.expect({tiles, groups, INT4_TILE});
+  of.factor.expect({1});
+  if (of.row_scales.size() == 1) {
+    of.row_scales.expect({1, 1});
+    of.row_scale = static_cast<const uint16_t*>(std::exchange(of.row_scales.data, nullptr));
+  } else {
+    of.row_scales.expect({tiles, INT4_TILE});
+  }
+  if (node.bits > 4 || of.levels.size() == 1) {
+    of.levels.expect({1});
+    of.level = static_cast<const uint8_t*>(std::exchange(of.levels.data, nullptr));
+  } else {
+    of.levels.expect({int64_t{1} << node.bits});
+  }
+  return of;
+}
+
+}  // namespace
+
+LowBitNode::LowBitNode(const Node& node)
+    : k(node.integer(K)), n(node.integer(N)), group_size(node.integer(GROUP_SIZE)), bits(node.integer(BITS)) {}
+
+LowBitTensors LowBitNode::tensors(Context& context) const {
+  LowBitTensors of = expect_planes(*this, context);
+  of.a = context.input(A);
+  of.a.expect_last(k);
+  of.y = context.product(Y, of.a, n);
+  of.rows = of.a.size() / k;
+  return of;
+}
+
+GatherLowBitNode::GatherLowBitNode(const Node& node)
+    : k(node.integer(K)), n(node.integer(N)), group_size(node.integer(GROUP_SIZE)), bits(node.integer(BITS)) {}
+
+LowBitTensors GatherLowBitNode::tensors(Context& context) const {
+  LowBitTensors of = expect_planes(*this, context);
+  of.ids = context.input(IDS);
+  of.y = rows_of(context, Y, of.ids, k);
+  of.rows = of.ids.size();
+  return of;
 }
 
 SelectiveScanNode::SelectiveScanNode(const Node&) {}

@@ -69,6 +69,30 @@ struct GatherNode : schema::GatherQuantized {
   int64_t k, n, group_size, bits;
 };
 
+/// LowBitMatMul (`a` and `y`) and GatherLowBit (`ids`).
+struct LowBitTensors {
+  Tensor a, ids, codes, scales, row_scales, levels, factor, y;  // row_scales and levels: data is null if there is a single one
+  int64_t rows;                                                 // of y
+  const uint16_t* row_scale;                                    // the single one, else null
+  const uint8_t* level;
+};
+
+struct LowBitNode : schema::LowBitMatMul {
+  using Tensors = LowBitTensors;
+  explicit LowBitNode(const Node& node);
+  Tensors tensors(Context& context) const;
+
+  int64_t k, n, group_size, bits;
+};
+
+struct GatherLowBitNode : schema::GatherLowBit {
+  using Tensors = LowBitTensors;
+  explicit GatherLowBitNode(const Node& node);
+  Tensors tensors(Context& context) const;
+
+  int64_t k, n, group_size, bits;
+};
+
 struct SelectiveScanNode : schema::SelectiveScan {
   struct Tensors {
     Tensor x, dt, z, b, c, a, d, dt_bias, attention_mask, past_state;

@@ -34,11 +34,19 @@ NODES = {
     "int4_g256": ("MatMulNBits", 4, 256),
     "int4_g64_asym": ("Int4MatMul", None, 64),
     "int4_asym": ("MatMulNBits", 4, 128),
-    "int3_g64": ("Int4MatMul", None, 64),
+    "int6_g32": ("LowBitMatMul", None, 32),
+    "int5_g128": ("LowBitMatMul", None, 128),
+    "int3_g64": ("LowBitMatMul", None, 64),
+    "int3_g32_s8": ("LowBitMatMul", None, 32),
+    "int4_g64_s8": ("LowBitMatMul", None, 64),
+    "nl2_g32_s8": ("LowBitMatMul", None, 32),
+    "nl3_g128_s8": ("LowBitMatMul", None, 128),
+    "nl4_g32_s8": ("LowBitMatMul", None, 32),
     "int3_g32_asym": ("Int4MatMul", None, 32),
     "int2_g16": ("MatMulNBits", 4, 16),
     "int2_g32_asym": ("MatMulNBits", 2, 32),
-    "int2_g64": ("MatMulNBits", 2, 64),
+    "int2_g64": ("LowBitMatMul", None, 64),
+    "int2_g64_asym": ("MatMulNBits", 2, 64),
     "int2_g256": ("MatMulNBits", 2, 128),
     "int2_g256_asym": ("MatMulNBits", 2, 128),
     "int2": ("MatMulNBits", 2, 128),
@@ -100,12 +108,14 @@ def test_node_computes_the_format(tmp_path: Path, format: str, columns: int) -> 
     np.testing.assert_allclose(actual, expected, atol=2e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("format", ["int4_g32", "int8", "int2_g64", "nf4", "mxfp4", "ternary"])
+@pytest.mark.parametrize(
+    "format", ["int4_g32", "int8", "int2_g64", "int2_g64_asym", "int6_g32_s8", "nl4_g32_s8", "nf4", "mxfp4", "ternary"]
+)
 def test_fp16(tmp_path: Path, format: str) -> None:
     weight = torch.randn(24, 192, generator=torch.Generator().manual_seed(0)) * 0.1
     model, quantized = build(tmp_path / "m", weight, format, 1.0, "fp16")
     types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
-    if "proj.scale" in types and format not in ("ternary", "mxfp4"):
+    if "proj.scale" in types and format not in ("ternary", "mxfp4") and not format.endswith("_s8"):
         assert types["proj.scale"] == onnx.TensorProto.FLOAT16
     x = torch.randn(7, 192, generator=torch.Generator().manual_seed(1)).half()
     (actual,) = open_session(tmp_path / "m").run(None, {"x": x.numpy()})
@@ -186,6 +196,10 @@ FOLDED = [
     ("int8_g64_asym", 200),
     ("int3_g64_asym", 200),
     ("int4_g128_asym", 1000),
+    ("int2_g64", 192),
+    ("int3_g64_s8", 200),
+    ("int5_g128", 1000),
+    ("nl4_g32_s8", 200),
     ("mxfp4", 192),
 ]
 

@@ -29,7 +29,7 @@ from .helpers import (
     write_quantized,
 )
 
-FORMATS = ("int8", "int4_g32", "int4_g64_asym", "int3_g64", "int2_g64", "nf4", "ternary")
+FORMATS = ("int8", "int4_g32", "int4_g64_asym", "int3_g64", "int2_g64_asym", "nl3_g32_s8", "nf4", "ternary")
 FLOAT = 1e-4
 QUANTIZED = 1e-3  # of the median sequence: a last-bit difference may move an activation to the next int8 step
 # fp16 rounds every activation to 11 bits; where they then become int8, many land on the neighbouring step

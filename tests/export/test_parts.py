@@ -29,7 +29,9 @@ def parts_of(artifact: Path) -> dict[str, Part]:
 
 
 @pytest.mark.parametrize("attention", VARIANTS)
-@pytest.mark.parametrize("format", [None, "ternary", "int8", "int4_g32", "int3_g64_asym", "int2_g64", "nf4", "mxfp4"])
+@pytest.mark.parametrize(
+    "format", [None, "ternary", "int8", "int4_g32", "int3_g64_asym", "int2_g64", "nl4_g32_s8", "nf4", "mxfp4"]
+)
 def test_parts_add_up(checkpoint_of: Maker, attention: str, format: str | None) -> None:
     artifact, config = write_artifact(checkpoint_of(attention, format)), config_of(attention)
     parts = parts_of(artifact)
@@ -45,7 +47,16 @@ def test_parts_add_up(checkpoint_of: Maker, attention: str, format: str | None) 
 
 
 @pytest.mark.parametrize(
-    ("format", "bits"), [("ternary", 2), ("int3_g64", 4), ("int5_g64", 8), ("nf4", 4), ("mxfp4", 4)]
+    ("format", "bits"),
+    [
+        ("ternary", 2),
+        ("int3_g64", 3),
+        ("int5_g64", 5),
+        ("int5_g64_asym", 8),
+        ("nl4_g32_s8", 4),
+        ("nf4", 4),
+        ("mxfp4", 4),
+    ],
 )
 def test_bits_a_weight_of_codes(checkpoint_of: Maker, format: str, bits: int) -> None:
     parts = parts_of(write_artifact(checkpoint_of("diff_v2", format)))

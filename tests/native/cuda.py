@@ -36,9 +36,8 @@ def _structure(op: Signature) -> type[Op]:
 
 
 STRUCTURES = [_structure(op) for op in schema.OPS]
-CausalConv, Attention, FloatMatMul, GatherQuantized, Hadamard, Int4MatMul, Int8MatMul, SelectiveScan, TernaryMatMul = (
-    STRUCTURES
-)
+CausalConv, Attention, FloatMatMul, GatherQuantized, GatherLowBit, Hadamard, Int4MatMul, Int8MatMul = STRUCTURES[:8]
+LowBitMatMul, SelectiveScan, TernaryMatMul = STRUCTURES[8:]
 
 
 class Kernels:

@@ -14,9 +14,11 @@ from diffbit.ops import (
     causal_conv,
     diff_attention,
     float_matmul,
+    gather_lowbit,
     gather_quantized,
     hadamard,
     int4_matmul,
+    lowbit_matmul,
     selective_scan,
     ternary_matmul,
 )
@@ -27,12 +29,15 @@ from ..ops.cases import (
     HADAMARD_CASES,
     INT4_CASES,
     INT8_CASES,
+    LOWBIT_CASES,
+    LOWBIT_TABLE_CASES,
     MAMBA_CASES,
     TABLE_CASES,
     TERNARY_CASES,
     AttentionCase,
     HadamardCase,
     Int4Case,
+    LowBitCase,
     MambaCase,
     TernaryCase,
     generator,
@@ -151,6 +156,37 @@ def gather(case: Int4Case) -> Node:
     )
 
 
+def lowbit(case: LowBitCase) -> Node:
+    a, *_, factor = case.inputs()
+    packed = case.packed()
+    inputs = {name: tensor.numpy() for name, tensor in packed._asdict().items()}
+    return Node(
+        f"lowbit/{case.name}",
+        lowbit_matmul.OP.name,
+        case.attributes(),
+        {"A": array(a), **inputs, "factor": factor.numpy()},
+        (Output("Y", array(a).dtype, a.dim()),),
+        equal(array(lowbit_matmul.reference(a, packed, factor, case.n, case.group))),
+        constants=(*inputs, "factor"),
+    )
+
+
+def gather_rows(case: LowBitCase) -> Node:
+    """Rows of the table that LowBitMatMul reads."""
+    packed, ids = case.packed(), torch.arange(2 * case.n).flip(0).view(2, -1) % case.n
+    inputs = {name: tensor.numpy() for name, tensor in packed._asdict().items()}
+    factor = torch.tensor([case.factor], dtype=case.dtype)
+    return Node(
+        f"gather_lowbit/{case.name}",
+        gather_lowbit.OP.name,
+        case.attributes(),
+        {"ids": ids.numpy(), **inputs, "factor": array(factor)},
+        (Output("Y", array(factor).dtype, 3),),
+        equal(array(gather_lowbit.reference(ids, packed, factor, case.n, case.k))),
+        constants=(*inputs, "factor"),
+    )
+
+
 def product(name: str, rows: int, k: int, n: int, dtype: torch.dtype) -> Node:
     """FloatMatMul; tests/ops holds its order of sums."""
     g = generator(rows)
@@ -241,6 +277,8 @@ def nodes() -> Iterator[Node]:
     yield from map(ternary, TERNARY_CASES)
     yield from map(int4, INT4_CASES + INT8_CASES)
     yield from map(gather, TABLE_CASES)
+    yield from map(lowbit, LOWBIT_CASES)
+    yield from map(gather_rows, LOWBIT_TABLE_CASES)
     for dtype in (torch.float32, torch.float16):
         for rows, k, n in ((1, 64, 40), (3, 201, 33), (17, 77, 30)):
             yield product(f"{rows}x{k}x{n}_{str(dtype)[6:]}", rows, k, n, dtype)
@@ -248,6 +286,7 @@ def nodes() -> Iterator[Node]:
     for lead in ((0,), (2, 0)):
         yield ternary(TernaryCase(f"empty_{len(lead)}", lead=lead))
         yield int4(Int4Case(f"empty_{len(lead)}", lead=lead))
+        yield lowbit(LowBitCase(f"empty_{len(lead)}", lead=lead))
         yield transform(HadamardCase(f"empty_{len(lead)}", lead=lead))
     for case in MAMBA_CASES:
         for in_place in (False, True):
@@ -269,6 +308,8 @@ def bfloat16_nodes() -> Iterator[Node]:
     for bits in (4, 8):
         yield int4(Int4Case(f"bf16_{bits}", lead=(3,), k=200, n=21, symmetric=False, dtype=bf16, bits=bits))
         yield gather(Int4Case(f"bf16_{bits}", k=200, n=21, symmetric=False, dtype=bf16, bits=bits))
+    yield lowbit(LowBitCase("bf16", lead=(3,), k=200, n=21, dtype=bf16))
+    yield gather_rows(LowBitCase("bf16", k=200, n=21, dtype=bf16))
     yield product("bf16", 3, 200, 21, bf16)
     for op in (causal_conv, selective_scan):
         yield mamba(op, MambaCase("bf16", batch=2, steps=11, before=1, channels=70, padding=(2,), dtype=bf16))
@@ -287,6 +328,8 @@ def one_of_each() -> list[Node]:
         int4(Int4Case("small", lead=(2,), k=200, n=21, symmetric=False)),
         int4(Int4Case("small_int8", lead=(2,), k=200, n=21, symmetric=False, bits=8)),
         gather(Int4Case("small", k=200, n=21, symmetric=False)),
+        lowbit(LowBitCase("small", lead=(2,), k=200, n=21, bits=3, table=True)),
+        gather_rows(LowBitCase("small", k=200, n=21, bits=5)),
         product("small", 2, 200, 21, torch.float16),
         mamba(causal_conv, MambaCase("small", batch=2, before=2, channels=20)),
         mamba(selective_scan, MambaCase("small", batch=2, before=2, channels=20)),
@@ -305,6 +348,9 @@ def large() -> Iterator[Node]:
     yield int4(Int4Case("large", lead=(64,), k=1024, n=1000))
     yield int4(Int4Case("large_int8", lead=(64,), k=1024, n=1000, bits=8, row_scale=True))
     yield gather(Int4Case("large", k=1024, n=1000, bits=8))
+    yield lowbit(LowBitCase("large", lead=(64,), k=1024, n=1000, bits=3))
+    yield lowbit(LowBitCase("large_row", lead=(1,), k=1024, n=1000, bits=4, table=True))
+    yield gather_rows(LowBitCase("large", k=1024, n=1000, bits=6))
     yield product("large", 64, 1024, 1000, torch.float16)
     for op in (causal_conv, selective_scan):
         for steps in (1, 70):

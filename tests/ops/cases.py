@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from diffbit.ops import causal_conv, diff_attention, int4_matmul, int8_matmul, selective_scan
+from diffbit.ops import causal_conv, diff_attention, int4_matmul, int8_matmul, lowbit_matmul, selective_scan
 
 DRAW = int(os.environ.get("DIFFBIT_TEST_DRAW", "0"))  # another one: other random numbers in all cases
 
@@ -720,6 +720,67 @@ TABLE_CASES = [  # of GatherQuantized
         (200, 16, 32, bits == 4, {"row_scale": bits == 8}),
     )
     for more in ({**more, "bits": bits, "seed": k},)
+]
+
+
+@dataclass(frozen=True)
+class LowBitCase(Int4Case):
+    """A call of LowBitMatMul: the codes and activations of Int4Case, scales of either kind, with a table or without."""
+
+    table: bool = False
+    int8_scales: bool = True
+
+    def packed(self) -> lowbit_matmul.LowBitWeight:
+        return lowbit_matmul.pack(*self.weight(), self.group, self.bits)
+
+    def attributes(self) -> dict[str, int | float]:
+        values = {"K": self.k, "N": self.n, "group_size": self.group, "bits": self.bits}
+        return lowbit_matmul.OP.attributes_of(values)
+
+    def weight(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Codes uint8 [N, K], scales [N, G], scales of rows [N, 1] or None, levels uint8 [2^bits] or None."""
+        _, codes, scale, _, _ = self.inputs()
+        g = generator(self.seed + 1)
+        levels = torch.randint(256, (2**self.bits,), generator=g, dtype=torch.uint8)
+        levels[0], levels[-1] = 0, 255
+        row_scale = None
+        if self.int8_scales:
+            scale = torch.randint(-128, 128, scale.shape, generator=g).to(torch.int8)
+            row_scale = (torch.randn(self.n, 1, generator=g) * 1e-3).half()
+        return codes, scale, row_scale, levels if self.table else None
+
+
+LOWBIT_KINDS = ((2, False), (3, False), (4, False), (5, False), (6, False), (2, True), (3, True), (4, True))
+LOWBIT_CASES = [
+    LowBitCase(
+        f"{bits}_bits{'_table' if table else ''}_{name}", bits=bits, table=table, seed=7 * bits + len(name), **more
+    )
+    for bits, table in LOWBIT_KINDS
+    for name, more in (
+        ("small", {}),
+        ("one_row", {"lead": (1,), "k": 256, "n": 144}),
+        ("float16_scales", {"lead": (5,), "k": 256, "n": 48, "int8_scales": False, "factor": 0.37}),
+        ("ragged", {"lead": (2, 2), "k": 201, "n": 37, "group": 64, "factor": 0.9}),
+        ("short", {"lead": (2,), "k": 5, "n": 1, "group": 128}),
+        ("low_codes", {"lead": (1,), "k": 1024, "n": 64, "fill": "low"}),
+        ("high_codes", {"lead": (9,), "k": 1024, "n": 64, "group": 128, "fill": "high"}),
+        ("wild_rows", {"lead": (5,), "k": 96, "fill": "wild"}),
+        ("fp16", {"lead": (6,), "k": 256, "dtype": torch.float16}),
+        *((f"rows_{m}", {"lead": (m,), "k": 136, "n": 100, "int8_scales": m % 2 == 0}) for m in (2, 3, 4, 7, 8, 17)),
+        ("many_rows", {"lead": (65,), "k": 160, "n": 80}),
+    )
+]
+
+LOWBIT_TABLE_CASES = [  # of GatherLowBit
+    LowBitCase(
+        f"{bits}_bits{'_levels' if table else ''}_{k}x{n}", (2, 3), k, n, group, seed=k, bits=bits, table=table, **more
+    )
+    for bits, table in LOWBIT_KINDS
+    for k, n, group, more in (
+        (128, 40, 32, {"int8_scales": False}),
+        (201, 33, 64, {"factor": 1.5}),
+        (130, 17, 128, {"dtype": torch.float16}),
+    )
 ]
 
 

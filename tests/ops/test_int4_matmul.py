@@ -25,25 +25,33 @@ cases = pytest.mark.parametrize("case", CPU_CASES, ids=lambda case: case.name)
 CONSTANTS = ("codes", "scales", "zeros", "factor")
 
 
+fma = ctypes.CDLL(ctypes.util.find_library("m")).fmaf
+fma.restype, fma.argtypes = ctypes.c_float, [ctypes.c_float] * 3
+
+
+def rounded_groups(row: np.ndarray, group: int) -> list[tuple[np.ndarray, np.float32]]:
+    """q and a_g of every group of a row."""
+    groups = []
+    for start in range(0, len(row), group):
+        x = row[start : start + group]
+        largest = np.abs(x).max()
+        if not np.isfinite(largest):
+            groups.append((np.zeros(len(x), np.int64), np.float32(np.nan)))
+        elif largest < np.float32(1e-30):
+            groups.append((np.zeros(len(x), np.int64), np.float32(0)))
+        else:
+            q = np.round(x * (np.float32(127) / largest)).astype(np.int64)
+            groups.append((q, largest / np.float32(127)))
+    return groups
+
+
 def by_the_book(case: Int4Case) -> np.ndarray:
     """One output and one group at a time, as the docstring has it."""
-    fma = ctypes.CDLL(ctypes.util.find_library("m")).fmaf
-    fma.restype, fma.argtypes = ctypes.c_float, [ctypes.c_float] * 3
     a, codes, scale, zero, factor = (None if x is None else x.numpy() for x in case.inputs())
     rows = a.astype(np.float32).reshape(-1, case.k)
     out = np.empty((len(rows), case.n), np.float32)
     for i, row in enumerate(rows):
-        groups = []
-        for start in range(0, case.k, case.group):
-            x = row[start : start + case.group]
-            largest = np.abs(x).max()
-            if not np.isfinite(largest):
-                groups.append((np.zeros(len(x), np.int64), np.float32(np.nan)))
-            elif largest < np.float32(1e-30):
-                groups.append((np.zeros(len(x), np.int64), np.float32(0)))
-            else:
-                q = np.round(x * (np.float32(127) / largest)).astype(np.int64)
-                groups.append((q, largest / np.float32(127)))
+        groups = rounded_groups(row, case.group)
         for n in range(case.n):
             total = np.float32(0)
             for g, (q, step) in enumerate(groups):

@@ -37,6 +37,7 @@ DIFFBIT_INLINE Ints dot_signed(Ints sums, Bytes a, Bytes b) {  // b -127..127
 DIFFBIT_INLINE Ints start_signed(Ints sums, Bytes) { return sums; }
 
 constexpr int32_t BYTE_MIDDLE = 128;
+DIFFBIT_INLINE Ints dot_centered(Ints sums, Bytes codes, Bytes activations) { return dot_signed(sums, codes, activations); }
 DIFFBIT_INLINE Ints dot_bytes(Ints sums, Bytes codes, Bytes activations) {
   return dot_signed(sums, {_mm256_xor_si256(codes.v, splat(uint8_t{128}).v)}, activations);
 }

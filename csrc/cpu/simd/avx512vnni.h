@@ -87,11 +87,17 @@ DIFFBIT_INLINE Bytes splat4(const void* from) {
   return {_mm512_set1_epi32(four)};
 }
 DIFFBIT_INLINE Bytes operator&(Bytes a, Bytes b) { return {_mm512_and_si512(a.v, b.v)}; }
-/// Shifts each byte's bits down by BY; the bits above are the neighbour's or zeros, so mask the required field.
+DIFFBIT_INLINE Bytes operator|(Bytes a, Bytes b) { return {_mm512_or_si512(a.v, b.v)}; }
+/// Shifts each byte's bits down by BY, or up by -BY; bits from beyond are the neighbour's or zeros, so mask the required field.
 template <int BY>
 DIFFBIT_INLINE Bytes shift(Bytes a) {
-  return {BY ? _mm512_srli_epi16(a.v, BY) : a.v};
+  return {BY > 0 ? _mm512_srli_epi16(a.v, BY) : BY < 0 ? _mm512_slli_epi16(a.v, -BY) : a.v};
 }
+/// Bytes 0..15 of a table for `lookup`; its indices are 0..15.
+DIFFBIT_INLINE Bytes load_table(const uint8_t* from) {
+  return {_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))};
+}
+DIFFBIT_INLINE Bytes lookup(Bytes table, Bytes indices) { return {_mm512_shuffle_epi8(table.v, indices.v)}; }
 
 DIFFBIT_INLINE Ints zero() { return {_mm512_setzero_si512()}; }
 DIFFBIT_INLINE Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a, b)}; }
@@ -179,6 +185,7 @@ DIFFBIT_INLINE Ints start_signed(Ints sums, Bytes b) {
 }
 
 constexpr int32_t BYTE_MIDDLE = 0;
+DIFFBIT_INLINE Ints dot_centered(Ints sums, Bytes codes, Bytes activations) { return dot(sums, codes, activations); }
 DIFFBIT_INLINE Ints dot_bytes(Ints sums, Bytes codes, Bytes activations) { return dot(sums, codes, activations); }
 
 constexpr int TERNARY_ROWS = 4, TERNARY_COLUMNS = 6, TERNARY_CHAINS = 2;

@@ -18,6 +18,7 @@ DIFFBIT_INLINE Ints start_signed(Ints sums, Bytes b) {
 }
 
 constexpr int32_t BYTE_MIDDLE = 0;
+DIFFBIT_INLINE Ints dot_centered(Ints sums, Bytes codes, Bytes activations) { return dot(sums, codes, activations); }
 DIFFBIT_INLINE Ints dot_bytes(Ints sums, Bytes codes, Bytes activations) { return dot(sums, codes, activations); }
 
 constexpr int TERNARY_ROWS = 2, TERNARY_COLUMNS = 6, TERNARY_CHAINS = 2;

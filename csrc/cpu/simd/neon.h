@@ -68,10 +68,13 @@ DIFFBIT_INLINE Bytes splat4(const void* from) {
   return {vreinterpretq_u8_u32(vdupq_n_u32(four))};
 }
 DIFFBIT_INLINE Bytes operator&(Bytes a, Bytes b) { return {vandq_u8(a.v, b.v)}; }
+DIFFBIT_INLINE Bytes operator|(Bytes a, Bytes b) { return {vorrq_u8(a.v, b.v)}; }
 template <int BY>
 DIFFBIT_INLINE Bytes shift(Bytes a) {
-  return BY ? Bytes{vshrq_n_u8(a.v, BY ? BY : 1)} : a;
+  return BY > 0 ? Bytes{vshrq_n_u8(a.v, BY > 0 ? BY : 1)} : BY < 0 ? Bytes{vshlq_n_u8(a.v, BY < 0 ? -BY : 0)} : a;
 }
+DIFFBIT_INLINE Bytes load_table(const uint8_t* from) { return load_bytes(from); }
+DIFFBIT_INLINE Bytes lookup(Bytes table, Bytes indices) { return {vqtbl1q_u8(table.v, indices.v)}; }
 
 DIFFBIT_INLINE Ints zero() { return {vdupq_n_s32(0)}; }
 DIFFBIT_INLINE Ints operator+(Ints a, Ints b) { return {vaddq_s32(a.v, b.v)}; }
@@ -148,6 +151,7 @@ DIFFBIT_INLINE Ints dot_signed(Ints sums, Bytes a, Bytes b) { return dot(sums, a
 DIFFBIT_INLINE Ints start_signed(Ints sums, Bytes) { return sums; }
 
 constexpr int32_t BYTE_MIDDLE = 128;
+DIFFBIT_INLINE Ints dot_centered(Ints sums, Bytes codes, Bytes activations) { return dot(sums, codes, activations); }
 DIFFBIT_INLINE Ints dot_bytes(Ints sums, Bytes codes, Bytes activations) {
   return dot(sums, {veorq_u8(codes.v, vdupq_n_u8(128))}, activations);
 }

@@ -7,9 +7,9 @@
 //                      zero_below, sum, largest, store_sums (to[i] = the sum of vector i, its
 //                      lanes added 1, 2, 4 and 8 apart), partners (each lane's, APART
 //                      lanes away), in_lanes
-//   Bytes              WIDTH bytes: load_bytes, store, splat, splat4 (four bytes in every lane of an Ints), &, shift (each byte's
-//                      bits down; above them lie bits of its neighbour or zeros: mask what is wanted), once,
-//                      rounded_bytes (of four F32), store_parted
+//   Bytes              WIDTH bytes: load_bytes, store, splat, splat4 (four bytes in every lane of an Ints), &, |, shift (each
+//                      byte's bits down, or up; beyond them lie bits of its neighbour or zeros: mask what is wanted), once,
+//                      rounded_bytes (of four F32), store_parted, lookup (of indices 0..15 in a table of load_table)
 //   Ints               WIDTH / 4 int32 lanes; arithmetic wraps: zero, splat_int, +, shift (arithmetic), store, to_floats,
 //                      add_sums, pair_sums (of neighbouring lanes, of two vectors), larger_bits, times_bytes
 //   Partial            what `dot` adds products of unsigned codes and signed activations to. AVX2 has no dot product into
@@ -26,6 +26,7 @@
 //
 //   dot_signed         products of signed bytes, in int32, of sums that began with start_signed
 //   dot_bytes          products of unsigned bytes, less BYTE_MIDDLE (0 or 128), and activations -127..127, in int32
+//   dot_centered       the same of bytes that are already less BYTE_MIDDLE
 //   load_codes<BITS>   a group of 32 packed codes (kv_cache.pack) as floats, neighbours side by side
 //   load_weights       of TernaryMatMul; REST: half a vector, where a row is an odd number of blocks
 //   store_activations  of TernaryMatMul: the first 32 bytes, and the others (a vector of 32 or less has none)
@@ -67,10 +68,11 @@ DIFFBIT_INLINE F32 load_part(const T* from, int64_t count) {
   return load(part);
 }
 
-DIFFBIT_INLINE void store_part(float* to, int64_t count, F32 a) {
-  float part[F32_LANES];
+template <class T>
+DIFFBIT_INLINE void store_part(T* to, int64_t count, F32 a) {
+  T part[F32_LANES];
   store(part, a);
-  std::memcpy(to, part, static_cast<size_t>(count) * sizeof(float));
+  std::memcpy(to, part, static_cast<size_t>(count) * sizeof(T));
 }
 
 /// e^x for x <= 0, to about an ulp; 0 below the smallest normal number. NaN stays NaN.

@@ -85,10 +85,15 @@ DIFFBIT_INLINE Bytes splat4(const void* from) {
   return {_mm256_set1_epi32(four)};
 }
 DIFFBIT_INLINE Bytes operator&(Bytes a, Bytes b) { return {_mm256_and_si256(a.v, b.v)}; }
+DIFFBIT_INLINE Bytes operator|(Bytes a, Bytes b) { return {_mm256_or_si256(a.v, b.v)}; }
 template <int BY>
 DIFFBIT_INLINE Bytes shift(Bytes a) {
-  return {BY ? _mm256_srli_epi16(a.v, BY) : a.v};
+  return {BY > 0 ? _mm256_srli_epi16(a.v, BY) : BY < 0 ? _mm256_slli_epi16(a.v, -BY) : a.v};
 }
+DIFFBIT_INLINE Bytes load_table(const uint8_t* from) {
+  return {_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))};
+}
+DIFFBIT_INLINE Bytes lookup(Bytes table, Bytes indices) { return {_mm256_shuffle_epi8(table.v, indices.v)}; }
 
 DIFFBIT_INLINE Ints zero() { return {_mm256_setzero_si256()}; }
 DIFFBIT_INLINE Ints operator+(Ints a, Ints b) { return {_mm256_add_epi32(a, b)}; }

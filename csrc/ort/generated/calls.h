@@ -294,6 +294,60 @@ static_assert(sizeof(DiffbitGatherQuantized) == 104, "DiffbitGatherQuantized");
 DIFFBIT_CUDA_API size_t diffbit_cuda_gather_quantized_workspace(const DiffbitGatherQuantized*);
 DIFFBIT_CUDA_API const char* diffbit_cuda_gather_quantized(const DiffbitGatherQuantized*, void* workspace, void* stream);
 
+struct DiffbitGatherLowBit {
+  const void* ids;  // [m]; one outside the table makes its row NaN
+  const void* codes;  // at a multiple of 16
+  const void* scales;  // [tiles, groups, 16]
+  const void* row_scales;  // [tiles, 16]; null: 1 everywhere
+  const void* levels;  // [2^bits]; null: none
+  const void* factor;
+  void* y;  // [m, k]
+  int64_t m;
+  int64_t n;
+  int64_t k;
+  int64_t group_size;
+  int64_t bits;
+  int64_t scale_type;  // FLOAT16 or INT8
+  int64_t type;  // of factor and y: FLOAT32, FLOAT16 or BFLOAT16
+
+  template <class Node, class Tensors>
+  static DiffbitGatherLowBit from([[maybe_unused]] const Node& node, const Tensors& of) {
+    return {
+        of.ids.data,
+        of.codes.data,
+        of.scales.data,
+        of.row_scales.data,
+        of.levels.data,
+        of.factor.data,
+        of.y.data,
+        of.rows,
+        node.n,
+        node.k,
+        node.group_size,
+        node.bits,
+        of.scales.type,
+        of.factor.type,
+    };
+  }
+};
+static_assert(offsetof(DiffbitGatherLowBit, ids) == 0, "ids");
+static_assert(offsetof(DiffbitGatherLowBit, codes) == 8, "codes");
+static_assert(offsetof(DiffbitGatherLowBit, scales) == 16, "scales");
+static_assert(offsetof(DiffbitGatherLowBit, row_scales) == 24, "row_scales");
+static_assert(offsetof(DiffbitGatherLowBit, levels) == 32, "levels");
+static_assert(offsetof(DiffbitGatherLowBit, factor) == 40, "factor");
+static_assert(offsetof(DiffbitGatherLowBit, y) == 48, "y");
+static_assert(offsetof(DiffbitGatherLowBit, m) == 56, "m");
+static_assert(offsetof(DiffbitGatherLowBit, n) == 64, "n");
+static_assert(offsetof(DiffbitGatherLowBit, k) == 72, "k");
+static_assert(offsetof(DiffbitGatherLowBit, group_size) == 80, "group_size");
+static_assert(offsetof(DiffbitGatherLowBit, bits) == 88, "bits");
+static_assert(offsetof(DiffbitGatherLowBit, scale_type) == 96, "scale_type");
+static_assert(offsetof(DiffbitGatherLowBit, type) == 104, "type");
+static_assert(sizeof(DiffbitGatherLowBit) == 112, "DiffbitGatherLowBit");
+DIFFBIT_CUDA_API size_t diffbit_cuda_gather_lowbit_workspace(const DiffbitGatherLowBit*);
+DIFFBIT_CUDA_API const char* diffbit_cuda_gather_lowbit(const DiffbitGatherLowBit*, void* workspace, void* stream);
+
 struct DiffbitHadamard {
   const void* a;  // `size` numbers
   void* y;
@@ -413,6 +467,60 @@ static_assert(offsetof(DiffbitInt8MatMul, type) == 88, "type");
 static_assert(sizeof(DiffbitInt8MatMul) == 96, "DiffbitInt8MatMul");
 DIFFBIT_CUDA_API size_t diffbit_cuda_int8_matmul_workspace(const DiffbitInt8MatMul*);
 DIFFBIT_CUDA_API const char* diffbit_cuda_int8_matmul(const DiffbitInt8MatMul*, void* workspace, void* stream);
+
+struct DiffbitLowBitMatMul {
+  const void* a;  // [m, k]
+  const void* codes;  // at a multiple of 16
+  const void* scales;  // [tiles, groups, 16]
+  const void* row_scales;  // [tiles, 16]; null: 1 everywhere
+  const void* levels;  // [2^bits]; null: none
+  const void* factor;
+  void* y;  // [m, n]
+  int64_t m;
+  int64_t n;
+  int64_t k;
+  int64_t group_size;
+  int64_t bits;
+  int64_t scale_type;  // FLOAT16 or INT8
+  int64_t type;  // of a and y: FLOAT32, FLOAT16 or BFLOAT16
+
+  template <class Node, class Tensors>
+  static DiffbitLowBitMatMul from([[maybe_unused]] const Node& node, const Tensors& of) {
+    return {
+        of.a.data,
+        of.codes.data,
+        of.scales.data,
+        of.row_scales.data,
+        of.levels.data,
+        of.factor.data,
+        of.y.data,
+        of.rows,
+        node.n,
+        node.k,
+        node.group_size,
+        node.bits,
+        of.scales.type,
+        of.a.type,
+    };
+  }
+};
+static_assert(offsetof(DiffbitLowBitMatMul, a) == 0, "a");
+static_assert(offsetof(DiffbitLowBitMatMul, codes) == 8, "codes");
+static_assert(offsetof(DiffbitLowBitMatMul, scales) == 16, "scales");
+static_assert(offsetof(DiffbitLowBitMatMul, row_scales) == 24, "row_scales");
+static_assert(offsetof(DiffbitLowBitMatMul, levels) == 32, "levels");
+static_assert(offsetof(DiffbitLowBitMatMul, factor) == 40, "factor");
+static_assert(offsetof(DiffbitLowBitMatMul, y) == 48, "y");
+static_assert(offsetof(DiffbitLowBitMatMul, m) == 56, "m");
+static_assert(offsetof(DiffbitLowBitMatMul, n) == 64, "n");
+static_assert(offsetof(DiffbitLowBitMatMul, k) == 72, "k");
+static_assert(offsetof(DiffbitLowBitMatMul, group_size) == 80, "group_size");
+static_assert(offsetof(DiffbitLowBitMatMul, bits) == 88, "bits");
+static_assert(offsetof(DiffbitLowBitMatMul, scale_type) == 96, "scale_type");
+static_assert(offsetof(DiffbitLowBitMatMul, type) == 104, "type");
+static_assert(sizeof(DiffbitLowBitMatMul) == 112, "DiffbitLowBitMatMul");
+DIFFBIT_CUDA_API size_t diffbit_cuda_lowbit_matmul_workspace(const DiffbitLowBitMatMul*);
+DIFFBIT_CUDA_API const char* diffbit_cuda_lowbit_matmul(const DiffbitLowBitMatMul*, void* workspace, void* stream);
 
 struct DiffbitSelectiveScan {
   const void* x;

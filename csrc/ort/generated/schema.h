@@ -225,6 +225,38 @@ struct GatherQuantized {
   static constexpr Signature SIGNATURE{5, 1, 0x0, 0x0, 0x0};
 };
 
+struct GatherLowBit {
+  static constexpr const char* NAME = "GatherLowBit";
+  static constexpr int64_t VERSION = 1;
+  static constexpr Input IDS{0, "GatherLowBit: ids"};
+  static constexpr Input CODES{1, "GatherLowBit: codes"};
+  static constexpr Input SCALES{2, "GatherLowBit: scales"};
+  static constexpr Input ROW_SCALES{3, "GatherLowBit: row_scales"};
+  static constexpr Input LEVELS{4, "GatherLowBit: levels"};
+  static constexpr Input FACTOR{5, "GatherLowBit: factor"};
+  static constexpr Output Y{0, "GatherLowBit: Y"};
+  static constexpr Integer K{"K", 0, {1, 16777216}};
+  static constexpr Integer N{"N", 0, {1, 2147483648}};
+  static constexpr Integer GROUP_SIZE{"group_size", 3, {32, 64, 128}};
+  static constexpr Integer BITS{"bits", 0, {2, 6}};
+  static constexpr int TYPES[4][7] = {
+      {7, 2, 10, 10, 2, 1, 1},
+      {7, 2, 10, 10, 2, 10, 10},
+      {7, 2, 3, 10, 2, 1, 1},
+      {7, 2, 3, 10, 2, 10, 10},
+  };
+  static constexpr int GPU_TYPES[6][7] = {
+      {7, 2, 10, 10, 2, 1, 1},
+      {7, 2, 10, 10, 2, 10, 10},
+      {7, 2, 10, 10, 2, 16, 16},
+      {7, 2, 3, 10, 2, 1, 1},
+      {7, 2, 3, 10, 2, 10, 10},
+      {7, 2, 3, 10, 2, 16, 16},
+  };
+  static constexpr const char* NAMES[1] = {"GatherLowBit"};
+  static constexpr Signature SIGNATURE{6, 1, 0x0, 0x0, 0x0};
+};
+
 struct Hadamard {
   static constexpr const char* NAME = "Hadamard";
   static constexpr int64_t VERSION = 1;
@@ -292,6 +324,38 @@ struct Int8MatMul {
   };
   static constexpr const char* NAMES[1] = {"Int8MatMul"};
   static constexpr Signature SIGNATURE{5, 1, 0x0, 0x0, 0x0};
+};
+
+struct LowBitMatMul {
+  static constexpr const char* NAME = "LowBitMatMul";
+  static constexpr int64_t VERSION = 1;
+  static constexpr Input A{0, "LowBitMatMul: A"};
+  static constexpr Input CODES{1, "LowBitMatMul: codes"};
+  static constexpr Input SCALES{2, "LowBitMatMul: scales"};
+  static constexpr Input ROW_SCALES{3, "LowBitMatMul: row_scales"};
+  static constexpr Input LEVELS{4, "LowBitMatMul: levels"};
+  static constexpr Input FACTOR{5, "LowBitMatMul: factor"};
+  static constexpr Output Y{0, "LowBitMatMul: Y"};
+  static constexpr Integer K{"K", 0, {1, 16777216}};
+  static constexpr Integer N{"N", 0, {1, 2147483648}};
+  static constexpr Integer GROUP_SIZE{"group_size", 3, {32, 64, 128}};
+  static constexpr Integer BITS{"bits", 0, {2, 6}};
+  static constexpr int TYPES[4][7] = {
+      {1, 2, 10, 10, 2, 1, 1},
+      {1, 2, 3, 10, 2, 1, 1},
+      {10, 2, 10, 10, 2, 1, 10},
+      {10, 2, 3, 10, 2, 1, 10},
+  };
+  static constexpr int GPU_TYPES[6][7] = {
+      {1, 2, 10, 10, 2, 1, 1},
+      {1, 2, 3, 10, 2, 1, 1},
+      {10, 2, 10, 10, 2, 1, 10},
+      {10, 2, 3, 10, 2, 1, 10},
+      {16, 2, 10, 10, 2, 1, 16},
+      {16, 2, 3, 10, 2, 1, 16},
+  };
+  static constexpr const char* NAMES[8] = {"LowBitMatMul", "LowBitMatMul_2", "LowBitMatMul_3", "LowBitMatMul_4", "LowBitMatMul_5", "LowBitMatMul_6", "LowBitMatMul_7", "LowBitMatMul_8"};
+  static constexpr Signature SIGNATURE{6, 1, 0x0, 0x0, 0x0};
 };
 
 struct SelectiveScan {

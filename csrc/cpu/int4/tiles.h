@@ -1,0 +1,61 @@
+// The product of a tensor with a weight in tiles, split into tasks; Int4MatMul, Int8MatMul and LowBitMatMul share it.
+#pragma once
+
+#include <algorithm>
+
+#include "../../ort/op.h"
+#include "kernels.h"
+
+namespace diffbit {
+
+/// y = a times `weight`, whose codes have `bits` bits, with `kernels.multiply`; `quantize` takes `minus`.
+template <class Weight, class Kernels>
+void multiply_tiles(Context& context, const Tensor& a, const Tensor& y, int64_t k, int64_t bits, const Weight& weight,
+                    int32_t minus, decltype(Int4Kernels::quantize) quantize, const Kernels& kernels) {
+  enum Scratch { QUANTIZED, OFFSETS, ROW_SCALES };
+  constexpr int64_t BYTES_PER_TASK = 96 << 10;  // of codes, for few rows: about ten microseconds
+  constexpr int64_t CACHED_BYTES = 384 << 10;   // of activations that stay in a core's cache while tiles pass
+  constexpr int64_t TILES_PER_TASK = 8;
+
+  const int64_t rows = a.size() / k, n = weight.n, groups = weight.groups, width = groups * weight.group_size;
+  const int64_t tiles = divide_up(n, INT4_TILE);
+  if (!rows) return;
+
+  const bool half = a.type == ort::FLOAT16;
+  const int64_t item = half ? 2 : 4;
+  int8_t* q = scratch<int8_t>(QUANTIZED, rows * width);
+  int32_t* offsets = scratch<int32_t>(OFFSETS, rows * groups);
+  float* row_scales = scratch<float>(ROW_SCALES, rows * groups);
+  const int64_t most = kernels.most_rows, blocks = divide_up(rows, most);
+  const auto block = [&](int64_t i) {
+    return Int4Rows{std::min(most, rows - i * most), q + i * most * width, offsets + i * most * groups,
+                    row_scales + i * most * groups};
+  };
+  const auto output = [&](int64_t i) { return y.as<char>() + i * most * n * item; };
+  context.parallel(blocks, [&](int64_t i) {
+    quantize(a.as<char>() + i * most * k * item, half, k, groups, weight.group_size, minus, block(i));
+  });
+
+  if (blocks == 1) {  // bound by memory: several distant tiles at once, then the remaining ones
+    const int64_t streams = kernels.streams[rows], apart = tiles / streams;
+    const int64_t tasks = std::max<int64_t>(1, std::min(apart, streams * apart * INT4_TILE * width * bits / 8 / BYTES_PER_TASK));
+    context.parallel(tasks, [&](int64_t task) {
+      for (int64_t tile = apart * task / tasks; tile < apart * (task + 1) / tasks; ++tile)
+        kernels.multiply(block(0), weight, tile, apart, streams, output(0), half);
+      if (task == tasks - 1)
+        for (int64_t tile = streams * apart; tile < tiles; ++tile)
+          kernels.multiply(block(0), weight, tile, 1, 1, output(0), half);
+    });
+    return;
+  }
+  const int64_t near = std::max<int64_t>(1, CACHED_BYTES / (most * width));  // blocks that fit
+  const int64_t across = divide_up(tiles, TILES_PER_TASK), down = divide_up(blocks, near);
+  context.parallel(across * down, [&](int64_t task) {
+    const int64_t column = task % across * TILES_PER_TASK, row = task / across;
+    for (int64_t tile = column; tile < std::min(tiles, column + TILES_PER_TASK); ++tile)
+      for (int64_t i = blocks * row / down; i < blocks * (row + 1) / down; ++i)
+        kernels.multiply(block(i), weight, tile, 1, 1, output(i), half);
+  });
+}
+
+}  // namespace diffbit

@@ -1,0 +1,18 @@
+#include "../int4/tiles.h"
+#include "../ops.h"
+#include "kernels.h"
+#include "planes.h"
+
+namespace diffbit {
+
+LowBitMatMul::LowBitMatMul(const Node& node)
+    : LowBitNode(node), kernels(DIFFBIT_PICK(lowbit_matmul)), rounding(DIFFBIT_PICK(int4)) {}
+
+void LowBitMatMul::compute(Context& context) const {
+  const LowBitTensors of = tensors(context);
+  const LowBitWeight weight = planes_of(*this, of, *of.factor.as<float>());
+  const int32_t minus = weight.levels ? kernels->minus_of_levels : -(1 << (bits - 1));
+  multiply_tiles(context, of.a, of.y, k, bits, weight, minus, rounding->quantize, *kernels);
+}
+
+}  // namespace diffbit
