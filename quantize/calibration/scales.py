@@ -50,8 +50,8 @@ def _weighting(format: Format, importance: Tensor) -> Tensor:
 
 @torch.no_grad()
 def refit(weight: Tensor, format: Format, codes: Tensor, scale: Tensor, zero: Tensor | None, h: Tensor) -> Tensor:
-    """Return the scales of least error for given codes and importance h [K]; old ones if the new round to the other
-    sign or to 0."""
+    """Return the scales of least error for given codes and importance h [K]; old ones if the new have the other
+    sign."""
     weighting = _weighting(format, h)
     along, norm = torch.zeros(2, len(weight), format.groups(weight.shape[1]), device=weight.device)
     for rows, s, z, (part, code) in format.by_rows(scale, zero, weight, codes):
@@ -60,8 +60,7 @@ def refit(weight: Tensor, format: Format, codes: Tensor, scale: Tensor, zero: Te
         norm[rows] = (unit * weighting * unit).sum(-1)
     if scale.shape != along.shape:  # one scale for all
         along, norm = along.sum().view(1, 1), norm.sum().view(1, 1)
-    new = format.stored(torch.where(norm > 0, along / norm, scale))
-    return torch.where(new * scale > 0, new, scale)
+    return format.stored(torch.where(along * scale > 0, along / norm, scale))
 
 
 def least(weight: Tensor, format: Format, error: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -87,7 +86,7 @@ def least(weight: Tensor, format: Format, error: Callable[[Tensor], Tensor]) -> 
         best, best_scale = torch.where(better, losses, best), torch.where(better, scale, best_scale)
         if zero is not None and best_zero is not None:
             best_zero = torch.where(better, zero, best_zero)
-    return best_scale, best_zero
+    return format.stored(best_scale), best_zero  # groups of different candidates may not have one scale of their row
 
 
 def solve(

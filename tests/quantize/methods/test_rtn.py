@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diffbit.formats import parse_format
+from diffbit.formats import QTensor, parse_format
 from diffbit.models import Decoder
 from diffbit.quantize import Scheme, apply
 from diffbit.quantize.calibration import scales, states
@@ -88,3 +88,13 @@ def test_a_head_of_8_bits_is_rounded_to_nearest():
     decoder, scheme = random_decoder(config_of("diff_v2")), Scheme(weights=INT3, head=parse_format("int8"))
     with_text, plain = apply(decoder, scheme, "rtn", random_ids()), apply(decoder, replace(scheme), "rtn")
     assert torch.equal(with_text.lm_head.weight.codes, plain.lm_head.weight.codes)
+
+
+@pytest.mark.parametrize("name", ["int3_g32_s8", "nl4_g32_s8", "int4_g32", "mxfp4"])
+def test_a_file_holds_the_scales_that_codes_were_chosen_with(name):
+    """Also where a row has a scale of its own, and each group a step of it."""
+    format, weight = parse_format(name), torch.randn(16, 192) * torch.randn(16, 192).exp()
+    quantized = rtn.quantize(weight, format, torch.rand(192))
+    stored = QTensor.from_packed(format, quantized.shape, **quantized.parts())
+    assert torch.equal(stored.dequantize(), quantized.dequantize())
+    assert torch.equal(stored.codes, format.encode(weight, stored.scale, stored.zero))
