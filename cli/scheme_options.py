@@ -157,7 +157,7 @@ class MethodOptions:
         typer.Option(
             metavar="TEXT",
             help="Calibration text, with the same values as --data of other commands; each layer's output error is "
-            "also measured on it. Default: mix if the method needs text, else none.",
+            "also measured on it, and rtn weighs its scales with it. Default: mix if the method needs text, else none.",
         ),
     ] = None
     field: Field = "text"

@@ -82,7 +82,7 @@ class Format(ABC):
     activations: ClassVar[tuple[str, ...]] = ()  # activation formats that a device supports with such weights
     per_tensor: ClassVar[bool] = False
     learned: ClassVar[bool] = False  # training learns its scales (LSQ); else they follow from the weights at each step
-    factors: ClassVar[tuple[float, ...]] = tuple(x / 100 for x in range(100, 30, -4))  # of scales: see `candidates`
+    factors: ClassVar[tuple[float, ...]] = tuple(x / 100 for x in range(140, 30, -4))  # of scales: see `candidates`
     whole_groups: ClassVar[bool] = False  # in_features must be a multiple of group_size
     trained: ClassVar[bool] = False  # needs training in this format; rounding alone destroys a model
     in_blocks: ClassVar[bool] = False  # integers with a scale a block

@@ -103,8 +103,9 @@ class IntFormat(Format):
                     yield self.stored(sign * factor * scale), None
             return
         top = self.codes - 1
-        for low in self.factors[::2]:
-            for high in self.factors[::2]:
+        shorter = [factor for factor in self.factors if factor <= 1][::2]
+        for low in shorter:
+            for high in shorter:
                 below, above = scale * zero * low, scale * (top - zero.float()) * high
                 stored = self.stored((below + above) / top)
                 yield stored, (below / divisor(stored)).round().clamp(0, top).to(torch.uint8)

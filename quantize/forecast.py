@@ -5,6 +5,7 @@ largest determines it: a table (embedding, head), or a decoder layer,
 
     rtn         its stored tensors, their codes (a byte per weight) and temporaries
     with text   the same and 9 bytes per weight, while output errors are measured; activations of a batch of tokens
+                (searching scales takes no more)
     gptq ...    matrices of K^2 numbers
     learned     32 bytes per weight (apps/methods/learned.py), and activations of the tokens of a training step, twice
 
@@ -25,7 +26,7 @@ from ..io.resources import resident_memory
 from ..models import Checkpoint, ModelConfig, num_parameters
 from ..models.checkpoint.names import layer_of
 from .calibration.states import BATCH_TOKENS
-from .calibration.tokens import MEASURED_TOKENS
+from .calibration.tokens import LOSS_TOKENS, MEASURED_TOKENS
 from .layer import TABLE_PART
 from .methods import Recipe
 from .methods.gptq import PRECISE
@@ -67,7 +68,8 @@ def quantize_demand(
     if text is None:
         return Demand(memory, output if recipe.name == "rtn" else 2 * output)
     windows, length = text
-    measured = windows if recipe.exact else min(windows, max(1, MEASURED_TOKENS // length))
+    weighs = recipe.rounding.weighs
+    measured = windows if recipe.exact else min(windows, max(1, (LOSS_TOKENS if weighs else MEASURED_TOKENS) // length))
     passed_on = sum(  # numbers per token that layers pass to later layers
         math.prod(dim for dim in shape if isinstance(dim, int))
         for giver in config.last_readers
@@ -75,7 +77,7 @@ def quantize_demand(
     )
     # of the quantized and of the float model, and the float outputs for methods that fit them
     states = 4 * (config.hidden_size + passed_on) * length * (windows * (1 + recipe.exact) + measured)
-    mixed = 4 * config.hidden_size * length * windows  # outputs of the mixers, which later passes use again
+    mixed = 0 if weighs else 4 * config.hidden_size * length * windows  # outputs of the mixers, for later passes
     memory += TEXT + (0 if spilled else states + mixed)
     return Demand(memory, 2 * output + states * (3 if spilled else 2))  # layers and states are kept for --resume
 
@@ -102,13 +104,14 @@ def _layer(
 
 
 def _rounding(tensor: TensorSize) -> int:
-    """Return the bytes that GPTQ takes for a weight beside its layer: copies of the weight, its Gram matrix, a factor
-    of it, and the larger of the factorization's workspace and the fp64 systems for the scales (scales.solve)."""
+    """Return the bytes that GPTQ takes for a weight beside its layer: copies of the weight, its Gram matrix as it is
+    and shrunk, a factor of it, and the larger of the factorization's workspace and the fp64 systems for the scales
+    (scales.solve)."""
     if tensor.format is None:
         return 0
     rows, columns = tensor.shape
     systems = 28 * min(columns**2, rows * tensor.format.groups(columns) ** 2)
-    return 8 * rows * columns + 8 * columns**2 + max((12 if columns <= PRECISE else 8) * columns**2, systems)
+    return 8 * rows * columns + 12 * columns**2 + max((12 if columns <= PRECISE else 8) * columns**2, systems)
 
 
 def must_spill(

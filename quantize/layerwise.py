@@ -26,7 +26,7 @@ from ..models.decoder import check_layer
 from .calibration.passes import Passes
 from .calibration.rounds import round_all, round_stages
 from .calibration.states import ALONE
-from .calibration.tokens import MEASURED_TOKENS, Tokens
+from .calibration.tokens import LOSS_TOKENS, MEASURED_TOKENS, Tokens
 from .deviation import weight_error
 from .layer import Layer, Round, assemble
 from .methods import Method, Recipe, find, parse_recipe
@@ -118,7 +118,7 @@ def _rounds_late(config: ModelConfig, formats: dict[str, Format], recipe: Recipe
     """Whether a tied table is rounded last, as the head: an embedding has no inputs to calibrate on."""
     format = formats.get(EMBEDDING_MODULE)
     tied = config.tie_embeddings and format is not None and format.bits < PLAIN_BITS
-    return tied and tokens is not None and recipe.rounding.stats
+    return tied and tokens is not None and (recipe.rounding.stats or recipe.rounding.weighs)
 
 
 def _read(config: ModelConfig, read: Read, names: list[str]) -> dict[str, Tensor]:
@@ -184,6 +184,9 @@ def quantize_one(passes: Passes, recipe: Recipe) -> dict[str, QTensor]:
         quantized = rounding.round_layer(layer, passes) if layer.formats else {}
     elif passes.tokens is not None and layer.index >= 0 and rounding.stats:
         quantized = round_stages(layer, passes, lambda name: _round(layer, name, rounding))
+    elif passes.tokens is not None and layer.index >= 0 and rounding.weighs:
+        importance = passes.importance()
+        quantized = round_all(layer, passes, lambda name: _weighed(rounding, importance[name]), layer.formats)
     else:
         quantized = round_all(layer, passes, lambda name: rounding.rounds, layer.formats)
     return {name: quantized[name] for name in layer.formats if name in quantized}  # allocate.py rounds none
@@ -192,6 +195,11 @@ def quantize_one(passes: Passes, recipe: Recipe) -> dict[str, QTensor]:
 def _round(layer: Layer, name: str, rounding: Method) -> Round:
     """Return the function that rounds a weight: of a table with a large vocabulary a quick one, if there is one."""
     return partial(rounding.rounds, large=not layer.is_layer and len(layer.weight(name)) > LARGE)
+
+
+def _weighed(rounding: Method, importance: Tensor) -> Round:
+    """Return the function that rounds a weight whose input channels have this importance."""
+    return lambda weight, format, _: rounding.rounds(weight, format, importance)
 
 
 def _rounding(layer: Layer, recipe: Recipe) -> Method:
@@ -204,8 +212,8 @@ def _rounding(layer: Layer, recipe: Recipe) -> Method:
     plain = layer.index < 0 or (
         not layer.is_layer and all(format.bits >= PLAIN_BITS for format in layer.formats.values())
     )
-    if plain and recipe.rounding.stats:
-        return find("rtn")
+    if plain and (recipe.rounding.stats or recipe.rounding.weighs):
+        return replace(find("rtn"), weighs=False)
     tied = not layer.is_layer and layer.config.tie_embeddings
     return find("gptq") if tied and recipe.rounding.round_layer is not None else recipe.rounding
 
@@ -221,12 +229,14 @@ def tokens_for(
 ) -> Tokens | None:
     """Return calibration tokens for `quantize_layers`; raises DiffbitError if the recipe needs tokens and has none.
 
-    measure: also measure output errors, on MEASURED_TOKENS of them (on all, if a method needs all in the float model).
+    measure: also measure output errors, on MEASURED_TOKENS of them (on all, if a method needs all in the float model;
+    on LOSS_TOKENS, if it only weighs channels).
     """
     if ids is not None:
         length = max(1, torch.as_tensor(ids).shape[-1])
-        windows = max(1, MEASURED_TOKENS // length) if measure else 0
-        return Tokens(config, ids, mask, device, None if recipe.exact else windows, here)
+        weighs = recipe.rounding.weighs
+        windows = max(1, (LOSS_TOKENS if weighs else MEASURED_TOKENS) // length) if measure else 0
+        return Tokens(config, ids, mask, device, None if recipe.exact else windows, here, rounded=not weighs)
     if recipe.calibrated:
         raise DiffbitError(
             f"method {recipe.name!r} needs calibration text: pass --calibrate TEXT, or token ids as `calibration`"

@@ -49,7 +49,7 @@ def quantize(weight: Tensor, format: Format, stats: Any = None) -> QTensor:
         scale[rows] = scales[..., 0]
         if zero is not None and zeros is not None:
             zero[rows] = zeros[..., 0]
-    return format.nearest(weight, scale, zero)
+    return format.nearest(weight, format.stored(scale), zero)
 
 
 def _solve(

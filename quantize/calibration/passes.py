@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...formats import QTensor, QuantEmbedding
+from ...formats import QTensor, QuantEmbedding, spread
 from ...io.processes import Processes
 from ...models.checkpoint.names import EMBEDDING
 from ...models.layers.state import Carried
@@ -97,6 +97,49 @@ class Passes:
         return gather(linears, [partial(begin, rows) for rows in tokens.slices], tokens.here)
 
     @torch.no_grad()
+    def importance(self) -> dict[str, Tensor]:
+        """Pass the tokens through the float layer; return the mean square of each channel, fp32 [K], of the input of
+        each linear layer in `layer.formats`, transformed as the scheme's activations are (formats/rounding.py)."""
+        layer, tokens = self.layer, self.tokens
+        assert tokens is not None
+        module, batch = layer.probe().module(), tokens.batch(slice(0, 0))
+        sums: dict[int, dict[str, Tensor]] = {}  # by the batch's first window: to add them up in one order
+
+        def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+            rounding = layer.formats[name].rounding(
+                name, layer.tensors[f"{name}.weight"].shape[1], layer.scheme.activations
+            )
+
+            def add(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+                x = spread(inputs[0][batch.counted].float(), rounding)
+                sums.setdefault(batch.first, {})[name] = x.square().sum(0)
+
+            return add
+
+        for name in layer.formats:
+            module.get_submodule(layer.local(name)).register_forward_pre_hook(keep(name))
+
+        def run(of: Batch) -> Tensor:
+            nonlocal batch
+            batch = of
+            self.step(layer.prefix, tokens.here.count)
+            return self.run(module, batch)
+
+        self.expect(self.batches)
+        if layer.is_layer:
+            tokens.take_past(layer.index, run)
+        elif layer.formats:
+            for rows in tokens.here.mine(tokens.slices):
+                run(tokens.batch(rows))
+        every: dict[int, dict[str, Tensor]] = {}
+        for part in tokens.here.share(range(tokens.here.count), lambda _: sums):
+            every |= part
+        return {
+            name: torch.stack([every[first][name] for first in sorted(every)]).sum(0) / tokens.count
+            for name in layer.formats
+        }
+
+    @torch.no_grad()
     def advance(self, quantized: Mapping[str, QTensor]) -> dict[str, float]:
         """Pass both versions of the tokens through the layer; return each quantized linear layer's own output error."""
         layer, tokens = self.layer, self.tokens
@@ -105,7 +148,7 @@ class Passes:
         if layer.index < 0:
             embed = partial(F.embedding, weight=layer.tensors[EMBEDDING])
             table = quantized.get(EMBEDDING_MODULE)
-            tokens.embed(embed if table is None else QuantEmbedding(table))
+            tokens.embed(embed if table is None or not tokens.rounded else QuantEmbedding(table))
             tokens.exact.embed(embed)
             return {}
         if not layer.is_layer:
@@ -114,7 +157,7 @@ class Passes:
                 return {}
         rounded = with_float_weights(layer.probe().module(layer.probed(quantized)))
         errors = self._advance_exact(rounded, layer.probed(quantized)) if tokens.measuring else {}
-        if layer.is_layer:
+        if layer.is_layer and tokens.rounded:
             replay = self._kept(quantized)
 
             def run(batch: Batch) -> Tensor:

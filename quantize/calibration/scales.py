@@ -6,7 +6,12 @@ the bits. From a format's candidates for scales and zero points it keeps, per gr
     argmin over (s, z)  sum_k h_k (w_k - decode(encode(w_k; s, z); s, z))^2
 
 where h_k, the importance of an input channel, is the diagonal of the Gram matrix (or 1 without calibration): the
-expected squared error of the output if errors of different channels were independent.
+expected squared error of the output if errors of different channels were independent. Then it tries scales a little
+smaller and larger than the best.
+
+`refit`: with the codes fixed, the best scale of a group by the same error is a weighted least-squares solution,
+
+    s = sum_k h_k u_k w_k / sum_k h_k u_k^2        u_k: the value of the code at scale 1
 
 `solve`: with the codes of a row fixed, its dequantized weights are linear in its scales s [G], and the row's error
 
@@ -17,13 +22,15 @@ with the Gram matrix H is smallest if C^T H C s = C^T H w: a small linear system
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from ...formats import Format
 
+FINE = (0.98, 1.02)  # factors of the best candidate, half a step of `Format.factors`
 ALIVE = 1e-3  # smallest importance, relative to the mean, so that a group of unused channels has a scale too
 
 
@@ -31,9 +38,29 @@ def search(weight: Tensor, format: Format, importance: Tensor | None = None) -> 
     """Return scales and zero points, shaped as `format.fit`'s, for weight [N, K] and importance [K] >= 0."""
     if importance is None:
         importance = torch.ones(weight.shape[1], device=weight.device)
-    importance = importance.float() / importance.float().mean().clamp(min=torch.finfo(torch.float32).tiny) + ALIVE
-    weighting = format.grouped(importance[None])[0]  # [G, group]
+    weighting = _weighting(format, importance)
     return least(weight, format, lambda lost: (lost.square_() * weighting).sum(-1))
+
+
+def _weighting(format: Format, importance: Tensor) -> Tensor:
+    """Return importance [K], relative to its mean, as [G, group]."""
+    importance = importance.float() / importance.float().mean().clamp(min=torch.finfo(torch.float32).tiny) + ALIVE
+    return format.grouped(importance[None])[0]
+
+
+@torch.no_grad()
+def refit(weight: Tensor, format: Format, codes: Tensor, scale: Tensor, zero: Tensor | None, h: Tensor) -> Tensor:
+    """Return the scales of least error for given codes and importance h [K]; old ones if the new have the other
+    sign."""
+    weighting = _weighting(format, h)
+    along, norm = torch.zeros(2, len(weight), format.groups(weight.shape[1]), device=weight.device)
+    for rows, s, z, (part, code) in format.by_rows(scale, zero, weight, codes):
+        unit = format.decode_each(code, torch.ones_like(s), z)
+        along[rows] = (unit * weighting * part.float()).sum(-1)
+        norm[rows] = (unit * weighting * unit).sum(-1)
+    if scale.shape != along.shape:  # one scale for all
+        along, norm = along.sum().view(1, 1), norm.sum().view(1, 1)
+    return format.stored(torch.where(along * scale > 0, along / norm, scale))
 
 
 def least(weight: Tensor, format: Format, error: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -46,15 +73,20 @@ def least(weight: Tensor, format: Format, error: Callable[[Tensor], Tensor]) -> 
             total[rows] = error(format.decode_each(format.encode_each(part, s, z), s, z).sub_(part))
         return total if scale.shape == total.shape else total.sum().view(1, 1)
 
+    def fine() -> Iterator[tuple[Tensor, Tensor | None]]:
+        middle = best_scale, best_zero
+        for factor in FINE:
+            yield format.stored(factor * middle[0]), middle[1]
+
     best_scale, best_zero = format.fit(weight)
     best = loss(best_scale, best_zero)
-    for scale, zero in format.candidates(weight):
+    for scale, zero in chain(format.candidates(weight), fine()):
         losses = loss(scale, zero)
         better = losses < best
         best, best_scale = torch.where(better, losses, best), torch.where(better, scale, best_scale)
         if zero is not None and best_zero is not None:
             best_zero = torch.where(better, zero, best_zero)
-    return best_scale, best_zero
+    return format.stored(best_scale), best_zero  # groups of different candidates may not have one scale of their row
 
 
 def solve(

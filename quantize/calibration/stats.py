@@ -1,10 +1,25 @@
-"""Statistics of linear layers' inputs over calibration tokens, and the loss that methods minimise with them."""
+"""Statistics of linear layers' inputs over calibration tokens, and the loss that methods minimise with them.
+
+A Gram matrix of few tokens fits these tokens better than others: GPTQ then compensates errors by correlations that do
+not exist. `CalibStats.shrunk` is nearer to the diagonal, by the noise that the tokens themselves show (Ledoit and Wolf
+2004; Schaefer and Strimmer 2005, for correlations). With A and B the Gram matrices of two halves of the tokens, H their
+mean and r_ij = H_ij / sqrt(H_ii H_jj), the off-diagonal numbers are
+
+    c_i c_j H_ij,    c_i^2 = 1 - min(1, sum_{j != i} v_ij / sum_{j != i} r_ij^2)
+
+    v_ij = (A_ij - B_ij)^2 / (4 H_ii H_jj)
+
+v_ij estimates the variance of r_ij; halves of consecutive tokens also see that tokens of a text depend on each other.
+c_i is the correlation's share of what channel i has of both: 0 for inputs that are independent, where only the
+importance of channels is left, near 1 for those that rise and fall together. The result is positive semidefinite, as H.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +41,22 @@ class CalibStats:
     absmax    fp32 [K], the largest |x| of each channel
     mean_abs  fp32 [K], the mean |x| of each channel
     tokens    T
+    kept      fp32 [K], c in the docstring above; None: nothing is shrunk
     """
 
     gram: Tensor
     absmax: Tensor
     mean_abs: Tensor
     tokens: int
+    kept: Tensor | None = None
+
+    def shrunk(self) -> Tensor:
+        """Return a copy of the Gram matrix, shrunk towards its diagonal."""
+        if self.kept is None:
+            return self.gram.clone()
+        gram = self.gram * self.kept
+        gram.mul_(self.kept[:, None]).diagonal().copy_(self.gram.diagonal())
+        return gram
 
 
 class Gatherer:
@@ -39,19 +64,23 @@ class Gatherer:
 
     def __init__(self, here: Processes = ALONE) -> None:
         self.here, self.tokens = here, 0
-        self._gram = self._absmax = self._sum_abs = torch.zeros(())
+        self._absmax = self._sum_abs = torch.zeros(())
+        self._sums = [torch.zeros(()), torch.zeros(())]  # x^T x of each half, from the diagonal on
+        self._counts = [0, 0]
 
     def add(self, x: Tensor) -> None:
         """Add inputs x [T, K] of any float dtype."""
         x = x.float()
         if not self.tokens:
             width = x.shape[1]
-            self._gram = x.new_zeros(width, width)
+            self._sums = [x.new_zeros(width, width), x.new_zeros(width, width)]
             self._absmax = x.new_zeros(width)
             self._sum_abs = x.new_zeros(width)
         self.tokens += len(x)
-        for k in self.here.mine(range(0, x.shape[1], BLOCK)):
-            self._gram[k : k + BLOCK, k:].addmm_(x[:, k : k + BLOCK].T, x[:, k:])
+        for half, part in enumerate(x.tensor_split(2)):
+            self._counts[half] += len(part)
+            for k in self.here.mine(range(0, x.shape[1], BLOCK)):
+                self._sums[half][k : k + BLOCK, k:].addmm_(part[:, k : k + BLOCK].T, part[:, k:])
         magnitude = x.abs()
         self._sum_abs += magnitude.sum(0)
         if len(x):
@@ -59,14 +88,37 @@ class Gatherer:
 
     def stats(self) -> CalibStats:
         count = max(1, self.tokens)
-        if self.here.count > 1 and self.tokens:
-            blocks = range(0, len(self._gram), BLOCK)
-            columns = self.here.share(blocks, lambda k: self._gram[k : k + BLOCK, k:])
+        for half in self._sums if self.here.count > 1 and self.tokens else ():
+            blocks = range(0, len(half), BLOCK)
+            columns = self.here.share(blocks, partial(_columns, half))
             for k, block in zip(blocks, columns, strict=True):
-                self._gram[k : k + BLOCK, k:] = block
-        gram = self._gram.triu().div_(count) if self.tokens else self._gram
+                half[k : k + BLOCK, k:] = block
+        first, second = self._sums
+        kept = kept_share(first, second, self._counts) if self.tokens else None
+        gram = (first + second).triu_().div_(count) if self.tokens else first
         gram += gram.triu(1).T
-        return CalibStats(gram, self._absmax, self._sum_abs / count, self.tokens)
+        return CalibStats(gram, self._absmax, self._sum_abs / count, self.tokens, kept)
+
+
+def _columns(half: Tensor, start: int) -> Tensor:
+    return half[start : start + BLOCK, start:]
+
+
+def kept_share(first: Tensor, second: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return c [K] in the docstring above, of two halves of the tokens; first, second: x^T x of each, [K, K], of which
+    only the upper triangle is read. counts: their numbers of tokens."""
+    first_count, second_count = (max(1, count) for count in counts)
+    noise, power = torch.zeros(2, len(first), device=first.device)
+    diagonal = (first.diagonal() + second.diagonal()) / sum(counts)
+    unit = torch.where(diagonal > 0, diagonal.rsqrt(), 0)
+    for k in range(0, len(first), BLOCK):
+        rows = slice(k, k + BLOCK)
+        a, b, both = first[rows, k:], second[rows, k:], unit[rows, None] * unit[k:]
+        for total, values in ((noise, (a / first_count - b / second_count) / 2), (power, (a + b) / sum(counts))):
+            squares = (values * both).triu_(1).square_()
+            total[rows] += squares.sum(1)
+            total[k:] += squares.sum(0)
+    return (1 - noise / power.clamp(min=torch.finfo(torch.float32).tiny)).clamp_(min=0).sqrt_()
 
 
 class _Enough(Exception):

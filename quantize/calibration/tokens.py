@@ -1,9 +1,10 @@
 """Calibration tokens, in two versions of hidden states.
 
 `exact` has those of the float model, `hidden` those of the model whose earlier layers are already quantized. The latter
-are a layer's real input, errors included, so methods calibrate on them (arXiv 2210.17323, section 3.3). Only one layer
-and these states are in memory at a time, along with the tensors that a layer passes to later ones (`Carried`), in both
-versions, until their last reader is done.
+are a layer's real input, errors included, so methods calibrate on them (arXiv 2210.17323, section 3.3), except those
+that only weigh channels: there both are of the float model (`rounded` is False), and `exact` only measures. Only one
+layer and these states are in memory at a time, along with the tensors that a layer passes to later ones (`Carried`), in
+both versions, until their last reader is done.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Tokens(States):
     """Calibration tokens: ids [n, S], mask bool [n, S] (None: all count).
 
     compared_windows: the number of evenly spread windows that also pass through the float model (None: all). With 0, no
-    output errors are measured. here: the processes that share the batches.
+    output errors are measured. here: the processes that share the batches. rounded: `hidden` are those behind the
+    quantized layers.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Tokens(States):
         device: torch.device | str = "cpu",
         compared_windows: int | None = None,
         here: Processes = ALONE,
+        rounded: bool = True,
     ) -> None:
         ids = torch.as_tensor(ids, dtype=torch.int64, device=device)
         if ids.dim() != 2 or not ids.numel():
@@ -56,7 +59,7 @@ class Tokens(States):
         if counted.shape != ids.shape:
             raise DiffbitError(f"the calibration mask has shape {tuple(counted.shape)}, wanted {tuple(ids.shape)}")
         super().__init__(config, ids, counted, here)
-        self.count = int(counted.sum())
+        self.count, self.rounded = int(counted.sum()), rounded
         compared = len(ids) if compared_windows is None else min(compared_windows, len(ids))
         windows = torch.arange(compared, device=device) * len(ids) // max(1, compared)
         self.exact = States(config, ids[windows], counted[windows], here)

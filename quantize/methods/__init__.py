@@ -34,12 +34,14 @@ class Method:
 
     about         what it does: the docstring of its file, of which the list of methods shows the first line
     transform     (layer, passes): before rounding, changes layer.tensors but not the model's function
-    round         (weight [N, K], format, CalibStats of its input or None) -> QTensor
+    round         (weight [N, K], format, CalibStats of its input or None) -> QTensor; if it `weighs`, with the mean
+                  square of each input channel, fp32 [K], in their place
     round_large   the same, quicker, for a table of more than layerwise.LARGE rows; None: round
     round_layer   (layer, passes) -> {module: QTensor}: rounds the weights of a layer together; with `steps`, also an
                   argument
     calibrated    whether it needs calibration tokens
     reads_stats   whether it is given statistics if there are calibration tokens; None: if it is calibrated
+    weighs        whether it is given mean squares of the float model's inputs, if there are calibration tokens
     exact         whether it needs the float model's hidden states of all calibration tokens
     steps         the default number of its training steps; None: it does not train
     step_tokens   tokens of a training step
@@ -56,6 +58,7 @@ class Method:
     round_layer: Callable[..., dict[str, QTensor]] | None = None
     calibrated: bool = False
     reads_stats: bool | None = None
+    weighs: bool = False
     exact: bool = False
     steps: int | None = None
     step_tokens: int = 0

@@ -4,6 +4,9 @@ A layer's error over its calibration tokens is, for each row w of the weight and
 
     (w - q) H (w - q)^T
 
+What of H is noise of few tokens is taken out before (`CalibStats.shrunk`): where inputs are independent only its
+diagonal is left, and GPTQ is a search for scales.
+
 Columns are rounded one after the other, and later columns compensate the error of each optimally. The paper uses the
 Cholesky factor of H^-1. Here H = R R^T with R upper triangular, which is equivalent without an inverse (arXiv
 2307.13304, theorem 6): once the first columns of w are rounded, column k is moved to
@@ -23,7 +26,7 @@ This is greedy, because a column ignores those after it. So ROUNDS times, the sc
 `DAMPING` times the mean of H's diagonal is added to the diagonal. With it, unused channels get plain rounding, and a
 Gram matrix of fewer tokens than channels can be factorised; if it is not enough, it is increased tenfold.
 
-Memory in addition to the weights: two matrices of K^2 numbers.
+Memory in addition to the weights: three matrices of K^2 numbers.
 """
 
 from __future__ import annotations
@@ -54,13 +57,13 @@ def quantize(weight: Tensor, format: Format, stats: Any, rounds: int = ROUNDS) -
         raise DiffbitError("gptq needs calibration tokens; pass a text, such as --calibrate mix")
     weight = weight.float()
     if stats.gram not in _FEEDBACK:
-        _FEEDBACK[stats.gram] = Feedback.of(stats.gram)
+        _FEEDBACK[stats.gram] = Feedback.of(stats.shrunk())
     feedback = _FEEDBACK[stats.gram]
     scale, zero = scales.search(weight, format, feedback.cost)
     codes = round_columns(weight, format, scale, zero, feedback)
     for _ in range(rounds):
-        scale = scales.solve(weight, format, codes, scale, zero, stats.gram, damping(stats.gram))
-        codes = descend(weight, format, codes, scale, zero, stats.gram)
+        scale = scales.solve(weight, format, codes, scale, zero, feedback.gram, damping(feedback.gram))
+        codes = descend(weight, format, codes, scale, zero, feedback.gram)
     return QTensor(format, (weight.shape[0], weight.shape[1]), codes, scale, zero)
 
 
@@ -148,11 +151,13 @@ def damping(gram: Tensor) -> float:
 class Feedback:
     """The damped Gram matrix H = R R^T with its columns in rounding order.
 
+    gram    fp32 [K, K], H without damping, in the weight's order
     order   int64 [K], the columns in the order in which they are rounded
     factor  fp32 [K, K], above the diagonal R_jk / R_kk, rows and columns in that order
     cost    fp32 [K], R_kk^2 of each column of the weight: the loss per squared error after compensation
     """
 
+    gram: Tensor
     order: Tensor
     factor: Tensor
     cost: Tensor
@@ -175,7 +180,7 @@ class Feedback:
         lower /= diagonal
         cost = torch.empty(len(gram), device=gram.device)
         cost[backwards] = diagonal.square().float()
-        return cls(order, lower.flip(0, 1).float(), cost)
+        return cls(gram, order, lower.flip(0, 1).float(), cost)
 
 
 # one per Gram matrix in use: q, k and v share one, gate and up share one, and so do all parts of a table

@@ -206,7 +206,9 @@ def slow_output_errors(model: Path, scheme: Scheme, mask: torch.Tensor) -> dict[
         x, weight = inputs[module][mask], decoder.get_submodule(module).weight
         rounded = quantize_per_token_int8(x) if scheme.activations or format.name == "ternary" else x
         exact = x.double() @ weight.double().T
-        got = rounded.double() @ rtn(weight, format).dequantize().double().T
+        weighs = format.bits < 8 and module != "model.embed_tokens"
+        quantized = rtn(weight, format, x.square().mean(0) if weighs else None)
+        got = rounded.double() @ quantized.dequantize().double().T
         errors[module] = ((exact - got).norm() / exact.norm()).item()
     return errors
 

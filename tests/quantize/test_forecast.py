@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def quantize(model: Path, out: Path, windows: int = WINDOWS, **options: Any) -> None:
     ids = torch.randint(96, (windows, LENGTH), generator=torch.Generator().manual_seed(0))
-    quantize_checkpoint(model, out, SCHEME, calibration=ids, **options)
+    quantize_checkpoint(model, out, SCHEME, method="hqq", calibration=ids, **options)
 
 
 def peak(action: Callable[[], object], before: Callable[[], object]) -> int:
@@ -67,7 +67,7 @@ def peak(action: Callable[[], object], before: Callable[[], object]) -> int:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_states_on_the_disk_take_no_memory(model: Path, tmp_path: Path) -> None:
     """They are not in memory, by what is resident; and the result is the same to the bit."""
-    least = quantize_demand(Checkpoint(model), SCHEME, parse_recipe("rtn"), (WINDOWS, LENGTH), spilled=True).memory
+    least = quantize_demand(Checkpoint(model), SCHEME, parse_recipe("hqq"), (WINDOWS, LENGTH), spilled=True).memory
     with pytest.raises(DiffbitError, match=r"--max-memory is .* GB, but .* takes about .*; allow that much"):
         quantize(model, tmp_path / "q", max_memory=resources.resident_memory() + least // 2)
     assert list(tmp_path.iterdir()) == []

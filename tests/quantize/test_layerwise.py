@@ -73,10 +73,11 @@ def overflow(layer: Layer, passes: Passes) -> None:
 
 
 class Looker:
-    """A transform that changes nothing and keeps what it sees of each layer; behind it weights are rounded by rtn."""
+    """A transform that changes nothing and keeps what it sees of each layer; behind it comes "nearest", which is rtn
+    without statistics."""
 
     def __init__(self) -> None:
-        self.rounding: Any = rtn
+        self.rounding: Any = lambda weight, format, stats: rtn(weight, format)
         self.hidden: dict[int, torch.Tensor] = {}
         self.exact: dict[int, torch.Tensor] = {}
         self.stages: dict[int, list[list[str]]] = {}
@@ -111,6 +112,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
         "needs": {"round": by_activations, "calibrated": True},
         "look": {"transform": LOOKER.transform, "calibrated": True, "exact": True},
         "overflow": {"transform": overflow},
+        "nearest": {"round": lambda weight, format, stats: rtn(weight, format)},
     }
     names = {name: f"diffbit.quantize.methods.{name}" for name in ("rtn", *methods)}
     folder, others = "diffbit.quantize.methods", plugins.names
@@ -189,7 +191,7 @@ def test_tables_are_rounded_in_parts(method: str, tie: bool, tmp_path: Path, mon
     assert table.output_error is not None
     assert (table.proxy_loss is None) == (method == "rtn")
     if tie:
-        plain = quantize_checkpoint(tmp_path / "float", tmp_path / "rtn", tables, calibration=IDS)
+        plain = quantize_checkpoint(tmp_path / "float", tmp_path / "rtn", tables)
         assert table.weight_error > plain.weights[0].weight_error  # what it does matters, not what it is
         assert len(report.weights) == len(plain.weights)
         assert plain.weights[0].output_error is None
@@ -247,7 +249,7 @@ def test_what_methods_see_is_what_the_whole_model_gives(attention: str, dtype: t
     """Hidden states and Gram matrices against forward passes of whole models, which are quantized so far; in float64
     the products."""
     exact = make(resized(CONFIG, attention=attention)).to(dtype)
-    quantized = apply(exact, WITH_HEAD, "look+rtn", IDS, MASK)
+    quantized = apply(exact, WITH_HEAD, "look+nearest", IDS, MASK)
     exact, quantized = exact.float(), quantized.float()
     whole = make(exact.config)
     whole.load_state_dict(exact.state_dict())
@@ -294,7 +296,7 @@ def test_what_methods_see_is_what_the_whole_model_gives(attention: str, dtype: t
 @pytest.mark.usefixtures("made_up")
 def test_stages_come_from_what_layers_are_handed() -> None:
     scheme = replace(INT4, overrides=(("*.k_proj", None), ("*.lambda_proj", parse_format("int8"))))
-    apply(make(resized(CONFIG, attention="diff_v2")), scheme, "look", IDS)
+    apply(make(resized(CONFIG, attention="diff_v2")), scheme, "look+nearest", IDS)
     stages = [[name.rpartition(".")[2].removesuffix("_proj") for name in stage] for stage in LOOKER.stages[1]]
     assert [sorted(stage) for stage in stages] == [["lambda", "q", "v"], ["o"], ["gate", "up"], ["down"]]
 
@@ -315,7 +317,7 @@ def test_each_stage_is_given_what_is_behind_the_one_before(monkeypatch: pytest.M
     """The recipe itself goes stage by stage: its result is that of rounding by hand with such statistics."""
     exact = make(CONFIG)
     monkeypatch.setattr(LOOKER, "rounding", by_activations)
-    apply(exact, INT4, "look", IDS, MASK)
+    apply(exact, INT4, "look+nearest", IDS, MASK)
     quantized = apply(exact, INT4, "needs", IDS, MASK)
     for kind in linears("qkvogud"):
         name = f"model.layers.0.{kind}"

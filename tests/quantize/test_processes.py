@@ -42,7 +42,13 @@ KINDS = {
 }
 IDS = torch.randint(96, (7, 20), generator=torch.Generator().manual_seed(0))  # four batches of two windows, one shorter
 MASK = torch.arange(20) < torch.tensor([20, 20, 7, 20, 13, 0, 20])[:, None]
-CASES = (("diff_v1", "rtn", None), ("diff_v1", "gptq", IDS), ("diff_v2", "awq", IDS), ("softmax", "learned:3", IDS))
+CASES = (
+    ("diff_v1", "rtn", None),
+    ("diff_v2", "rtn", IDS),
+    ("diff_v1", "gptq", IDS),
+    ("diff_v2", "awq", IDS),
+    ("softmax", "learned:3", IDS),
+)
 MORE = (
     ("softmax", "rotate+gptq", IDS),
     ("softmax", "hqq", None),

@@ -22,13 +22,42 @@ def test_batches_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stats, "BLOCK", 5)
     x = normal(50, 12)
     gatherer = Gatherer()
-    for rows in (x[:7], x[7:7], x[7:40], x[40:].to(torch.float64)):
+    parts = (x[:7], x[7:7], x[7:40], x[40:].to(torch.float64))
+    for rows in parts:
         gatherer.add(rows)
     whole = gatherer.stats()
+    halves = [torch.cat(half).double() for half in zip(*(rows.tensor_split(2) for rows in parts), strict=True)]
     torch.testing.assert_close(whole.gram.double(), x.double().T @ x.double() / 50)
+    torch.testing.assert_close(whole.shrunk().double(), slow(*halves), rtol=1e-4, atol=1e-6)
     assert torch.equal(whole.gram, whole.gram.T)
     torch.testing.assert_close(whole.mean_abs, x.abs().mean(0))
     assert torch.equal(whole.absmax, x.abs().amax(0)) and whole.tokens == 50
+
+
+def slow(first: Tensor, second: Tensor) -> Tensor:
+    """The shrunk Gram matrix of two halves [T, K] of the tokens, a number at a time."""
+    a, b = (half.T @ half / len(half) for half in (first, second))
+    whole = torch.cat((first, second))
+    gram, columns = whole.T @ whole / len(whole), range(whole.shape[1])
+    kept = []
+    for i in columns:
+        size = [float(gram[i, i] * gram[j, j]) for j in columns]
+        noise = sum(float((a[i, j] - b[i, j]) / 2) ** 2 / size[j] for j in columns if j != i)
+        kept.append(max(0.0, 1 - noise / sum(float(gram[i, j]) ** 2 / size[j] for j in columns if j != i)) ** 0.5)
+    return torch.tensor([[gram[i, j] * (1 if i == j else kept[i] * kept[j]) for j in columns] for i in columns])
+
+
+def test_independent_channels_lose_their_correlations_and_others_keep_them() -> None:
+    noise, common = normal(1000, 40), normal(1000, 1)
+    correlated = noise + 2 * common * (torch.arange(40) < 6)
+    for x, pairs in ((noise, 0), (correlated, 6)):
+        gatherer = Gatherer()
+        gatherer.add(x)
+        gram = gatherer.stats().shrunk()
+        assert torch.linalg.eigvalsh(gram.double()).min() > 0
+        sizes = (gram / (x.T @ x / 1000)).abs()
+        assert pairs == 0 or sizes[:pairs, :pairs].min() > 0.9
+        assert sizes[pairs:, pairs:].fill_diagonal_(0).mean() < 0.3
 
 
 def test_nothing_gathered_is_zero() -> None:
@@ -44,13 +73,11 @@ def test_the_proxy_loss_is_that_of_the_outputs(rows: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(stats, "ROWS", rows)
     x, weight = normal(90, 32) * normal(32), normal(10, 32)
     quantized = rtn(weight, parse_format("int3_g16"))
-    gatherer = Gatherer()
-    gatherer.add(x)
     exact, rounded = x.double() @ weight.double().T, x.double() @ quantized.dequantize().double().T
     expected = ((exact - rounded).square().sum() / exact.square().sum()).item()
-    assert proxy_loss(weight, quantized, gatherer.stats().gram) == pytest.approx(expected, rel=1e-5)
+    assert proxy_loss(weight, quantized, x.T @ x / 90) == pytest.approx(expected, rel=1e-5)
     zeros = torch.zeros(4, 32)
-    assert proxy_loss(zeros, rtn(zeros, parse_format("int3_g16")), gatherer.stats().gram) == 0
+    assert proxy_loss(zeros, rtn(zeros, parse_format("int3_g16")), x.T @ x) == 0
 
 
 class Layers(nn.Module):
