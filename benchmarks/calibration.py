@@ -22,7 +22,7 @@ import torch
 from commands import once, run_diffbit
 from machine import describe
 from report import command_line, interval, renew, table
-from smollm2 import Text, fetch, logits_of, news_windows, scores
+from smollm2 import Text, fetch, logits_of, scores, text_windows
 
 import diffbit
 from diffbit.apps.evaluate.metrics import Scores, mean, perplexity_ratio
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def held_out(model: Path, news: Path) -> Iterator[tuple[str, Text]]:
-    ids = news_windows(model, news)[::2]
+    ids = text_windows(model, news)[::2]
     yield "news", (ids, (torch.arange(EVALUATED) > 0).expand_as(ids))
     tokenizer, render = load_tokenizer(model), chat_template(model)
     assert render is not None

@@ -424,7 +424,7 @@ def main() -> None:
 def interpreted() -> Iterator[None]:
     """Triton's kernels run on the CPU."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from tests.apps.train import interpreter
+    from tests.apps.triton import interpreter
 
     with interpreter.bfloat16():
         yield

@@ -46,14 +46,15 @@ from diffbit.quantize.methods.rtn import quantize as rtn
 from diffbit.runtime import native
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (2048, 2048), (5632, 2048))  # N x K
-FORMATS = ("ternary", "int4_g32", "int4_g64", "int4_g128")
+LOWBIT = ("int2_g32_s8", "int3_g32_s8", "int4_g32_s8", "int5_g32_s8", "int6_g32_s8", "nl4_g32_s8")  # beside int4_g32
+FORMATS = ("ternary", "int4_g32", "int4_g64", "int4_g128", *LOWBIT)
 CYCLE_BYTES = 200 << 20
 CHECKED = 4  # tokens whose products are checked
 PAIRS, HEAD_DIM = 16, 64
 GROUPED = (32, 8, 128)  # Motif-2-12.7B: pairs, pairs of keys and values, head_dim;
 NOISE_RATIO = 4  # signal heads to a noise head
 OURS, READ = "diffbit", "read"
-Models = dict[str, tuple[Path, int]]  # name -> path, nodes
+Models = dict[str, tuple[Path, int, Any]]  # name -> path, nodes, the weight [N, K] as floats
 
 # What to reach, by op, and whether one token is computed or many, on one and on more threads. "share" is a percentage
 # of the read bandwidth, the others are ratios to a contender.
@@ -63,6 +64,9 @@ TARGETS: dict[tuple[str, str], tuple[dict[str, float], dict[str, float]]] = {
     ("ternary", "many"): ({"ORT 2-bit": 2.0},) * 2,
     ("int4_g32", "one"): ({"ORT 4-bit": 1.45}, {"ORT 4-bit": 1.3}),
     ("int4_g32", "many"): ({"ORT 4-bit": 1.3},) * 2,
+    **{(op, "one"): ({"int4_g32": round(0.9 * 4.5 / (int(op[3]) + 0.25), 2)},) * 2 for op in LOWBIT if op[0] == "i"},
+    ("nl4_g32_s8", "one"): ({"int4_g32": 0.95},) * 2,
+    **{(op, "many"): ({"int4_g32": 1.0},) * 2 for op in LOWBIT},
     ("attention", "one"): ({"share": 80, "body": 3.0, "two calls": 1.5},) * 2,
     ("attention", "many"): ({"two calls": 1.5},) * 2,
 }  # fmt: skip
@@ -119,26 +123,24 @@ def product_rows(bench: Bench, op: str, shape: tuple[int, int], tokens: Sequence
     """Rows of one format and shape."""
     n, k = shape
     weight = rtn(torch.randn(n, k, generator=torch.Generator().manual_seed(0)) * 0.02, parse_format(op))
-    exact = weight.dequantize().numpy()
     for many in (False, True):
         with tempfile.TemporaryDirectory(dir=bench.folder) as name:
             models, weight_bytes = product_models(Path(name), bench, op, weight, many)
             for threads in bench.threads:
                 for m in (m for m in tokens if (m > 1) == many):
-                    yield product_row(bench, op, exact, models, None if many else weight_bytes, m, threads)
+                    yield product_row(bench, op, models, None if many else weight_bytes, m, threads)
 
 
-def product_row(bench: Bench, op: str, exact: Any, models: Models, nbytes: int | None, m: int, threads: int) -> Row:
-    n, k = exact.shape
+def product_row(bench: Bench, op: str, models: Models, nbytes: int | None, m: int, threads: int) -> Row:
+    n, k = models[OURS][2].shape
     x = np.random.default_rng(0).standard_normal((m, k), np.float32)
-    expected = x[:CHECKED] @ exact.T
 
     def ort(name: str) -> Contender:
-        path, nodes = models[name]
-        isa = bench.isa if name == OURS else None
+        path, nodes, exact = models[name]
+        isa = bench.isa if name in (OURS, "int4_g32") else None
         session = OrtContender(path, nodes, threads, {"x": x}, {"y": ((m, n), np.float32)}, isa=isa)
         session.run()
-        close_to(session.first()[:CHECKED], expected, 0.03)
+        close_to(session.first()[:CHECKED], x[:CHECKED] @ exact.T, 0.03)
         return timed(session, nodes)
 
     makers: dict[str, Maker] = {name: partial(ort, name) for name in models}
@@ -153,17 +155,22 @@ def product_models(folder: Path, bench: Bench, op: str, weight: Any, many: bool)
     """The ONNX models, and the bytes of our weight."""
     n, k = weight.shape
     models: Models = {}
+    exact = weight.dequantize()
 
-    def add(name: str, build: Callable[[Path], None], held_bytes: float | None = None) -> int:
+    def add(name: str, build: Callable[[Path], None], held_bytes: float | None = None, of: Any = exact) -> int:
         target = folder / name.replace(" ", "_")
         target.mkdir()
         build(target)
         size = (target / "model.onnx.data").stat().st_size
         nodes = 1 if many else max(1, round(bench.cycle_bytes / (held_bytes or size)))
-        models[name] = (repeat(target, nodes, frozenset({"x"})), nodes)
+        models[name] = (repeat(target, nodes, frozenset({"x"})), nodes, of.numpy())
         return size
 
     size = add(OURS, lambda target: product_graph(target, weight))
+    if op in LOWBIT:
+        four = rtn(exact, parse_format("int4_g32"))
+        add("int4_g32", lambda target: product_graph(target, four), of=four.dequantize())
+        return models, size
     if (n, k) == bench.shapes[0]:  # it takes up to half a second a node to fold
         # The ternary body unpacks the weight to int8 when it is loaded, that of Int4MatMul rearranges it
         add("body", lambda target: product_graph(target, weight), held_bytes=n * k if op == "ternary" else None)

@@ -6,7 +6,6 @@
                                                                  behind so many tokens as well (see `lengthen`); FLASH:
                                                                  0 without flash attention, default as llama.cpp chooses
     llama_peer.py quantize FILE OUT TYPE                         TYPE is one of llama.cpp's, such as Q4_K_M
-    llama_peer.py logits FILE IDS                                IDS: a .npy, int32 [W, S]; fp32 [W, S, V] go to stdout
 
 KIND is TQ2_0 or Q4_0, the type of the layers' weights; embedding and head are Q4_0 in both.
 """
@@ -89,31 +88,6 @@ def quantize(file: str, out: str, kind: str) -> None:
     parameters.nthread = 1
     if llama.llama_model_quantize(file.encode(), out.encode(), ctypes.byref(parameters)):
         raise SystemExit(f"{file}: llama.cpp could not quantize it to {kind}")
-
-
-def logits(file: str, ids: str) -> None:
-    """Every window from an empty cache."""
-    llama = silent_llama()
-    windows = np.load(ids)
-    options = llama.llama_model_default_params()
-    options.use_extra_bufts = False  # its AMX kernels crash where gcc 12 compiled them (docs/LOG.md)
-    model = llama.llama_model_load_from_file(file.encode(), options)
-    parameters = llama.llama_context_default_params()
-    parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = windows.shape[1]
-    parameters.n_threads = parameters.n_threads_batch = 1
-    context = llama.llama_init_from_model(model, parameters)
-    vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
-    batch = llama.llama_batch_init(windows.shape[1], 0, 1)
-    for window in windows:
-        llama.llama_memory_clear(llama.llama_get_memory(context), True)
-        batch.n_tokens = len(window)
-        for i, token in enumerate(window):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = int(token), i, 1, 1
-            batch.seq_id[i][0] = 0
-        if status := llama.llama_decode(context, batch):
-            raise SystemExit(f"llama_decode returned {status}")
-        values = ctypes.cast(llama.llama_get_logits(context), ctypes.POINTER(ctypes.c_float))
-        sys.stdout.buffer.write(np.ctypeslib.as_array(values, (len(window), vocabulary)).tobytes())
 
 
 def lengthen(llama: Any, context: Any, length: int) -> None:
@@ -214,7 +188,5 @@ if __name__ == "__main__":
         write(rest[0], json.loads(rest[1]), rest[2])
     elif command == "quantize":
         quantize(*rest)
-    elif command == "logits":
-        logits(*rest)
     else:
         print(json.dumps(measure(rest[0], *map(int, rest[1:]))))

@@ -3,6 +3,7 @@
     python -m venv ENV1 && ENV1/bin/pip install torch==2.13.0 llmcompressor==0.14.0.1
     python -m venv ENV2 && ENV2/bin/pip install torch==2.13.0 hqq==0.2.8.post1
     python -m venv ENV3 && ENV3/bin/pip install gptqmodel==7.7.0        # wants torch 2.14; measured with 2.13.0
+    python -m venv ENV4 && ENV4/bin/pip install torch==2.13.0 auto-round==0.16.1        # for frontier.py
     python benchmarks/peers.py --work DIR --copy --peer llm-compressor=ENV1 --peer hqq=ENV2 --peer gptqmodel=ENV3
 
 DIR is as for smollm2.py. The linear layers of the first LAYERS decoder layers are rounded, the rest stays float. All
@@ -14,6 +15,7 @@ windows of English news, which no side has seen, against the float model; differ
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -29,7 +31,7 @@ from commands import once
 from machine import describe
 from report import command_line, interval, renew, table
 from safetensors.torch import load_file
-from smollm2 import fetch, news_windows, scores, trained_copy
+from smollm2 import fetch, scores, text_windows, trained_copy
 
 import diffbit
 from diffbit.apps.evaluate.metrics import Scores, mean, perplexity_ratio
@@ -88,6 +90,20 @@ parts = {name + ".weight": part.dequantize_weight().T.float() for name, part in 
          if hasattr(part, "dequantize_weight")}
 """,
     ),
+    "auto-round": (
+        "AutoRound",
+        """
+from auto_round import AutoRound
+from transformers import AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+text = [{"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in torch.tensor(ids)]
+options = dict(bits=bits, group_size=group, sym=True, seqlen=ids.shape[1], nsamples=len(ids), device_map="cpu")
+rounding = AutoRound(model, AutoTokenizer.from_pretrained(source), dataset=text, low_gpu_mem_usage=False, **options)
+model, _ = rounding.quantize()
+parts = {name: part.detach().float() for name, part in model.named_parameters() if name.endswith("proj.weight")}
+""",
+    ),
     "hqq": (
         "HQQ, float zero points",
         """
@@ -121,7 +137,9 @@ def by_peer(name: str, python: Path, part: Decoder, tokenizer: Path, ids: np.nda
         np.save(rows, ids)
         arguments = [str(x) for x in (source, rows, out, bits, group)]
         program = START + PEERS[name][1] + END
-        subprocess.run([python, "-c", program, *arguments], check=True, cwd=folder, stdout=subprocess.DEVNULL)
+        environment = os.environ | {"GPTQMODEL_CPU_WORKERS": "2"}  # it wants two
+        command = [python, "-c", program, *arguments]
+        subprocess.run(command, check=True, cwd=folder, stdout=subprocess.DEVNULL, env=environment)
         weights = load_file(out)
     decoder = first_layers(part, part.config.num_layers)
     assert len(weights) == 7 * decoder.config.num_layers, sorted(weights)
@@ -145,7 +163,7 @@ def main() -> None:
     if options.copy:
         source = once(options.work / "copy", lambda out: trained_copy(source, wiki, out))
     model = diffbit.load(source).eval()
-    ids = news_windows(source, news)
+    ids = text_windows(source, news)
     text = ids, (torch.arange(ids.shape[1]) > 0).expand_as(ids)
     calibration = read_windows(source, "mix", "text", WINDOWS, LENGTH, split="calib")
     rows = calibration.ids[calibration.mask.all(1)]

@@ -4,8 +4,8 @@
     int4_g32       0 ... 2^b - 1     scale * (code - 2^(b-1))        one scale per 32 weights of a row
     int4_g32_asym  0 ... 2^b - 1     scale * (code - zero)           and one zero point
     int8           0 ... 255         scale * (code - 128)            one scale per row (output channel)
-    int5_g32_s8    0 ... 2^b - 1     row scale * step * (code - 2^(b-1))      a step of 8 bits per 32 weights
-    nl4_g32_s8     0 ... 15          row scale * step * LEVELS[code]          levels denser near zero
+    int5_g32_s8    0 ... 2^b - 1     row scale * step / 128 * (code - 2^(b-1))    a step of 8 bits per 32 weights
+    nl4_g32_s8     0 ... 15          row scale * step / 128 * LEVELS[code]        levels denser near zero
     nf4            0 ... 15          absmax * NF4[code]              blocks of 64 (QLoRA, arXiv 2305.14314)
     fp4            0 ... 15          absmax * FP4[code]              blocks of 64 (bitsandbytes)
     mxfp4          0 ... 15          2^(s - 127) * E2M1[code]        blocks of 32 (OCP MX v1.0)

@@ -72,6 +72,7 @@ class IntFormat(Format):
     activations = ("int8",)
     learned = in_blocks = True
     row_nbytes: ClassVar[int] = 0  # of a row's own scale
+    scale_unit: ClassVar[float] = 1.0  # factor of the scales in an artifact
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -210,12 +211,14 @@ class IntFormat(Format):
         op = gather_lowbit if self._is_packed else gather_quantized
         attributes = {"K": columns, "N": rows, "group_size": block, "bits": bits}
         kind = (bits, bool(self.levels)) if self._is_packed else (bits,)
-        (y,) = g.customs(op, [ids, *stored, g.const([1], g.dtype)], 1, lambda name: op.function(*kind), **attributes)
+        (y,) = g.customs(
+            op, [ids, *stored, g.const([self.scale_unit], g.dtype)], 1, lambda name: op.function(*kind), **attributes
+        )
         return y
 
     def product(self, g: Builder, x: Value, stored: StoredWeight, shape: tuple[int, int], factor: float) -> Value:
         (rows, columns), (bits, block) = shape, self._container
-        inputs = [x, *stored, g.const([factor], np.float32)]
+        inputs = [x, *stored, g.const([factor * self.scale_unit], np.float32)]
         attributes = {"K": columns, "N": rows, "group_size": block}
         if not self._is_packed:
             return g.custom(int4_matmul if bits == 4 else int8_matmul, inputs, **attributes)

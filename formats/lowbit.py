@@ -1,11 +1,11 @@
 """Integers, and tables of levels, whose group scales have 8 bits: the most accuracy for the bytes.
 
-    int5_g32_s8    row_scale * step * (code - 2^(b-1))       2 to 6 bits
-    nl4_g32_s8     row_scale * step * LEVELS[code]           2 to 4 bits
+    int5_g32_s8    row_scale * step / 128 * (code - 2^(b-1))       2 to 6 bits
+    nl4_g32_s8     row_scale * step / 128 * LEVELS[code]           2 to 4 bits
 
 A row has one scale in fp16, and a group of 32, 64 or 128 weights a step in -127 ... 127: nl4_g32_s8 takes 4.25 bits a
 weight and 2 bytes a row, where int4_g32 takes 4.5. The largest step of a row is 127 or -127, so a row's scale follows
-from its group scales.
+from its group scales. The division by 128, which is exact, keeps it away from fp16's smallest numbers.
 
 Weights are denser near 0 than at the ends of their group, and so are the levels of the tables, which are not symmetric:
 a group has the sign of scale that suits it. They are the levels of least squared error for normally distributed weights
@@ -47,6 +47,7 @@ class LowBitFormat(IntFormat):
     scale_dtype = torch.int8
     learned = False
     row_nbytes = 2
+    scale_unit = 1 / 128
 
     @property
     def _is_packed(self) -> bool:
@@ -56,15 +57,15 @@ class LowBitFormat(IntFormat):
         """Round scales [n, G] to steps of each row's scale."""
         scale = finite(scale)
         largest = scale.abs().amax(1, keepdim=True)
-        row = super().stored(largest / STEPS)
+        row = super().stored(largest / STEPS / self.scale_unit) * self.scale_unit
         step = (scale / divisor(row)).round_().clamp_(-STEPS, STEPS)
         step = torch.where(scale.abs() == largest, STEPS, step.abs().clamp_(min=1))  # a scale of 0 is that of zeros
         return torch.where(scale == 0, 0, torch.copysign(step * row, scale))
 
     def scale_parts(self, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Return steps int8 [n, G] and row scales fp16 [n, 1] of scales fp32, rounded by `stored`."""
-        row = (scale.abs().amax(1, keepdim=True) / STEPS).half()
-        return (scale / divisor(row.float())).round_().to(torch.int8), row
+        row = (scale.abs().amax(1, keepdim=True) / STEPS / self.scale_unit).half()
+        return (scale / divisor(row.float() * self.scale_unit)).round_().to(torch.int8), row
 
     def write_scale(self, scale: Tensor) -> Tensor:
         step, row = self.scale_parts(scale)
@@ -76,7 +77,7 @@ class LowBitFormat(IntFormat):
         row = stored[:, :2].flatten().view(torch.float16).float()[:, None]
         if not row.isfinite().all():
             raise DiffbitError(f"{self} weights have a row whose scale is not finite; the file is damaged")
-        return row * stored[:, 2:].float()
+        return row * self.scale_unit * stored[:, 2:].float()
 
     def nbytes(self, shape: tuple[int, int]) -> int:
         return super().nbytes(shape) + self.row_nbytes * shape[0]

@@ -163,7 +163,18 @@ class Decoder(nn.Module):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """input_ids [B, S] -> logits [B, S, V].
+        """input_ids [B, S] -> logits [B, S, V]: `head` of `hidden`, whose arguments it takes."""
+        return self.head(self.hidden(input_ids, cache=cache, attention_mask=attention_mask, position_ids=position_ids))
+
+    def hidden(
+        self,
+        input_ids: Tensor,
+        *,
+        cache: KVCache | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """input_ids [B, S] -> hidden states after the last layer, before the final norm [B, S, E].
 
         attention_mask [B, T], T = cached + S: 1 = real token, 0 = padding, in any arrangement. position_ids [B, S]:
         by default real tokens are counted from 0. Tokens are appended to `cache`, if given.
@@ -180,7 +191,7 @@ class Decoder(nn.Module):
             x = layer(x, rope, mask, None if cache is None else cache.layers[index], carried)
         if cache is not None:
             cache.length = past + length
-        return self.head(x)
+        return x
 
 
 def num_parameters(config: ModelConfig) -> int:

@@ -200,6 +200,11 @@ class Scheme:
         others = {HEAD_MODULE, *float_linears(config), *self.overridden(config)}
         return [module for module in linear_shapes(config) if module not in others]
 
+    def tables_without_override(self, config: ModelConfig) -> list[str]:
+        """Return the embedding and the head, unless an override matches them; a tied table only if none matches."""
+        free = [table for table in TABLES if not any(_reaches(glob, table, ()) for glob, _ in self.overrides)]
+        return free if len(free) == len(TABLES) or not self.keeps_tied(config) else []
+
     def keeps_tied(self, config: ModelConfig) -> bool:
         """Whether the model ties embedding and head, and the scheme keeps them tied."""
         return config.tie_embeddings and self.format_for(EMBEDDING_MODULE) == self.format_for(HEAD_MODULE)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -213,6 +214,74 @@ def test_generate(tmp_path: Path) -> None:
     assert rows.keys() == {"ternary", "ternary bodies"}
     assert all(row["decode_tokens_per_s"] > 0 and row["peak_memory_mib"] > 0 for row in rows.values())
     assert "| ternary bodies |" in done.output
+
+
+@pytest.fixture
+def frontier(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """A module of frontier.py's by its name."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+@pytest.mark.slow
+def test_frontier(tmp_path: Path) -> None:
+    page, rows_file = tmp_path / "page.md", tmp_path / "rows.json"
+    page.write_text("before\n<!-- frontier -->\nold\n<!-- /frontier -->\nafter\n")
+    arguments = ["--work", str(tmp_path / "work"), "--quick", "--calibration", "4", "--windows", "4", "--samples", "2"]
+    arguments += ["--json", str(rows_file), "--markdown", str(page)]
+    done = run("frontier.py", *arguments)
+    assert done.code == 0, done.error
+    rows = {row["name"]: row for row in json.loads(rows_file.read_text())["rows"]}
+    gptq, int8 = rows["int4_g32 gptq"], rows["int8"]
+    assert gptq["samples"] == [0, 1] and not int8["samples"] and gptq["bytes"] < int8["bytes"]
+    assert gptq["types"] == "14 int4_g32, 1 int8"
+    assert 0 < int8["kl"]["high"] < gptq["kl"]["low"] < gptq["kl"]["value"] < gptq["kl"]["high"] < 0.1
+    text = page.read_text()
+    assert text.startswith("before") and "\nold\n" not in text and "| diffbit int8 " in text and "frontier.svg" in text
+    assert "<svg" in (tmp_path / "frontier.svg").read_text()
+    assert "sample" not in run("frontier.py", *arguments).error  # everything is there
+
+
+def test_frontier_writes_a_llama_as_gguf(frontier: Callable[[str], Any], tmp_path: Path) -> None:
+    files, source = frontier("frontier_gguf"), BENCHMARKS.parent / "examples" / "pico" / "softmax"
+    files.write_gguf(source, tmp_path / "m.gguf")
+    ids = torch.randint(5, 500, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected, logits = (load(path).eval()(ids) for path in (source, tmp_path / "m.gguf"))
+    torch.testing.assert_close(logits, expected)
+    nbytes, types = files.contents(tmp_path / "m.gguf")
+    assert types == "15 F32" and nbytes == 4 * sum(parameter.numel() for parameter in load(source).parameters())
+
+
+def test_frontier_importance_is_the_mean_square_of_inputs(frontier: Callable[[str], Any], tmp_path: Path) -> None:
+    model = load(BENCHMARKS.parent / "examples" / "pico" / "softmax").eval()
+    ids = torch.randint(5, 500, (3, 16), generator=torch.Generator().manual_seed(0))
+    frontier("frontier_gguf").write_matrix(model, ids.numpy(), tmp_path / "matrix.npz")
+    matrix = np.load(tmp_path / "matrix.npz")
+    assert len(matrix) == 14 and len(matrix["blk.1.ffn_down.weight"]) == 128
+    inputs = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids)).flatten(0, 1)
+    torch.testing.assert_close(torch.from_numpy(matrix["blk.0.attn_v.weight"]), inputs.square().mean(0).detach())
+
+
+def test_frontier_intervals_cover_windows_and_samples(frontier: Callable[[str], Any]) -> None:
+    report = frontier("frontier_report")
+    generator, text, tokens = np.random.default_rng(1), np.repeat([0, 1], 12), np.full(24, 255)
+
+    def result(name: str, samples: tuple[int, ...], kl: np.ndarray) -> Any:
+        return report.Result("diffbit", name, 1e6, "", samples, text, tokens, kl * 255, kl, kl, "")
+
+    window = generator.normal(0.2, 0.02, (1, 24)) + 0.1 * text  # the texts differ, which is no uncertainty
+    whole = result("whole", (), window).divergence()
+    spread = math.sqrt(sum(window[0, text == number].var(ddof=1) / 12 for number in (0, 1)) / 4)
+    assert whole.value == pytest.approx(window.mean())
+    assert (whole.high - whole.low) / (2 * 1.96 * spread) == pytest.approx(1, abs=0.1)
+    sample = np.array([[-0.05], [0.0], [0.05]])
+    three = result("three", (0, 1, 2), window + sample)
+    assert three.divergence().high - three.divergence().low > 2 * (whole.high - whole.low)
+    difference, ratio = report.compare(result("half", (0, 1, 2), (window + sample) / 2), three)
+    assert difference.high < 0 and ratio.low == pytest.approx(0.5) == ratio.high
+    difference, _ = report.compare(result("other", (2,), window + 0.05), three)  # on the sample that both have
+    assert difference.low == pytest.approx(0, abs=1e-12) == difference.high
 
 
 @pytest.mark.slow

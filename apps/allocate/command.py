@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,6 +12,7 @@ from ...cli import (
     Json,
     Overwrite,
     Quiet,
+    Seed,
     TorchDevice,
     dtype_for,
     print_json,
@@ -25,8 +26,11 @@ from ...io.errors import DiffbitError
 from ...io.files import parse_size
 
 if TYPE_CHECKING:
+    from ...calib_data import Windows
     from .mixed import Allocation, LayerChoice
     from .plan import Forecast
+
+WINDOWS, LENGTH = 16, 256  # of the text, unless losses are measured
 
 EXAMPLES = {
     "plan": (
@@ -35,7 +39,7 @@ EXAMPLES = {
         "diffbit plan out/demo/diff_v1-int4",
     ),
     "allocate": (
-        "diffbit allocate out/demo/diff_v1 --bits 3.5 --method gptq --max-windows 64 -o out/scheme.toml",
+        "diffbit allocate out/demo/diff_v1 --bits 4.5 --method gptq -o out/scheme.toml",
         "diffbit allocate out/demo/diff_v1 --bits 4 --candidates int2_g64,int4_g32,int8 --plot mixed.svg -o four.json",
     ),
 }
@@ -110,23 +114,38 @@ def allocate(
     bits: Annotated[
         float | None,
         typer.Option(
-            help="Average number of bits per weight, scales included. Embedding, head and lambda layers do not count, "
-            "unless --override names them."
+            help="Average number of bits per weight, scales included. Lambda layers do not count, nor do embedding and "
+            "head with --embedding, --head or --measure, unless --override names them."
         ),
     ] = None,
     size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Total size of the fp32 artifact: 40MB, 40MiB, 1.2GB, ...")
+        str | None,
+        typer.Option(
+            "--size",
+            "--target-size",
+            metavar="SIZE",
+            help="Total size of the fp32 artifact: 40MB, 40MiB, 1.2GB, ...",
+        ),
     ] = None,
     candidates: Annotated[
         str | None,
         typer.Option(
             metavar="FORMATS",
-            help="Formats to choose from, such as int2_g64,int4_g128,none (none: float); default: 2, 4 and 8 bits, and "
-            "none.",
+            help="Formats to choose from, such as int2_g64,int4_g128,none (none: float); default: 2 to 8 bits, as far "
+            "as a device stores them in so many, and none.",
         ),
     ] = None,
     options: SchemeOptions = SchemeOptions(),  # noqa: B008 (frozen)
     rounding: MethodOptions = MethodOptions(),  # noqa: B008 (frozen)
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Measure losses by rounding each layer, which takes many times as long; embedding and head are int8 "
+            "then, unless --embedding and --head say otherwise.",
+        ),
+    ] = False,
+    seed: Seed = 0,
     plot: Annotated[
         Path | None, typer.Option(help="Plot loss against size, and each layer's bits, to this .svg or .png file.")
     ] = None,
@@ -137,30 +156,37 @@ def allocate(
 ) -> None:
     """Choose each linear layer's format, so that the model loses least within a number of bits or bytes.
 
-    It measures what rounding costs in every layer, the KL divergence from the float model, which must fit in memory,
-    and takes the formats that lower the loss most per byte. `diffbit quantize --scheme` then quantizes the model with
-    them; --method is the one that it will use.
+    It estimates what rounding costs in every layer, the KL divergence from the float model, which must fit in memory,
+    from gradients on 16 windows of 256 tokens, and takes the formats that lower the loss most per byte. Embedding and
+    head get a format, too. The scheme is for `diffbit quantize --scheme`, with the same --method.
     """
     _check(bits, size, output, overwrite)
     nbytes = None if size is None else parse_size(size)
     scheme = options.scheme(weights_later=True)
-    text = rounding.text(model, "the choice of formats")
-    assert text is not None  # the choice needs it
-    from .mixed import CANDIDATES
+    text = _text(model, rounding, measure)
     from .mixed import allocate as choose
-    from .plot import plot_allocation
 
     allocation = choose(
         model,
         bits=bits,
         nbytes=nbytes,
         scheme=scheme,
-        candidates=CANDIDATES if candidates is None else candidates.split(","),
+        candidates=None if candidates is None else candidates.split(","),
+        tables=not measure and options.embedding is None and options.head is None,
         method=rounding.method,
         calibration=text.ids,
         calibration_mask=text.mask,
+        measuring=measure,
+        seed=seed,
         device=torch_device(device),
     )
+    _report(allocation, output, plot, as_json)
+
+
+def _report(allocation: Allocation, output: Path, plot: Path | None, as_json: bool) -> None:
+    """Write the scheme and the plot, and print the losses."""
+    from .plot import plot_allocation
+
     if plot is not None:
         plot_allocation(allocation.to_dict(), plot)
     allocation.scheme.to_file(output)
@@ -169,6 +195,19 @@ def allocate(
         return
     print_table(_rows(allocation), title="loss of each layer")
     remark(_summary(allocation, output))
+
+
+def _text(model: Path, rounding: MethodOptions, measure: bool) -> Windows:
+    """Read the calibration text: by default a few short windows, for estimates."""
+    from ...models import Checkpoint
+
+    if not measure:
+        length = rounding.length or min(LENGTH, Checkpoint(model).config.max_position)
+        windows = WINDOWS if rounding.max_windows is None else rounding.max_windows
+        rounding = replace(rounding, max_windows=windows, length=length)
+    text = rounding.text(model, "the choice of formats")
+    assert text is not None  # the choice needs it
+    return text
 
 
 def _check(bits: float | None, size: str | None, output: Path, overwrite: bool) -> None:
@@ -207,11 +246,11 @@ def _rows(allocation: Allocation) -> list[dict[str, Any]]:
 def _summary(allocation: Allocation, output: Path) -> str:
     most = sorted(allocation.layers, key=lambda layer: layer.loss, reverse=True)[:3]
     names = ", ".join(f"{layer.name.removeprefix('model.')} ({layer.format})" for layer in most)
-    replaced = f"; losses measured with {allocation.stand_in} in place of {allocation.method}"
+    replaced = f", with {allocation.stand_in} in place of {allocation.method}"
+    predicted = f"{allocation.predicted:.4g} predicted from {allocation.tokens:,} tokens of calibration text"
+    loss = "not measured" if allocation.measured is None else f"{allocation.measured:.4g} nats per token"
     return (
-        f"{allocation.bits_per_weight:.3f} bits per weight over the linear layers; KL from the float model "
-        f"{allocation.measured:.4g} nats per token on {allocation.tokens:,} tokens of calibration text "
-        f"({allocation.predicted:.4g} predicted{'' if allocation.stand_in is None else replaced}); most sensitive "
-        f"layers: {names}; the artifact takes at most {allocation.model_nbytes / 1e6:,.2f} MB; the scheme is in "
-        f"{output}"
+        f"{allocation.bits_per_weight:.3f} bits per weight over the layers chosen; KL from the float model: {loss} "
+        f"({predicted}{'' if allocation.stand_in is None else replaced}); most sensitive layers: {names}; the artifact "
+        f"takes at most {allocation.model_nbytes / 1e6:,.2f} MB; the scheme is in {output}"
     )

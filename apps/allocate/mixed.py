@@ -1,71 +1,64 @@
 """Mixed precision: chooses a format for each linear layer, so that the model loses least within a budget.
 
-    1. losses    measure what one format costs in each layer: the KL divergence (nats per token) between the model and
-                 the model in which only this weight is rounded, by the recipe's own rounding. The other formats' losses
-                 are that one times the ratio of their errors
+    1. losses    what each format costs in each layer, the KL divergence (nats per token) between the model and the
+                 model in which only this weight is rounded: estimated from one forward and one backward pass
+                 (sensitivity.py), or measured (losses.py)
     2. choice    start every layer with its smallest format, then repeatedly take the change of one layer's format
                  that lowers the sum of losses most per byte, until the budget is spent
-    3. check     build the chosen model and measure its divergence, because losses need not add up
+    3. check     build the chosen model and measure its divergence, because losses need not add up. Without measured
+                 losses only for a recipe without calibration, which takes seconds
 
-Bytes are those of the float32 artifact that `diffbit export` makes. A budget in `bits` is the average over the linear
-layers that are quantized or could be, scales and zero points included; a budget in `nbytes` is for the whole artifact:
+Bytes are those of the float32 artifact that `diffbit export` makes. A budget in `bits` is the average over the weights
+that are quantized or could be, scales and zero points included; a budget in `nbytes` is for the whole artifact:
 weights, tokenizer, and `overhead` bytes for its graph and configuration. Formats fixed by overrides are not chosen, but
-count. A format whose codes a device stores in more bits than they have (int3, int6, ...) is not a candidate: it loses
-more in the same bytes.
-
-A layer's loss is nearly proportional to its error, (W - Wq)^2 weighted by the mean squared inputs; arXiv 2411.17525
-proves it of unweighted errors, and docs/LOG.md has the ratios of 35 linear layers. It fails where an error is no longer
-small (values at 2 bits), so the format that is measured is the one nearest to the budget.
+count. A format whose codes a device stores in more bits than they have is not a candidate: it loses more in the same
+bytes.
 
 A recipe's transforms (rotate, awq, ...) run once, before 1. For methods that round a layer's weights together, STAND_IN
-rounds in 1. The hidden states before the current decoder layer are kept, so a loss needs only the layers after it, half
-of them on average, and the head: all seven linear layers of L decoder layers cost about 7 L / 2 passes of the SAMPLE
-tokens, and 7 L passes through the head.
+rounds in 1.
 
-Memory: the float model in fp32, twice where the recipe transforms it; hidden states of the calibration tokens; two
-models' log-probabilities of the SAMPLE tokens.
+Memory: the float model in fp32, twice where the recipe transforms it; the activations of a window, or hidden states of
+the calibration tokens; two models' log-probabilities of the SAMPLE tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
-from ...formats import Format, QuantLinear, parse_format
+from ...formats import parse_format
 from ...io.errors import DiffbitError
-from ...io.progress import track
 from ...io.resources import available_memory
 from ...models import Checkpoint, Decoder, ModelConfig, load, num_parameters
-from ...quantize import Scheme, apply, sizes
-from ...quantize.calibration import Batch, CalibStats, Passes, Tokens
+from ...quantize import EMBEDDING_MODULE, HEAD_MODULE, Scheme, apply, linear_shapes, sizes
+from ...quantize.calibration import Tokens
 from ...quantize.layerwise import stored_config
-from ...quantize.methods import Layer, Method, Recipe, find, parse_recipe, quantize_weight
+from ...quantize.methods import Method, Recipe, find, parse_recipe
+from .losses import Losses, divergence, measure, predictions
 from .plan import overhead
+from .sensitivity import estimate
 
-CANDIDATES = ("int2_g128", "int2_g64", "int4_g128", "int4_g32", "int8", "none")
+# by default: of each width, the format that loses least for its bytes
+CANDIDATES = ("nl2_g32_s8", "nl3_g32_s8", "nl4_g32_s8", "int5_g32_s8", "int6_g32_s8", "int8_g32", "int8", "none")
 FLOAT = "none"  # means float, as in schemes
 SAMPLE = 1024  # calibration tokens on which divergences are measured, approximately
 STAND_IN = "gptq"
-CHUNK = 1 << 23  # logits computed at a time
+TABLES = (EMBEDDING_MODULE, HEAD_MODULE)
 
 N = TypeVar("N", int, float)
 Choice = dict[str, str]  # {linear layer: candidate}
-Losses = dict[str, dict[str, float]]  # {linear layer: {candidate: nats per token that the model loses with it}}
 Bytes = dict[str, dict[str, int]]  # {linear layer: {candidate: bytes}}
 
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """A linear layer whose format was chosen.
+    """A linear layer, or a table, whose format was chosen.
 
     losses  {candidate: increase of the model's loss with it in this layer, nats per token}
     sizes   {candidate: bytes}
@@ -95,27 +88,28 @@ class LayerChoice:
 class Allocation:
     """The result of `allocate`.
 
-    nbytes, bits_per_weight  of the linear layers that a budget in bits averages over
+    nbytes, bits_per_weight  of the weights that a budget in bits averages over
     model_nbytes             upper bound for the whole artifact
-    predicted, measured      nats per token: the sum of losses, and the divergence of the chosen model
+    predicted, measured      nats per token: the sum of losses, and the divergence of the chosen model (None: not built)
     curve                    predicted (bits per weight, nats per token) for every budget
-    uniform                  {candidate: predicted (bits per weight, nats per token)} with this format in all layers
-    tokens                   number of tokens on which divergences were measured
+    uniform                  {candidate: predicted (bits per weight, nats per token)} with this format in all layers,
+                             and a table that cannot have it in its smallest
+    tokens                   number of tokens on which losses were estimated or measured
     stand_in                 the method that replaced the recipe's while losses were measured, or None
     """
 
     scheme: Scheme
-    method: str
     layers: tuple[LayerChoice, ...]
     nbytes: int
     bits_per_weight: float
     model_nbytes: int
     predicted: float
-    measured: float
     curve: tuple[tuple[float, float], ...]
     uniform: dict[str, tuple[float, float]]
-    tokens: int
-    stand_in: str | None
+    method: str = "rtn"
+    measured: float | None = None
+    tokens: int = 0
+    stand_in: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -128,25 +122,34 @@ def allocate(
     bits: float | None = None,
     nbytes: int | None = None,
     scheme: Scheme = Scheme(),  # noqa: B008 (frozen)
-    candidates: Sequence[str] = CANDIDATES,
+    candidates: Sequence[str] | None = None,
+    tables: bool = False,
     method: str | Recipe = "rtn",
     calibration: Any,
     calibration_mask: Any = None,
+    measuring: bool = False,
+    seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Allocation:
     """Choose a format for each linear layer of a float checkpoint, within `bits` per weight or `nbytes` of the
     artifact.
 
     scheme       its overrides, activations and attention are kept; it must not set `weights`
-    candidates   names of formats, and "none" for float
+    candidates   names of formats, and "none" for float; None: those of CANDIDATES that suit a device
+    tables       choose formats for embedding and head, too, in place of the scheme's
     method       the recipe that will round the model with the chosen scheme
-    calibration  token ids [n, S], for the method and the divergences; calibration_mask: bool [n, S], tokens that count
+    calibration  token ids [n, S], for losses and the method; calibration_mask: bool [n, S], tokens that count
+    measuring    measure losses instead of estimating them; not with `tables`
+    seed         of the labels that estimates are made from
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
     if checkpoint.quantization is not None:
         raise DiffbitError(f"{checkpoint.path}: is quantized already; start from the float checkpoint it was made from")
     recipe = parse_recipe(method)
-    space = _Space(checkpoint, stored_config(checkpoint.config, scheme, recipe), scheme, candidates)
+    if tables:
+        assert not measuring
+        scheme = replace(scheme, embedding=None, head=None)
+    space = _Space(checkpoint, stored_config(checkpoint.config, scheme, recipe), scheme, candidates, tables)
     budget = space.budget(bits, nbytes)
     ranked = space.nearest(budget)
     windows = Tokens(checkpoint.config, calibration, calibration_mask, device)
@@ -165,41 +168,30 @@ def allocate(
         transform = Recipe(recipe.name, recipe.transforms, no_rounding)
         nearest = {module: row[0] for module, row in ranked.items()}
         transformed = apply(decoder, space.to_scheme(nearest), transform, windows.ids, windows.mask)
-    count = min(len(windows.ids), max(1, SAMPLE // windows.ids.shape[1]))
-    rows = torch.arange(count, device=device) * len(windows.ids) // count  # spread evenly
-    sample = Tokens(checkpoint.config, windows.ids[rows], windows.mask[rows], device)
+    sample = _sample(windows)
     exact = list(predictions(decoder, sample))
-    base = rounded(transformed, scheme, Recipe(recipe.name, (), rounding))
-    tokens = windows if rounding.stats else None
-    start = divergence(exact, predictions(base, sample), sample)
+    base = transformed if scheme == Scheme() else rounded(transformed, scheme, Recipe(recipe.name, (), rounding))
+    start = 0.0 if base is decoder else divergence(exact, predictions(base, sample), sample)
     formats = {module: {name: space.formats[name] for name in row} for module, row in ranked.items()}
-    losses = measure(transformed, base, sample, scheme, formats, rounding, tokens)
-    choice, _ = choose(space.sizes, losses, budget)
-    _, path = choose(space.sizes, losses, math.inf)
-    chosen = rounded(decoder, space.to_scheme(choice), recipe)
-    taken = _total(space.sizes, choice)
-    everywhere = {name: dict.fromkeys(space.sizes, name) for name in space.formats}
-    return Allocation(
-        scheme=space.to_scheme(choice),
-        method=recipe.name,
-        layers=tuple(
-            LayerChoice(module, space.shapes[module], choice[module], losses[module], row)
-            for module, row in space.sizes.items()
-        ),
-        nbytes=space.fixed + taken,
-        bits_per_weight=space.bits(taken),
-        model_nbytes=space.rest + taken,
-        predicted=start + _total(losses, choice),
-        measured=divergence(exact, predictions(chosen, sample), sample),
-        curve=tuple((space.bits(size), start + loss) for size, loss in path),
-        uniform={
-            name: (space.bits(_total(space.sizes, same)), start + _total(losses, same))
-            for name, same in everywhere.items()
-            if all(name in row for row in space.sizes.values())
-        },
-        tokens=sample.count,
-        stand_in=stand_in,
+    if measuring:
+        losses = measure(transformed, base, sample, scheme, formats, rounding, windows if rounding.stats else None)
+    else:
+        losses = estimate(transformed, windows, formats, rounding, seed)
+    allocation = space.allocation(losses, budget, start)
+    allocation = replace(
+        allocation, method=recipe.name, stand_in=stand_in, tokens=sample.count if measuring else windows.count
     )
+    if recipe.calibrated and not measuring:
+        return allocation
+    chosen = rounded(decoder, allocation.scheme, recipe)
+    return replace(allocation, measured=divergence(exact, predictions(chosen, sample), sample))
+
+
+def _sample(windows: Tokens) -> Tokens:
+    """Return about SAMPLE tokens, in windows spread evenly."""
+    count = min(len(windows.ids), max(1, SAMPLE // windows.ids.shape[1]))
+    rows = torch.arange(count, device=windows.ids.device) * len(windows.ids) // count
+    return Tokens(windows.config, windows.ids[rows], windows.mask[rows], windows.ids.device)
 
 
 def choose(sizes: Bytes, losses: Losses, budget: float) -> tuple[Choice, list[tuple[int, float]]]:
@@ -229,17 +221,28 @@ def _total(table: Mapping[str, Mapping[str, N]], choice: Choice) -> N:
 class _Space:
     """The layers to choose formats for, and their byte budget.
 
-    sizes    {layer: {candidate: bytes}} of the linear layers that no override fixes
+    sizes    {layer: {candidate: bytes}} of the linear layers that no override fixes; with `tables`, of the embedding
+             and the head, too, where a tied table is the embedding
     weights  number of weights that a budget in bits averages over: those layers, and the ones that overrides name
     fixed    bytes of the layers that overrides name
     rest     bytes of the whole artifact without the layers to choose for
     """
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme, candidates: Sequence[str]) -> None:
-        names = list(dict.fromkeys(name.strip() for name in candidates))
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        scheme: Scheme,
+        candidates: Sequence[str] | None,
+        tables: bool,
+    ) -> None:
+        names = list(dict.fromkeys(name.strip() for name in candidates or CANDIDATES))
         self.formats = {name: None if name == FLOAT else parse_format(name) for name in names}
-        for format in self.formats.values():
+        for name, format in list(self.formats.items()):
             if format and format.device_bits != format.bits:
+                if candidates is None:
+                    del self.formats[name]
+                    continue
                 raise DiffbitError(
                     f"candidate {format} is stored in {format.device_bits} bits on a device, and int"
                     f"{format.device_bits} loses less in the same bytes; leave it out"
@@ -251,6 +254,9 @@ class _Space:
         tensors = {tensor.module: tensor for tensor in whole.tensors}
         fixed = [tensors[module] for module in scheme.overridden(config) if module in tensors]  # not a tied head
         free = [tensors[module] for module in scheme.without_override(config)]
+        self.tied = scheme.keeps_tied(config)
+        if tables:
+            free += [tensors[module] for module in scheme.tables_without_override(config) if module in tensors]
         if not free:
             raise DiffbitError("the overrides fix every linear layer, so there is nothing to choose; remove some")
         self.shapes = {tensor.module: (tensor.shape[0], tensor.shape[1]) for tensor in free}
@@ -260,7 +266,8 @@ class _Space:
             for name, format in self.formats.items():
                 with suppress(DiffbitError):  # the format cannot hold this weight
                     if format is not None:
-                        format.check(tensor.shape)
+                        check = format.check_table if tensor.module == EMBEDDING_MODULE else format.check
+                        check(self.shapes[tensor.module])
                     row[name] = replace(tensor, format=format).device_bytes
             if not row:
                 raise DiffbitError(
@@ -299,102 +306,61 @@ class _Space:
             candidates[module] = sorted(row, key=lambda name: (name == FLOAT, abs(row[name] - target)))
         return candidates
 
+    def allocation(self, losses: Losses, budget: int, start: float) -> Allocation:
+        """Return the choice for these losses, which are in addition to `start`; not measured."""
+        choice, _ = choose(self.sizes, losses, budget)
+        _, path = choose(self.sizes, losses, math.inf)
+        taken = _total(self.sizes, choice)
+        return Allocation(
+            scheme=self.to_scheme(choice),
+            layers=tuple(
+                LayerChoice(module, self.shapes[module], choice[module], losses[module], row)
+                for module, row in self.sizes.items()
+            ),
+            nbytes=self.fixed + taken,
+            bits_per_weight=self.bits(taken),
+            model_nbytes=self.rest + taken,
+            predicted=start + _total(losses, choice),
+            curve=tuple((self.bits(size), start + loss) for size, loss in path),
+            uniform={
+                name: (self.bits(_total(self.sizes, same)), start + _total(losses, same))
+                for name in self.formats
+                if (same := self.everywhere(name)) is not None
+            },
+        )
+
+    def everywhere(self, name: str) -> Choice | None:
+        """Return the choice of one candidate for all layers, or None if one cannot have it."""
+        choice = {
+            module: min(row, key=row.__getitem__) if module in TABLES and name not in row else name
+            for module, row in self.sizes.items()
+        }
+        return choice if all(name in self.sizes[module] for module, name in choice.items()) else None
+
     def to_scheme(self, choice: Mapping[str, str]) -> Scheme:
         """Turn {layer: candidate} into a scheme: the format of most weights, and an override for each exception."""
+        layers = {module: name for module, name in choice.items() if module not in TABLES}
         share = {name: 0 for name in self.formats}
-        for module, name in choice.items():
+        for module, name in layers.items():
             share[name] += math.prod(self.shapes[module])
         most = max(share, key=share.__getitem__)
-        exceptions = tuple((module, self.formats[name]) for module, name in choice.items() if name != most)
-        return replace(self.scheme, weights=self.formats[most], overrides=(*self.scheme.overrides, *exceptions))
-
-
-@torch.no_grad()
-def measure(
-    source: Decoder,
-    base: Decoder,
-    sample: Tokens,
-    scheme: Scheme,
-    formats: Mapping[str, Mapping[str, Format | None]],
-    rounding: Method,
-    tokens: Tokens | None,
-) -> Losses:
-    """Return what each layer loses in its `formats`, measured in the first of them that changes the weight.
-
-    source: the float weights. base: the same model, with the weights that the scheme's overrides fix quantized; losses
-    are divergences from it. tokens: calibration tokens for `rounding`, or None.
-    """
-    exact = list(predictions(base, sample))
-    losses: Losses = {}
-    weights, layers = source.state_dict(), list(base.model.layers)
-    for states in filter(None, (sample, tokens)):
-        states.embed(base.embed)
-    for index, block in track(enumerate(layers), "measuring losses", total=len(layers)):
-        prefix = f"model.layers.{index}."
-        tensors = {name: tensor for name, tensor in weights.items() if name.startswith(prefix)}
-        fixed = {prefix + n: linear.weight for n, linear in block.named_modules() if isinstance(linear, QuantLinear)}
-        rows = {module: row for module, row in formats.items() if module.startswith(prefix)}
-        rounded = {module: format for module, row in rows.items() for format in row.values() if format is not None}
-        layer = Layer(base.config, index, scheme, rounded, tensors)
-        stats = Passes(layer, tokens).stats(fixed) if tokens is not None and rounded else {}
-        for module, row in rows.items():
-            weight, inputs = tensors[f"{module}.weight"], stats.get(module)
-            errors = {name: rounding_error(weight, format, inputs) for name, format in row.items()}
-            loss = 0.0  # per squared error
-            for name, format in row.items():
-                if format is not None and errors[name]:
-                    quantized = quantize_weight(rounding.rounds, f"{module}.weight", weight, format, inputs)
-                    blocks = [layer.module(fixed | {module: quantized}), *layers[index + 1 :]]
-                    loss = divergence(exact, predictions(base, sample, blocks), sample) / errors[name]
-                    break
-            losses[module] = {name: loss * error for name, error in errors.items()}
-        for states in filter(None, (sample, tokens)):
-            states.take_past(index, partial(_run, [block]))
-    return losses
-
-
-def rounding_error(weight: Tensor, format: Format | None, stats: CalibStats | None) -> float:
-    """Return the squared error of plain rounding, each input channel weighted by its mean square if `stats` has it."""
-    if format is None:
-        return 0.0
-    lost = (weight.float() - find("rtn").rounds(weight, format).dequantize()).square_().sum(0)
-    return float(lost.sum() if stats is None else lost @ stats.gram.diagonal())
-
-
-def divergence(exact: Iterable[Tensor], other: Iterable[Tensor], text: Tokens) -> float:
-    """Return KL(exact || other), nats per token, of two models' `predictions` of a text."""
-    pairs = zip(exact, other, strict=True)
-    return sum((p.exp() * (p - q)).sum(dtype=torch.float64).item() for p, q in pairs) / text.count
-
-
-@torch.no_grad()
-def predictions(decoder: Decoder, text: Tokens, layers: Iterable[nn.Module] | None = None) -> Iterator[Tensor]:
-    """Yield log-probabilities fp32 [t, V] of the tokens that count, some tokens at a time.
-
-    layers: run the text's hidden states through these and the head of `decoder`; None: run the whole `decoder`.
-    """
-    if layers is None:
-        text.embed(decoder.embed)
-        layers = list(decoder.model.layers)
-    for batch in text.batches():
-        states = _run(layers, batch)[batch.counted]  # [T, E]
-        for rows in states.split(max(1, CHUNK // decoder.config.vocab_size)):
-            yield F.log_softmax(decoder.head(rows).float(), dim=-1)
-
-
-def _run(layers: Iterable[nn.Module], batch: Batch) -> Tensor:
-    x = batch.hidden
-    for layer in layers:
-        x = layer(x, batch.rope, batch.mask, None, batch.carried)
-    return x
+        exceptions = tuple((module, self.formats[name]) for module, name in layers.items() if name != most)
+        scheme = replace(self.scheme, weights=self.formats[most], overrides=(*self.scheme.overrides, *exceptions))
+        if EMBEDDING_MODULE in choice:
+            scheme = replace(scheme, embedding=self.formats[choice[EMBEDDING_MODULE]])
+        if self.tied and EMBEDDING_MODULE in choice:
+            return replace(scheme, head=scheme.embedding)
+        return replace(scheme, head=self.formats[choice[HEAD_MODULE]]) if HEAD_MODULE in choice else scheme
 
 
 def _check_memory(checkpoint: Checkpoint, windows: Tokens, copies: int) -> None:
     """Raise an error if the float model does not fit in memory, before the process is killed halfway."""
     config, free = checkpoint.config, available_memory()
-    sample = min(SAMPLE, windows.ids.numel())
-    numbers = num_parameters(config) * copies + 2 * config.hidden_size * (windows.ids.numel() + sample)
-    needed = 4 * (numbers + 2 * sample * config.vocab_size) + num_parameters(config)
+    count, length = windows.ids.shape
+    sample = min(SAMPLE, count * length)
+    numbers = num_parameters(config) * copies + 2 * config.hidden_size * (count * length + sample)
+    activations = length * (2 * sum(map(sum, linear_shapes(config).values())) + 2 * config.vocab_size)
+    needed = 4 * (numbers + max(activations, 2 * sample * config.vocab_size)) + num_parameters(config)
     if free is not None and needed > free:
         raise DiffbitError(
             f"{checkpoint.path}: mixed precision needs the float model in memory, about {needed / 1e9:.1f} GB, and "

@@ -38,7 +38,8 @@ def frontier(axes: Axes, allocation: Data) -> None:
         axes.annotate(name, point, (5, 5), textcoords="offset points", fontsize=8.5, color=MUTED)
     hollow = here | {"markerfacecolor": "white", "markeredgecolor": here["color"]}
     axes.plot([size], [max(allocation["predicted"], floor)], **hollow)
-    axes.plot([size], [max(allocation["measured"], floor)], label="chosen, measured", zorder=4, **here)
+    if allocation["measured"] is not None:
+        axes.plot([size], [max(allocation["measured"], floor)], label="chosen, measured", zorder=4, **here)
     logarithmic(axes)
     axes.set_xlim(min(sizes) - 0.25, max(9.0, size + 0.25))
     axes.set_title("Loss against size")

@@ -5,7 +5,8 @@
         optimizer.safetensors    <parameter>.<key>: the tensors of the optimizer's state (adamw: exp_avg, exp_avg_sq;
                                  adamw8bit: state1, state2, and absmax1, absmax2, qmap1, qmap2 if they have 8 bits);
                                  <parameter>.value: parameters that the saved model does not have: learned scales
-                                 (qat.py), and the weight of a head norm, which is folded into o_proj (head_norm.py)
+                                 and adapters (qat.py), and the weight of a head norm, which is folded into o_proj
+                                 (head_norm.py)
         training.json            step, the run's options, hash of its text, number of processes; hashes of the other
                                  files, of the log up to this step, and of itself
 
@@ -42,7 +43,7 @@ def save_checkpoint(
     tensors, saved = {}, folded(model)
     stored = dict(saved.named_parameters())
     for name, parameter in model.named_parameters():
-        for key, value in optimizer.state[parameter].items():
+        for key, value in optimizer.state.get(parameter, {}).items():  # none for a frozen parameter
             if key != "step":  # bitsandbytes' tables qmap1 and qmap2 are shared, which safetensors rejects: copy them
                 value = value.clone() if key.startswith("qmap") else value.detach()
                 tensors[f"{name}.{key}"] = value.cpu().contiguous()
@@ -84,6 +85,8 @@ def restore(folder: Path, step: int, model: Decoder, optimizer: torch.optim.Opti
         tensors.setdefault(owner, {})[key] = entry.read()
     fused = isinstance(optimizer, torch.optim.AdamW)  # it counts steps in an fp32 tensor, bitsandbytes in an int
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         state = {key: value.to(parameter.device) for key, value in tensors[name].items()}
         if (value := state.pop("value", None)) is not None:
             with torch.no_grad():

@@ -64,6 +64,13 @@ Activations = Annotated[
     Literal["int8", "int4"],
     typer.Option(help="Activation format for --qat ternary; int4 applies a Hadamard transform first (BitNet v2)."),
 ]
+Trainable = Annotated[
+    Literal["all", "scales", "lora"],
+    typer.Option(
+        help="What --qat trains. all: every weight; scales: scales and norms, the codes stay (E2E-QP of EfficientQAT); "
+        "lora: scales, norms and low-rank adapters, which are added to the weights before they are rounded."
+    ),
+]
 Distill = Annotated[
     Path | None,
     typer.Option(
@@ -151,6 +158,7 @@ def train(
     tokenizer: TokenizerFile = None,
     qat: Qat = None,
     activations: Activations = "int8",
+    trainable: Trainable = "all",
     distill: Distill = None,
     distill_weight: DistillWeight = None,
     mlp: Mlp = None,
@@ -188,9 +196,10 @@ def train(
     changes: dict[str, Any] = dict(
         context=context, init=init, mlp=mlp, sub_norms=sub_norms, head_norm=head_norm, lambda_bias=lambda_bias,
         noise_ratio=noise_ratio, source=data, field=field, tokenizer=tokenizer, needles=needles, qat=qat,
-        activations=activations, distill=distill, distill_weight=distill_weight, steps=steps, batch_size=batch_size,
-        accumulate=accumulate, learning_rate=learning_rate, schedule=schedule, optimizer=optimizer, seed=seed,
-        eval_every=eval_every, checkpoint_every=checkpoint_every, device=device, compile=compiled, precision=precision,
+        activations=activations, trainable=trainable, distill=distill, distill_weight=distill_weight, steps=steps,
+        batch_size=batch_size, accumulate=accumulate, learning_rate=learning_rate, schedule=schedule,
+        optimizer=optimizer, seed=seed, eval_every=eval_every, checkpoint_every=checkpoint_every, device=device,
+        compile=compiled, precision=precision,
     )  # fmt: skip
     settings = {name: value for name, value in changes.items() if value is not None}
     settings |= {name: str(value) for name, value in settings.items() if isinstance(value, Path)}

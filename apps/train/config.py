@@ -12,6 +12,7 @@ from ...models import ModelConfig
 from ...quantize import Scheme
 
 SCHEDULES = ("cosine", "two_stage")
+TRAINABLE = ("all", "scales", "lora")
 AtLeast0 = Annotated[int, bounds(0)]
 Share = Annotated[float, bounds(0, 1, "a share, 0 to 1")]
 LambdaBias = Annotated[float, bounds(-100, 100)]
@@ -45,6 +46,7 @@ class TrainConfig:
     lambda_bias: LambdaBias | None = None  # initial bias of diff_v2's lambda; None: it has none, or init's
     qat: str | None = None  # format of the linear layers, such as "ternary"; None: float
     activations: Activations = "int8"  # of ternary layers: int8, or int4 after a Hadamard transform (BitNet v2)
+    trainable: Annotated[str, one_of(*TRAINABLE)] = "all"  # of a model with qat: see qat.py
     schedule: Annotated[str, one_of(*SCHEDULES)] = "cosine"  # of the learning rate, or "two_stage"
     distill: str | None = None  # a checkpoint, float or quantized: the teacher (distill.py); None: no teacher
     distill_weight: NotNegative = 100.0  # weight of the teacher's loss (alpha in distill.py); the text's loss has 1
@@ -62,6 +64,7 @@ class TrainConfig:
         format = None if self.qat is None else parse_format(self.qat)
         fits = self.activations == "int8" or (format is not None and self.activations in format.activations)
         self._require("activations", fits, "int8 unless qat is ternary")
+        self._require("trainable", self.trainable == "all" or self.qat is not None, "all without qat")
         if self.lambda_bias is not None:
             self._require("lambda_bias", self.init is None, "none with init, whose weights have their own bias or none")
         if self.head_gain is not None:

@@ -1,4 +1,4 @@
-"""Initial weights: random, or from a trained model with sub-norms added.
+"""Initial weights: random, or from a trained model, also with sub-norms added.
 
 Linear layers and embeddings are N(0, 2 / (5 hidden)) (SmallInit, arXiv 1910.05895): a standard deviation of 0.02 at a
 hidden size of 1000, larger in the small models here. Layers that write to the residual stream (o_proj, down_proj) are
@@ -17,9 +17,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ...models import Decoder
-from ...models.checkpoint import EMBEDDING, is_linear
+from ...formats import QTensor
+from ...models import Checkpoint, Decoder
+from ...models.checkpoint import EMBEDDING, is_linear, shapes
 from ...models.layers import RMSNorm
+from ...quantize import Weights
 
 
 def initialize(model: Decoder, seed: int, o_proj: float = 1.0, lambda_bias: float = 0.0) -> None:
@@ -45,6 +47,22 @@ def initialize(model: Decoder, seed: int, o_proj: float = 1.0, lambda_bias: floa
                 drawn *= into_residual if name.endswith(("o_proj.weight", "down_proj.weight")) else std
                 drawn *= o_proj if name.endswith("o_proj.weight") else 1.0
             parameter.copy_(drawn)
+
+
+def load_start(checkpoint: str) -> tuple[Decoder, dict[str, QTensor]]:
+    """Load the model of a checkpoint in float, and the quantized weights of its linear layers, if it has any, by
+    module."""
+    weights = Weights(Checkpoint(checkpoint))
+    with torch.device("meta"):
+        model = Decoder(weights.checkpoint.config)
+    quantized, floats = {}, {}
+    for name in shapes(model.config):
+        weight = weights.read(name)
+        floats[name] = weight.dequantize() if isinstance(weight, QTensor) else weight.float()
+        if isinstance(weight, QTensor) and is_linear(name):
+            quantized[name.removesuffix(".weight")] = weight
+    model.load_state_dict(floats, assign=True)
+    return model, quantized
 
 
 @torch.no_grad()

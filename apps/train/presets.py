@@ -32,7 +32,8 @@ from .config import TrainConfig
 from .folder import MASTER
 
 TERNARY_RATE = 2.0  # learning rate of ternary weights, relative to that of float weights
-# Likewise when training starts from a checkpoint: two-bit weights must move far, weights of more bits hardly at all
+# Likewise when training starts from a checkpoint: two-bit weights, scales alone and adapters must move far, weights of
+# more bits hardly at all
 FEW_BITS_FROM_CHECKPOINT = 0.5
 FROM_CHECKPOINT = 0.025
 ATTENTION = "diff_v1"  # the default
@@ -132,7 +133,8 @@ def train_config(
     noise_ratio: signal heads per noise head, of diff_v1 and diff_v2; default: 1, or that of `init`.
 
     A ternary run without `init` follows BitNet b1.58: its learning rate is TERNARY_RATE times as high, in two stages. A
-    quantization-aware run from `init` has a lower learning rate than the preset: half at two bits, a fortieth above.
+    quantization-aware run from `init` has a lower learning rate than the preset: half at two bits and where scales or
+    adapters are trained, a fortieth otherwise.
     Raises DiffbitError for unknown names, and for a checkpoint that does not fit.
     """
     size, qat = _preset(preset), changes.get("qat")
@@ -144,10 +146,11 @@ def train_config(
     if init is not None:
         if noise_ratio is not None:
             raise DiffbitError(f"noise_ratio is {noise_ratio}, wanted none with init, whose heads are what they are")
-        model = _model_of(init, attention, mlp, sub_norms)
+        model = _model_of(init, attention, mlp, sub_norms, changes.get("trainable") == "scales")
         changes = {"tokenizer": init, **changes}
         if format is not None:
-            rate *= FEW_BITS_FROM_CHECKPOINT if format.bits == 2 else FROM_CHECKPOINT
+            far = format.bits == 2 or changes.get("trainable", "all") != "all"
+            rate *= FEW_BITS_FROM_CHECKPOINT if far else FROM_CHECKPOINT
     else:
         if vocab_size is None and changes.get("tokenizer") is not None:
             vocab_size = load_tokenizer(changes["tokenizer"]).vocab_size
@@ -185,10 +188,12 @@ def _preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-def _model_of(checkpoint: str, attention: str | None, mlp: str | None, sub_norms: bool | None) -> ModelConfig:
-    """The model of a checkpoint. Raises DiffbitError if training cannot start from it."""
+def _model_of(
+    checkpoint: str, attention: str | None, mlp: str | None, sub_norms: bool | None, quantized: bool
+) -> ModelConfig:
+    """The model of a checkpoint, which may be `quantized`. Raises DiffbitError if training cannot start from it."""
     start = Checkpoint(checkpoint)
-    if start.quantization is not None:
+    if start.quantization is not None and not quantized:
         master = Path(checkpoint) / MASTER
         source = f"start from {master}" if master.is_dir() else "start from the checkpoint it was made from"
         raise DiffbitError(f"{checkpoint}: is quantized, but training starts from float weights; {source}")

@@ -11,10 +11,20 @@ treats rounding as the identity (the straight-through estimator). The formats di
                    whatever its gradient, so a scale of 0.01 would vanish after a few training steps; activations are
                    rounded as in the exported operator
     codebooks      scales are fitted to the weights after each training step
+
+What is trained, beside the vectors of a model (norms, biases, lambda), is one of these:
+
+    all        every weight, and the learned scales
+    scales     the learned scales; codes stay as they were rounded, by any method if the run starts from a quantized
+               checkpoint (E2E-QP of EfficientQAT, arXiv 2407.11062, section 3.3)
+    lora       the learned scales, and low-rank adapters: W = W_0 + B A is what is rounded (LR-QAT, arXiv 2406.06385,
+               eq. 5), A [r, K], B [N, r], so the trained model has no adapters
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,16 +39,26 @@ from ...quantize import Scheme
 from ...quantize.calibration import search
 
 MIN_SCALE = 2.0**-24  # the smallest number above 0 in fp16
+RANK = 32  # of adapters
 
 
 class QATLinear(nn.Linear):
     """y = act(x) Q(W)^T + bias, x [..., K] -> [..., N]. `weight` [N, K] is the master weight. With learned scales,
     `factor` fp32 [N, G] is a parameter: scale = factor * initial scale.
 
-    Call `refresh` after every change of the weight: it computes the codes and scales for the forward pass.
+    Call `refresh` after every change of the weight: it computes the codes and scales for the forward pass. With
+    `gathers`, a backward pass only adds up the gradient of the learned scales' product with the codes; the next one
+    without it goes on to weight and factor, with the sum.
     """
 
-    def __init__(self, linear: nn.Linear, format: Format, rounding: Rounding | None) -> None:
+    def __init__(
+        self,
+        linear: nn.Linear,
+        format: Format,
+        rounding: Rounding | None,
+        trainable: str = "all",
+        quantized: QTensor | None = None,
+    ) -> None:
         with torch.device("meta"):
             super().__init__(linear.in_features, linear.out_features, bias=False)
         self.weight, self.bias = linear.weight, linear.bias
@@ -46,11 +66,20 @@ class QATLinear(nn.Linear):
         self.rounding = rounding  # of the input
         self.factor: nn.Parameter | None = None
         if format.learned:
-            start = search(self.weight.detach(), format)[0]
+            start = search(self.weight.detach(), format)[0] if quantized is None else quantized.scale
             self.start = start.masked_fill(start == 0, float(start.abs().mean().clamp(min=MIN_SCALE)))
             self.factor = nn.Parameter(torch.ones_like(start))
+        self.fixed = trainable == "scales"
+        self.down: nn.Parameter | None = None
+        if trainable == "lora":
+            self.down = nn.Parameter(torch.empty(RANK, self.in_features, device=self.weight.device))
+            self.up = nn.Parameter(torch.zeros(self.out_features, RANK, device=self.weight.device))
+            nn.init.kaiming_uniform_(self.down, 5**0.5)
+        self.gathers, self.gathered = False, None
         self.codes: Tensor  # uint8 [N, K]
         self.scale: Tensor  # fp32, format.scale_shape
+        if quantized is not None:
+            self.codes = quantized.codes
         self.refresh()
         zeros = torch.zeros(1, self.in_features, device=self.weight.device)
         self.zero = int(format.encode(zeros, self.scale[:1], None)[0, 0])  # the code of 0
@@ -59,11 +88,22 @@ class QATLinear(nn.Linear):
     def refresh(self) -> int:
         """Compute codes and scales of the current weight. Returns the number of codes that changed."""
         before = getattr(self, "codes", None)
-        weight = spread(self.weight.detach(), self.rounding)
+        weight = spread(self.master().detach(), self.rounding)
         self.scale = self.format.fit(weight)[0] if self.factor is None else self._stored(self.factor * self.start)
-        self.codes = self.format.encode(weight, self.scale, None)
+        if before is None or not self.fixed:
+            self.codes = self.format.encode(weight, self.scale, None)
         self._value: Tensor | None = None
         return 0 if before is None else int((before != self.codes).sum())
+
+    def master(self) -> Tensor:
+        """The float weight [N, K] that is rounded, adapters included."""
+        return self.weight if self.down is None else self.weight + self.up @ self.down
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Add the adapters to the weight, and remove them."""
+        self.weight.copy_(self.master())
+        self.down = None
 
     def quantized(self) -> QTensor:
         """The quantized weight."""
@@ -80,13 +120,13 @@ class QATLinear(nn.Linear):
         return product if self.bias is None else product + self.bias.to(product.dtype)
 
     def _product(self, x: Tensor) -> Tensor:
-        x, weight = spread(x, self.rounding), spread(self.weight, self.rounding)
+        x, weight = spread(x, self.rounding), spread(self.master(), self.rounding)
         if self.format.integer_product:
             return _Ternary.apply(x, weight, self.codes, self.scale, 8 if self.rounding is None else self.rounding.bits)
         if self.factor is None:
             weight = straight_through(weight, self.value())
         else:
-            weight = _LearnedScale.apply(weight, self.factor, self.value(), self.scale, self.start, self.format)
+            weight = _LearnedScale.apply(weight, self.factor, self.value(), self)
         if self.rounding is not None:
             x = straight_through(x, self.rounding(x.detach()))
         return F.linear(x, weight)
@@ -137,46 +177,67 @@ class _LearnedScale(torch.autograd.Function):
 
         for W       the gradient g of the output inside the range, 0 outside
         for scale   g (round(W / scale) - W / scale) inside the range, g times the bound outside, summed over the n
-                    weights that share the scale, times 1 / sqrt(n Q) (section 2.2)
+                    weights that share the scale, times 1 / sqrt(n Q) (section 2.2); with fixed codes, g times the code
         for factor  start times that, because scale = factor * start
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, weight: Tensor, factor: Tensor, value: Tensor, scale: Tensor, start: Tensor, format: Format
-    ) -> Tensor:
-        ctx.save_for_backward(weight, scale, start)
-        ctx.format = format
+    def forward(ctx: Any, weight: Tensor, factor: Tensor, value: Tensor, layer: QATLinear) -> Tensor:
+        ctx.save_for_backward(value if layer.fixed else weight, layer.scale, layer.start)
+        ctx.layer = layer
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        layer, grad = ctx.layer, grads[0]
+        if layer.gathered is not None:
+            grad = layer.gathered.add_(grad)
+        layer.gathered = grad if layer.gathers else None
+        if layer.gathers:
+            return None, None, None, None
         weight, scale, start = ctx.saved_tensors
-        format, columns = ctx.format, weight.shape[1]
+        format, columns = layer.format, weight.shape[1]
         high = 2 ** (format.bits - 1) - 1
         ratio = format.grouped(weight) / scale[..., None]  # [N, G, group]
-        grad = format.grouped(grads[0])
-        inside = (ratio > -high - 1) & (ratio < high)
-        slope = torch.where(inside, ratio.round() - ratio, ratio.clamp(-high - 1, high))
+        grad = format.grouped(grad)
         size = ratio.shape[2]
         count = torch.arange(columns, 0, -size, device=weight.device).clamp(max=size)  # the last group may be short
-        to_factor = (grad * slope).sum(-1) * start / (count * high).sqrt()
-        return (grad * inside).flatten(1)[:, :columns], to_factor, None, None, None, None
+        to_scale = start / (count * high).sqrt()
+        if layer.fixed:
+            return None, (grad * ratio).sum(-1) * to_scale, None, None
+        inside = (ratio > -high - 1) & (ratio < high)
+        slope = torch.where(inside, ratio.round() - ratio, ratio.clamp(-high - 1, high))
+        return (grad * inside).flatten(1)[:, :columns], (grad * slope).sum(-1) * to_scale, None, None
 
 
-def prepare(model: Decoder, scheme: Scheme) -> list[QATLinear]:
-    """Replace the layers that the scheme quantizes with QATLinears with the same weights, and return them. Raises
+def prepare(
+    model: Decoder, scheme: Scheme, trainable: str = "all", quantized: Mapping[str, QTensor] = MappingProxyType({})
+) -> list[QATLinear]:
+    """Replace the layers that the scheme quantizes with QATLinears with the same weights, and return them; freeze the
+    parameters that are not `trainable`. quantized: codes and scales to start from, by module, if there are any. Raises
     DiffbitError for a scheme that training does not support."""
+    if trainable != "all":
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.ndim < 2)
     layers = []
     for name, format in scheme.formats(model.config).items():
         if not format.symmetric:
             raise DiffbitError(f"training cannot learn {format}: it has zero points; use a symmetric format")
+        if trainable == "scales" and not format.learned:
+            raise DiffbitError(f"{format} has no learned scales to train; use one that has, such as int4_g128")
+        start = quantized.get(name)
+        if quantized and (start is None or start.format != format):
+            raise DiffbitError(
+                f"{name} is {'float' if start is None else start.format} in the quantized checkpoint that training "
+                f"starts from, wanted {format}; name the checkpoint's own format"
+            )
         if name == "lm_head" and model.lm_head is None:
             raise DiffbitError("the head shares the embedding's weight, which cannot be trained in a format; omit it")
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         rounding = format.device_rounding(format.rounding(name, linear.in_features, scheme.activations))
-        layer = QATLinear(linear, format, rounding)
+        start = None if start is None else start.to(linear.weight.device)
+        layer = QATLinear(linear, format, rounding, trainable, start)
         model.set_submodule(name, layer)
         layers.append(layer)
     if not layers:

@@ -39,33 +39,35 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from ...calib_data import Corpus, Needles, TextTokenizer, Windows, load_text, load_tokenizer, stream, windows
+from ...formats import QTensor
+from ...io import plugins
 from ...io.drawing import require_matplotlib
 from ...io.errors import DiffbitError, MissingDependency
 from ...io.files import check_apart, locked, write_json
 from ...io.processes import Processes, processes
 from ...io.progress import track
-from ...models import Checkpoint, Decoder, load
+from ...models import Checkpoint, Decoder
 from ...models.attention import Attention
 from ...models.checkpoint import shapes
 from ...models.mixers import Mixer
 from .checkpoint import FOLDER, last_checkpoint, read_training, restore, save_checkpoint
 from .config import TrainConfig
 from .data import TrainingRows, prepare_tokenizer
-from .distill import Teacher, distillation_loss
+from .distill import Teacher
 from .folder import LOG, begin_run, check_folder, log_state, place_model, plot_losses, read_log, rewind_log
 from .head_norm import add_gains
-from .initialize import initialize, insert_sub_norms
+from .initialize import initialize, insert_sub_norms, load_start
+from .loss import Objective
 from .qat import prepare, refresh
 
 BETAS = (0.9, 0.95)
 FINAL_RATE = 0.1  # learning rate at the last step, relative to the highest
 SECOND_PEAK = 2 / 3  # learning rate in the second of two stages, relative to the first
 CALIBRATION_ROWS = 16  # rows of the training text to fit sub-norms on
-KERNEL_DEVICES: tuple[str, ...] = ()  # "cuda" joins once benchmarks/gpu.py finds triton_attention.py faster than torch
+KERNEL_DEVICES: tuple[str, ...] = ()  # "cuda" joins once benchmarks/gpu.py finds apps/triton faster than torch
 ANSWER_WEIGHT = 10.0  # weight in the loss of a token that answers a query; there are few of them
 AUXILIARY_WEIGHT = 0.01  # of mixers' losses, beside that of the text (MoH, arXiv 2410.11842, section 3)
 
@@ -156,10 +158,11 @@ class _Run:
 
         torch.manual_seed(config.seed)
         self.model = Decoder(self.config.model)
+        quantized: dict[str, QTensor] = {}
         if config.init is None:
             initialize(self.model, config.seed, config.o_proj_init, config.lambda_bias or 0.0)
         else:
-            source = load(config.init, dtype=torch.float32)
+            source, quantized = load_start(config.init)
             if self.config.model.sub_norms == source.config.sub_norms:
                 self.model.load_state_dict(source.state_dict())
             else:
@@ -167,21 +170,18 @@ class _Run:
         self.model.to(here.device)
         if config.head_gain is not None:
             add_gains(self.model, config.head_gain)
-        self.layers = [] if config.scheme is None else prepare(self.model, config.scheme)
+        self.layers = [] if config.scheme is None else prepare(self.model, config.scheme, config.trainable, quantized)
         if here.device.type in KERNEL_DEVICES:
-            from .triton_attention import use_kernels  # only torch's CUDA builds include Triton
-
-            use_kernels(self.model)
+            plugins.load("diffbit.apps.train.kernels", here.device.type).use_kernels(self.model)
         self.teacher = Teacher(self.config, tokenizer, here.device) if config.distill else None
         if self.teacher is not None:
             self.about["distill_sha256"] = self.teacher.sha256
         self.optimizer = adamw(self.model, config)
+        self.objective = Objective(self.model, self.teacher, config.distill_weight, config.compile)
         self.parallel: DistributedDataParallel | None = None
         if here.count > 1:
-            self.parallel = DistributedDataParallel(self.model, [here.device] if here.device.type == "cuda" else None)
-        self.forward: Callable[[torch.Tensor], torch.Tensor] = self.parallel or self.model
-        if config.compile:
-            self.forward = torch.compile(self.forward)
+            devices = [here.device] if here.device.type == "cuda" else None
+            self.parallel = DistributedDataParallel(self.objective, devices)
 
     def resume(self) -> int:
         """Load the last checkpoint and return its step."""
@@ -240,16 +240,14 @@ class _Run:
             ids = rows[first : first + config.batch_size].to(here.device)  # [B, S + 1]
             answer = answers[first : first + config.batch_size, 1:].to(here.device)  # [B, S]
             last = index == config.accumulate - 1
+            for layer in self.layers:
+                layer.gathers = not last
             with nullcontext() if self.parallel is None or last else self.parallel.no_sync():
                 with _autocast(here.device, config.precision):
-                    logits = self.forward(ids[:, :-1])  # [B, S, V]
-                    target = None if self.teacher is None else self.teacher.logits(ids[:, :-1])
-                losses = F.cross_entropy(logits.float().transpose(1, 2), ids[:, 1:], reduction="none")  # [B, S]
-                weighted = losses.sum() if not answer.any() else (losses * (1 + (ANSWER_WEIGHT - 1) * answer)).sum()
-                distilled = losses.new_zeros(()) if target is None else distillation_loss(logits, target)
+                    loss, losses, distilled = (self.parallel or self.objective)(ids, 1 + (ANSWER_WEIGHT - 1) * answer)
                 auxiliary = losses.numel() * auxiliary_loss(self.model)
-                weighted = weighted + config.distill_weight * distilled + AUXILIARY_WEIGHT * auxiliary
-                (weighted * here.count / (self.batch * config.length)).backward()  # processes' gradients are averaged
+                loss = loss + AUXILIARY_WEIGHT * auxiliary
+                (loss * here.count / (self.batch * config.length)).backward()  # processes' gradients are averaged
             sums += torch.stack((losses.sum(), (losses * answer).sum(), distilled, auxiliary)).detach()
         if here.count > 1:
             dist.all_reduce(sums)
@@ -282,6 +280,8 @@ class _Run:
         plot_losses({self.config.model.attention: log}, self.out / "loss.png")
         result = {"loss": log[-1]["loss"], "eval_loss": log[-1]["eval_loss"], "seconds": round(seconds, 2)}
         write_json(self.out / "training.json", {**self.about, "result": result})
+        for layer in self.layers:
+            layer.fold()
         place_model(self.model, self.out, self.out / "tokenizer", self.config.scheme)
 
 
@@ -322,6 +322,8 @@ def adamw(model: Decoder, config: TrainConfig) -> torch.optim.Optimizer:
     """AdamW with weight decay for matrices, but not for norms, lambda vectors and learned scales."""
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (config.weight_decay, 0.0)]
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         decays = parameter.ndim >= 2 and name in shapes(model.config)
         groups[0 if decays else 1]["params"].append(parameter)
     return optimizer_class(config)(groups, lr=config.learning_rate, betas=BETAS)
@@ -330,14 +332,13 @@ def adamw(model: Decoder, config: TrainConfig) -> torch.optim.Optimizer:
 @torch.no_grad()
 def evaluation_loss(model: Decoder, held_out: Windows, batch_size: int, precision: str = "auto") -> float:
     """Mean loss over the windows, in nats per scored token."""
-    device = next(model.parameters()).device
+    device, objective = next(model.parameters()).device, Objective(model)
     total = 0.0
     for begin in range(0, len(held_out.ids), batch_size):
         ids = torch.from_numpy(held_out.ids[begin : begin + batch_size]).to(device)
         target = torch.from_numpy(held_out.target[begin : begin + batch_size]).to(device)[:, 1:]
-        with _autocast(device, precision):
-            logits = model(ids)  # [B, S, V]; padding is at the end, where causal attention hides it
-        losses = F.cross_entropy(logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none")  # [B, S - 1]
+        with _autocast(device, precision):  # padding is at the end, where causal attention hides it
+            losses = objective(ids, target)[1]  # [B, S - 1]
         total += float(losses[target].double().sum())
     return total / held_out.scored
 

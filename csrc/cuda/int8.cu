@@ -6,65 +6,30 @@
 // turn. A step of 8 weights is 128 bytes, four for each lane: the even weights of row `lane` for the first 16 lanes, the odd
 // ones of row lane - 16 for the others, so a warp reads one line at a time and a product is one dp4a. With many rows, the tile
 // is read again from the cache for every ROWS of them.
-#include "activations.h"
+#include "rounded_groups.h"
 
 namespace diffbit::cuda {
 namespace {
 
-constexpr int TILE = 16, STEP = 8;
+constexpr int TILE = 16;
 constexpr int ROWS = 8;     // of activations in a block
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int CHUNK = 32;   // groups whose sums are in shared memory at once: 16 KiB
-constexpr float SMALLEST = 1e-30f;
 
-struct Product {
-  const void* a;
+struct Product : RoundedGroups {
   const uint32_t* codes;   // [tiles, groups, steps, 2, 16]
   const __half* scales;    // [tiles, scale_groups, 16]
   const uint8_t* zeros;    // the same, or null
   const float* factor;
   void* y;
-  uint32_t* q;             // [m, groups, steps, 2]: four even activations, four odd ones
-  float* row_scales;       // [m, groups]
-  int32_t* sums;           // [m, groups] of q
-  int64_t m, n;
-  int k, groups, group_size, scale_groups;
-  bool aligned;
+  int64_t n;
+  int scale_groups;
 };
-
-/// A warp quantizes a group of a row: lanes 0 ... group_size / 8 - 1 have eight numbers each.
-template <class T>
-__global__ void __launch_bounds__(THREADS) quantize(Product p) {
-  const int lane = threadIdx.x % 32, steps = p.group_size / STEP;
-  const int64_t at = static_cast<int64_t>(blockIdx.x) * WARPS + threadIdx.x / 32;  // row * groups + group
-  if (at >= p.m * p.groups) return;
-  const int64_t row = at / p.groups;
-  const int begin = static_cast<int>(at % p.groups) * p.group_size + lane * STEP;
-  float x[8] = {};
-  if (lane < steps) load8(x, static_cast<const T*>(p.a) + row * p.k, begin, p.k, p.aligned);
-  const int bits = __reduce_max_sync(WARP, larger(0, x));
-  const float size = __int_as_float(bits);
-  const bool wild = bits >= INFINITE, zero = wild || size < SMALLEST;
-  const float inverse = zero ? 0.0f : __fdiv_rn(127.0f, size);
-  int codes[8], sum = 0;
-#pragma unroll
-  for (int j = 0; j < 8; ++j) sum += codes[j] = zero ? 0 : __float2int_rn(__fmul_rn(x[j], inverse));
-  sum = __reduce_add_sync(WARP, sum);
-  if (lane < steps) {
-    uint32_t* to = p.q + (at * steps + lane) * 2;
-    to[0] = bytes(codes[0], codes[2], codes[4], codes[6]);
-    to[1] = bytes(codes[1], codes[3], codes[5], codes[7]);
-  }
-  if (lane == 0) {
-    p.row_scales[at] = wild ? __int_as_float(0x7fc00000) : zero ? 0.0f : __fdiv_rn(size, 127.0f);
-    p.sums[at] = sum;
-  }
-}
 
 template <class T, int COUNT>
 __global__ void __launch_bounds__(THREADS) multiply(Product p) {
   int32_t* totals = shared_memory<int32_t>();  // [CHUNK][COUNT][16]
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, steps = p.group_size / STEP;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, steps = p.group_size / 8;
   const int row = lane % TILE, odd = lane / TILE;
   const int64_t tile = blockIdx.x, first = static_cast<int64_t>(blockIdx.y) * ROWS;
   const int count = static_cast<int>(p.m - first < COUNT ? p.m - first : COUNT);
@@ -106,16 +71,10 @@ __global__ void __launch_bounds__(THREADS) multiply(Product p) {
     static_cast<T*>(p.y)[(first + output_row) * p.n + n] = from_float<T>(__fmul_rn(result, __ldg(p.factor)));
 }
 
-size_t numbers(const DiffbitInt8MatMul& op) {
-  return static_cast<size_t>(op.m * ((op.k + op.group_size - 1) / op.group_size));  // groups of activations
-}
-
 }  // namespace
 }  // namespace diffbit::cuda
 
-size_t diffbit_cuda_int8_matmul_workspace(const DiffbitInt8MatMul* op) {
-  return diffbit::cuda::numbers(*op) * (static_cast<size_t>(op->group_size) + sizeof(float) + sizeof(int32_t));
-}
+size_t diffbit_cuda_int8_matmul_workspace(const DiffbitInt8MatMul* op) { return diffbit::cuda::rounded_workspace(*op); }
 
 const char* diffbit_cuda_int8_matmul(const DiffbitInt8MatMul* op, void* workspace, void* stream_) {
   using namespace diffbit::cuda;
@@ -123,23 +82,15 @@ const char* diffbit_cuda_int8_matmul(const DiffbitInt8MatMul* op, void* workspac
   const int64_t across = (op->n + TILE - 1) / TILE, down = (op->m + ROWS - 1) / ROWS;
   if (down > 65535) return sentence("Int8MatMul: %lld rows are too many", static_cast<long long>(op->m));
   if (reinterpret_cast<uintptr_t>(op->codes) % 4) return sentence("Int8MatMul: codes are not aligned to 4 bytes");
-  const size_t groups = numbers(*op);
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_);
   Product p = {};
-  p.a = op->a, p.factor = static_cast<const float*>(op->factor), p.y = op->y;
+  if (const char* wrong = round_activations(*op, workspace, stream, p)) return wrong;
+  p.factor = static_cast<const float*>(op->factor), p.y = op->y;
   p.codes = static_cast<const uint32_t*>(op->codes), p.scales = static_cast<const __half*>(op->scales);
   p.zeros = static_cast<const uint8_t*>(op->zeros);
-  p.q = static_cast<uint32_t*>(workspace);
-  p.row_scales = reinterpret_cast<float*>(p.q + groups * static_cast<size_t>(op->group_size) / 4);
-  p.sums = reinterpret_cast<int32_t*>(p.row_scales + groups);
-  p.m = op->m, p.n = op->n, p.k = static_cast<int>(op->k), p.group_size = static_cast<int>(op->group_size);
-  p.groups = static_cast<int>((op->k + op->group_size - 1) / op->group_size);
-  p.scale_groups = static_cast<int>(op->scale_groups);
+  p.n = op->n, p.scale_groups = static_cast<int>(op->scale_groups);
   return with_type(op->type, "Int8MatMul", [&](auto number) {
     using T = decltype(number);
-    p.aligned = aligned_rows<T>(p.a, p.k);
-    const char* wrong = launch(quantize<T>, static_cast<unsigned>((groups + WARPS - 1) / WARPS), THREADS, 0, stream, p);
-    if (wrong) return wrong;
     const int count = p.m == 1 ? 1 : ROWS;
     const dim3 grid(static_cast<unsigned>(across), static_cast<unsigned>(down));
     const size_t shared = sizeof(int32_t) * CHUNK * TILE * static_cast<size_t>(count);

@@ -2,7 +2,7 @@
 // (api.h) are launched on ONNX Runtime's stream.
 //
 // Values that are an error on the CPU: a position beyond the tables of DiffAttention and an id outside the table of
-// GatherQuantized make NaN; a single zero point is taken to be 2^(bits - 1).
+// GatherQuantized or GatherLowBit make NaN; a single zero point or level is taken to be 2^(bits - 1), a single scale of rows 1.
 #pragma once
 
 #include "../ort/attention_node.h"
@@ -29,10 +29,12 @@ struct Launch : Base {
 using CausalConv = DIFFBIT_LAUNCH(CausalConvNode, CausalConv, causal_conv);
 using DiffAttention = DIFFBIT_LAUNCH(AttentionNode, Attention, attention);
 using FloatMatMul = DIFFBIT_LAUNCH(FloatMatMulNode, FloatMatMul, float_matmul);
+using GatherLowBit = DIFFBIT_LAUNCH(GatherLowBitNode, GatherLowBit, gather_lowbit);
 using GatherQuantized = DIFFBIT_LAUNCH(GatherNode, GatherQuantized, gather_quantized);
 using Hadamard = DIFFBIT_LAUNCH(HadamardNode, Hadamard, hadamard);
 using Int4MatMul = DIFFBIT_LAUNCH(Int4Node, Int4MatMul, int4_matmul);
 using Int8MatMul = DIFFBIT_LAUNCH(Int8Node, Int8MatMul, int8_matmul);
+using LowBitMatMul = DIFFBIT_LAUNCH(LowBitNode, LowBitMatMul, lowbit_matmul);
 using SelectiveScan = DIFFBIT_LAUNCH(SelectiveScanNode, SelectiveScan, selective_scan);
 using TernaryMatMul = DIFFBIT_LAUNCH(TernaryNode, TernaryMatMul, ternary_matmul);
 

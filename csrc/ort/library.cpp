@@ -125,8 +125,9 @@ std::vector<Entry> every_entry() {
   add_on_cpu<CausalConv, DiffAttention, FloatMatMul, GatherLowBit, GatherQuantized, Hadamard, Int4MatMul, Int8MatMul,
              LowBitMatMul, SelectiveScan, TernaryMatMul>(all);
 #if DIFFBIT_HAS_CUDA
-  add_on_gpu<cuda::CausalConv, cuda::DiffAttention, cuda::FloatMatMul, cuda::GatherQuantized, cuda::Hadamard,
-             cuda::Int4MatMul, cuda::Int8MatMul, cuda::SelectiveScan, cuda::TernaryMatMul>(all);
+  add_on_gpu<cuda::CausalConv, cuda::DiffAttention, cuda::FloatMatMul, cuda::GatherLowBit, cuda::GatherQuantized,
+             cuda::Hadamard, cuda::Int4MatMul, cuda::Int8MatMul, cuda::LowBitMatMul, cuda::SelectiveScan,
+             cuda::TernaryMatMul>(all);
 #endif
   return all;
 }

@@ -10,8 +10,8 @@ import numpy as np
 
 from diffbit.ops import causal_conv, selective_scan
 
-from ..ops.cases import AttentionCase, HadamardCase, Int4Case, MambaCase, TernaryCase
-from .nodes import Node, Output, attention, int4, mamba, ternary, transform
+from ..ops.cases import AttentionCase, HadamardCase, Int4Case, LowBitCase, MambaCase, TernaryCase
+from .nodes import Node, Output, attention, gather_rows, int4, lowbit, mamba, ternary, transform
 
 
 @dataclass(frozen=True)
@@ -185,6 +185,32 @@ def broken_int4() -> Iterator[Broken]:
         yield Broken(changed(node, name, **changes), sentence)
 
 
+def broken_lowbit() -> Iterator[Broken]:
+    case = LowBitCase("base", lead=(2,), k=200, n=21, bits=3, table=True)  # 7 groups, 2 tiles
+    half = np.full((1, 1), 0.5, np.float16)
+    for node in (lowbit(case), gather_rows(case)):
+        x = {name: array for name, array in node.inputs.items() if array is not None}
+        yield from of_any_op(node)
+        for name, sentence, changes in (
+            ("bits_1", "attribute bits is 1, wanted 2 to 6", {"bits": 1}),
+            ("bits_4", r"codes is \[2, 7, 1, 3, 16, 4\], wanted \[2, 7, 1, 4, 16, 4\]", {"bits": 4}),
+            ("group_64", r"codes is \[2, 7, 1, 3, 16, 4\], wanted \[2, 4, 2, 3, 16, 4\]", {"group_size": 64}),
+            ("n_33", r"codes is \[2, 7, 1, 3, 16, 4\], wanted \[3, 7, 1, 3, 16, 4\]", {"N": 33}),
+            ("scales_short", r"scales is \[2, 6, 16\], wanted \[2, 7, 16\]", {"scales": x["scales"][:, :6]}),
+            ("rows_short", r"row_scales is \[1, 16\], wanted \[2, 16\]", {"row_scales": x["row_scales"][:1]}),
+            ("rows_flat", r"row_scales is \[1\], wanted \[1, 1\]", {"row_scales": half.reshape(1)}),
+            ("rows_of_half", "row_scales is one 0.5, wanted one 1 or one of each row", {"row_scales": half}),
+            ("levels_short", r"levels is \[7\], wanted \[8\]", {"levels": x["levels"][:7]}),
+            ("levels_of_9", "levels is one 9, wanted one 4 for integers", {"levels": np.full(1, 9, np.uint8)}),
+            ("factors", r"factor is \[21\], wanted \[1\]", {"factor": np.ones(21, np.float32)}),
+        ):
+            yield Broken(changed(node, name, **changes), sentence)
+    six = lowbit(replace(case, bits=6, table=False))
+    yield Broken(changed(six, "levels_of_6_bits", levels=np.zeros(64, np.uint8)), r"levels is \[64\], wanted \[1\]")
+    ids = gather_rows(case)
+    yield Broken(changed(ids, "ids_beyond", ids=np.full((2, 3), 21)), "ids holds 21, wanted 0 to 20")
+
+
 def broken_attention() -> Iterator[Broken]:
     case = AttentionCase("base", batch=2, past=4, beyond=2)
     node = attention(case)
@@ -344,6 +370,7 @@ def broken() -> Iterator[Broken]:
     """Every op's."""
     yield from broken_ternary()
     yield from broken_int4()
+    yield from broken_lowbit()
     yield from broken_hadamard()
     yield from broken_mamba()
     yield from broken_attention()

@@ -13,9 +13,17 @@ from hypothesis import strategies as st
 
 from diffbit.ops import causal_conv, int4_matmul, selective_scan
 
-from ..ops.cases import AttentionCase, HadamardCase, Int4Case, MambaCase, TernaryCase
+from ..ops.cases import (
+    LOWBIT_KINDS,
+    AttentionCase,
+    HadamardCase,
+    Int4Case,
+    LowBitCase,
+    MambaCase,
+    TernaryCase,
+)
 from .host import build
-from .nodes import Node, attention, int4, mamba, ternary, transform
+from .nodes import Node, attention, int4, lowbit, mamba, ternary, transform
 from .test_host import differences
 
 pytestmark = pytest.mark.slow
@@ -49,6 +57,14 @@ INT4 = st.builds(
     group=st.sampled_from(int4_matmul.GROUP_SIZES),
     symmetric=st.booleans(),
     factor=st.sampled_from((1.0, 0.37)),
+)
+
+LOWBIT = st.builds(
+    lambda kind, **more: LowBitCase("any", bits=kind[0], table=kind[1], **more),
+    st.sampled_from(LOWBIT_KINDS),
+    **matmuls(("normal", "low", "high", "zero", "tiny")),
+    group=st.sampled_from(int4_matmul.GROUP_SIZES),
+    int8_scales=st.booleans(),
 )
 
 
@@ -127,6 +143,7 @@ def any_attention(case: AttentionCase) -> Node:
 OPS = {
     "ternary": (ternary, TERNARY),
     "int4": (int4, INT4),
+    "lowbit": (lowbit, LOWBIT),
     "hadamard": (transform, hadamards()),
     "mamba": (any_mamba, mambas()),
     "attention": (any_attention, attentions()),

@@ -8,8 +8,10 @@ import torch
 
 from diffbit.ops import gather_lowbit
 
+from ..native import cuda
 from .cases import LOWBIT_TABLE_CASES as CASES
 from .cases import LowBitCase
+from .cuda_run import TYPES, Device, on_devices_in_turn
 from .onnx_run import body_of, on_each_isa, on_isas_in_turn, run_node
 from .test_lowbit_matmul import CONSTANTS, weights
 
@@ -54,6 +56,21 @@ def test_body_is_exact(case: LowBitCase) -> None:
 def test_kernel_is_exact(case: LowBitCase, isa: str) -> None:
     inputs, _ = node(case)
     assert np.array_equal(run(case, inputs, isa), expected(case, inputs))
+
+
+@on_devices_in_turn(CASES)
+def test_cuda_kernel_is_exact(case: LowBitCase, device: Device) -> None:
+    inputs, _ = node(case)
+    tensors = [device.put(torch.from_numpy(x)) for x in inputs.values()]
+    y = device.poisoned((*case.lead, case.k), case.dtype)
+    pointers = [x.data_ptr() for x in (*tensors, y)]
+    if not case.int8_scales:
+        pointers[3] = 0
+    if not case.table:
+        pointers[4] = 0
+    sizes = [tensors[0].numel(), case.n, case.k, case.group, case.bits, 3 if case.int8_scales else cuda.FLOAT16]
+    device.run(cuda.GatherLowBit(*pointers, *sizes, TYPES[case.dtype]))
+    assert np.array_equal(y.cpu().numpy(), expected(case, inputs))
 
 
 @on_each_isa

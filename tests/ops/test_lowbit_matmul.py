@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from diffbit.ops import int4_matmul, lowbit_matmul
 
+from ..native import cuda
 from .cases import LOWBIT_CASES, LOWBIT_KINDS, LowBitCase
+from .cuda_run import TYPES, Device, on_devices_in_turn
 from .onnx_run import body_of, on_each_isa, on_isas_in_turn, run_node
 from .test_int4_matmul import fma, rounded_groups
 
@@ -85,6 +87,30 @@ def run(case: LowBitCase, isa: str, threads: int = 1) -> np.ndarray:
 def test_kernel_is_exact(case: LowBitCase, isa: str) -> None:
     got, expected = run(case, isa), reference(case)
     assert got.dtype == expected.dtype and np.array_equal(got, expected, equal_nan=True)
+
+
+CUDA_CASES = [
+    *LOWBIT_CASES,
+    LowBitCase("bf16", (9,), 1100, 61, 64, factor=0.7, dtype=torch.bfloat16, bits=5),
+    LowBitCase("long_levels", (11,), 2100, 61, 32, bits=3, table=True),
+]
+
+
+@on_devices_in_turn(CUDA_CASES)
+def test_cuda_kernel_is_exact(case: LowBitCase, device: Device) -> None:
+    a, *_, factor = case.inputs()
+    packed = case.packed()
+    inputs = [device.put(x) for x in (a, *packed, factor)]
+    y = device.poisoned((*case.lead, case.n), a.dtype)
+    pointers = [x.data_ptr() for x in (*inputs, y)]
+    if not case.int8_scales:
+        pointers[3] = 0
+    if not case.table:
+        pointers[4] = 0
+    sizes = [a.numel() // case.k, case.n, case.k, case.group, case.bits, 3 if case.int8_scales else cuda.FLOAT16]
+    device.run(cuda.LowBitMatMul(*pointers, *sizes, TYPES[a.dtype]))
+    expected = lowbit_matmul.reference(a, packed, factor, case.n, case.group)
+    assert torch.allclose(y.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @on_each_isa

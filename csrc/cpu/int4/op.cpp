@@ -17,7 +17,8 @@ void TiledMatMul<Node_>::compute(Context& context) const {
     throw Error("%s is one %d, wanted one %lld or one of each group", zeros.name, int{*of.zero}, number(MIDDLE));
   const Int4Weight weight = {codes.as<uint8_t>(), scales.as<uint16_t>(), zeros.as<uint8_t>(), *factor.as<float>(), n,
                              divide_up(k, group_size), group_size, of.scale_groups};
-  multiply_tiles(context, a, y, k, BITS, weight, of.zero && BITS == 4 ? -8 : -1, kernels->quantize, *kernels);
+  multiply_tiles(context, a, y, k, BITS, weight, of.zero && BITS == 4 ? -8 : -1, kernels->quantize, *kernels,
+                 kernels->most_rows, [&](int64_t) -> const Int4Weight& { return weight; });
 }
 
 template struct TiledMatMul<Int4Node>;

@@ -8,13 +8,15 @@
 
 namespace diffbit {
 
-/// y = a times `weight`, whose codes have `bits` bits, with `kernels.multiply`; `quantize` takes `minus`.
-template <class Weight, class Kernels>
+/// y = a times `weight`, whose codes have `bits` bits, with `kernels.multiply`; `quantize` takes `minus`. For more than `few`
+/// rows, a tile is multiplied by many of their blocks: prepare(tile) returns the weight from which.
+template <class Weight, class Kernels, class Prepare>
 void multiply_tiles(Context& context, const Tensor& a, const Tensor& y, int64_t k, int64_t bits, const Weight& weight,
-                    int32_t minus, decltype(Int4Kernels::quantize) quantize, const Kernels& kernels) {
+                    int32_t minus, decltype(Int4Kernels::quantize) quantize, const Kernels& kernels, int64_t few,
+                    const Prepare& prepare) {
   enum Scratch { QUANTIZED, OFFSETS, ROW_SCALES };
   constexpr int64_t BYTES_PER_TASK = 96 << 10;  // of codes, for few rows: about ten microseconds
-  constexpr int64_t CACHED_BYTES = 384 << 10;   // of activations that stay in a core's cache while tiles pass
+  constexpr int64_t CACHED_BYTES = 512 << 10;   // of activations that stay in a core's cache while tiles pass
   constexpr int64_t TILES_PER_TASK = 8;
 
   const int64_t rows = a.size() / k, n = weight.n, groups = weight.groups, width = groups * weight.group_size;
@@ -36,7 +38,7 @@ void multiply_tiles(Context& context, const Tensor& a, const Tensor& y, int64_t 
     quantize(a.as<char>() + i * most * k * item, half, k, groups, weight.group_size, minus, block(i));
   });
 
-  if (blocks == 1) {  // bound by memory: several distant tiles at once, then the remaining ones
+  if (rows <= few) {  // bound by memory: several distant tiles at once, then the remaining ones
     const int64_t streams = kernels.streams[rows], apart = tiles / streams;
     const int64_t tasks = std::max<int64_t>(1, std::min(apart, streams * apart * INT4_TILE * width * bits / 8 / BYTES_PER_TASK));
     context.parallel(tasks, [&](int64_t task) {
@@ -52,9 +54,11 @@ void multiply_tiles(Context& context, const Tensor& a, const Tensor& y, int64_t 
   const int64_t across = divide_up(tiles, TILES_PER_TASK), down = divide_up(blocks, near);
   context.parallel(across * down, [&](int64_t task) {
     const int64_t column = task % across * TILES_PER_TASK, row = task / across;
-    for (int64_t tile = column; tile < std::min(tiles, column + TILES_PER_TASK); ++tile)
+    for (int64_t tile = column; tile < std::min(tiles, column + TILES_PER_TASK); ++tile) {
+      const Weight& prepared = prepare(tile);
       for (int64_t i = blocks * row / down; i < blocks * (row + 1) / down; ++i)
-        kernels.multiply(block(i), weight, tile, 1, 1, output(i), half);
+        kernels.multiply(block(i), prepared, tile, 1, 1, output(i), half);
+    }
   });
 }
 

@@ -7,6 +7,8 @@
 
 namespace diffbit {
 
+constexpr int64_t LOWBIT_FEW_ROWS = 4;  // of activations, for which codes are unpacked as they are multiplied
+
 struct LowBitWeight {
   const uint8_t* codes;        // [tiles, groups, group_size / 32, bits, 16, 4]
   const void* scales;          // [tiles, groups, 16] float16, or (int8_scales) int8
@@ -15,13 +17,17 @@ struct LowBitWeight {
   const uint8_t* levels;       // [2^bits]; null: integers
   float factor;
   int64_t n, groups, group_size, bits;
+  const uint8_t* unpacked = nullptr;  // the tile to multiply, by `unpack`
 };
 
-/// The members are those of Int4Kernels.
+/// The members are those of Int4Kernels, but for:
 struct LowBitMatMulKernels {
   int64_t most_rows;
   int64_t streams[INT4_MOST_ROWS + 1];
   int32_t minus_of_levels;  // `minus` for a weight with levels; for integers it is -2^(bits - 1)
+  /// Sets weight.unpacked to a tile as it is multiplied fastest; `to` has room for a byte for each weight.
+  void (*unpack)(LowBitWeight& weight, int64_t tile, uint8_t* to);
+  /// For more than LOWBIT_FEW_ROWS rows `weight` is unpacked.
   void (*multiply)(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, int64_t apart, int64_t count, void* y,
                    bool half);
 };

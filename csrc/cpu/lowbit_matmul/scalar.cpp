@@ -6,6 +6,9 @@
 namespace diffbit::scalar {
 namespace {
 
+/// Nothing to gain here: `multiply` reads the planes.
+void unpack(LowBitWeight&, int64_t, uint8_t*) {}
+
 void multiply(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, int64_t apart, int64_t count, void* y,
               bool half) {
   const int64_t runs = weight.group_size / LOWBIT_RUN;
@@ -36,6 +39,6 @@ void multiply(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, i
 
 }  // namespace
 
-extern const LowBitMatMulKernels lowbit_matmul = {4, {0, 2, 1, 1, 1, 0, 0, 0, 0}, -128, multiply};
+extern const LowBitMatMulKernels lowbit_matmul = {4, {0, 2, 1, 1, 1, 0, 0, 0, 0}, -128, unpack, multiply};
 
 }  // namespace diffbit::scalar

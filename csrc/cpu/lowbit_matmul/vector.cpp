@@ -1,6 +1,7 @@
 // LowBitMatMul with vectors; compiled once per instruction set. Like cpu/int4/vector.cpp, but for the codes: a vector of WIDTH
 // bytes of a plane has bits of eight, four or two quads of each of WIDTH / 4 rows, so a quad's codes are put together from one or
-// two planes. Levels of a table are looked up with a shuffle of bytes.
+// two planes. Levels of a table are looked up with a shuffle of bytes. For many rows of activations a tile is unpacked once, to a
+// byte for each code or level.
 #include "kernels.h"
 
 #include "../simd/vectors.h"
@@ -12,6 +13,13 @@ constexpr int VECTORS = LOWBIT_PLANE / WIDTH;
 constexpr int64_t AHEAD = 4096;  // bytes to prefetch
 constexpr int MOST_ROWS = INT4_ROWS;
 constexpr int streams_of(int rows) { return rows <= INT4_TWO_TILES ? 2 : 1; }
+
+// How codes are stored, in planes or (BITS 8) in bytes, and what is multiplied: codes of TOP bits, or levels
+template <int BITS_, int TOP_>
+struct Kind {
+  static constexpr int BITS = BITS_, TOP = TOP_;
+};
+constexpr int LEVELS = 8;
 
 /// Field `quad` of the fields of WIDE bits whose planes begin at `planes`, with its lowest bit at TO.
 template <int WIDE, int TO>
@@ -38,47 +46,59 @@ DIFFBIT_INLINE Bytes field(const uint8_t* planes, int quad) {
 template <int BITS>
 DIFFBIT_INLINE Bytes codes_of(const uint8_t* run, int quad) {
   constexpr int LOW = BITS < 4 ? 2 : 4, HIGH = BITS - LOW;
-  if constexpr (HIGH == 0)
+  if constexpr (BITS == 8)
+    return load_bytes(run + quad * LOWBIT_PLANE);
+  else if constexpr (HIGH == 0)
     return field<LOW, 0>(run, quad);
   else
     return field<LOW, 0>(run, quad) | field<HIGH, LOW>(run + LOW * LOWBIT_PLANE, quad);
 }
 
-template <int BITS, bool TABLE, int TILES, int ROWS>
-void tiles(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, int64_t apart, void* y, bool half) {
-  constexpr int MOST = static_cast<int>(dots((1 << BITS) - 1) < LOWBIT_QUADS ? dots((1 << BITS) - 1) : LOWBIT_QUADS);
-  constexpr int QUADS = MOST == 8 ? 8 : MOST >= 4 ? 4 : 2;  // between flushes of Partials
-  const int64_t runs = weight.group_size / LOWBIT_RUN;
+/// The levels less BYTE_MIDDLE, for `lookup`.
+Bytes table_of(const uint8_t* levels, int64_t bits) {
   uint8_t bytes[16] = {};
-  if (TABLE)
-    for (int i = 0; i < 1 << BITS; ++i) bytes[i] = weight.levels[i] ^ BYTE_MIDDLE;
-  [[maybe_unused]] const Bytes table = load_table(bytes);
+  for (int i = 0; i < 1 << bits; ++i) bytes[i] = levels[i] ^ BYTE_MIDDLE;
+  return load_table(bytes);
+}
+
+template <class Kind, bool UNPACKED, int TILES, int ROWS>
+void tiles(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, int64_t apart, void* y, bool half) {
+  constexpr int BITS = Kind::BITS, MOST = (1 << Kind::TOP) - 1;
+  constexpr bool TABLE = Kind::TOP == LEVELS;
+  constexpr int QUADS = TABLE || dots(MOST) >= 8 ? 8 : dots(MOST) >= 4 ? 4 : 2;  // between flushes of Partials
+  const int64_t runs = weight.group_size / LOWBIT_RUN;
+  [[maybe_unused]] Bytes table;
+  if (TABLE && BITS < 8) table = table_of(weight.levels, BITS);
   const uint8_t* codes[TILES];
-  int64_t scales[TILES];  // positions
+  const char* scales[TILES];
+  const int64_t scale_bytes = weight.int8_scales ? INT4_TILE : 2 * INT4_TILE;
   F32 results[TILES][ROWS][VECTORS];
   DIFFBIT_UNROLL
   for (int t = 0; t < TILES; ++t) {
     const int64_t group = (first + t * apart) * weight.groups;
-    codes[t] = weight.codes + group * runs * BITS * LOWBIT_PLANE;
-    scales[t] = group * INT4_TILE;
+    codes[t] = UNPACKED ? weight.unpacked : weight.codes + group * runs * BITS * LOWBIT_PLANE;
+    scales[t] = static_cast<const char*>(weight.scales) + group * scale_bytes;
     DIFFBIT_UNROLL
     for (int r = 0; r < ROWS; ++r)
+      DIFFBIT_UNROLL
       for (int v = 0; v < VECTORS; ++v) results[t][r][v] = splat(0.0f);
   }
   const int8_t* q = rows.q;
-  for (int64_t g = 0; g < weight.groups; ++g) {
+  const int32_t* offsets = rows.offsets;
+  const float* row_scales = rows.scales;
+  for (int64_t g = 0; g < weight.groups; ++g, offsets += ROWS, row_scales += ROWS) {
     Ints sums[TILES][ROWS][VECTORS];
     DIFFBIT_UNROLL
     for (int t = 0; t < TILES; ++t)
       DIFFBIT_UNROLL
       for (int r = 0; r < ROWS; ++r)
         DIFFBIT_UNROLL
-        for (int v = 0; v < VECTORS; ++v) sums[t][r][v] = splat_int(rows.offsets[g * ROWS + r]);
+        for (int v = 0; v < VECTORS; ++v) sums[t][r][v] = splat_int(offsets[r]);
     for (int64_t run = 0; run < runs; ++run) {
       DIFFBIT_UNROLL
       for (int t = 0; t < TILES; ++t)
         DIFFBIT_UNROLL
-        for (int plane = 0; plane < BITS; ++plane) prefetch(codes[t] + plane * LOWBIT_PLANE + AHEAD);
+        for (int plane = 0; BITS < 8 && plane < BITS; ++plane) prefetch(codes[t] + plane * LOWBIT_PLANE + AHEAD);
       DIFFBIT_UNROLL
       for (int begin = 0; begin < LOWBIT_QUADS; begin += QUADS) {
         Partial partial[TILES][ROWS][VECTORS];
@@ -96,7 +116,7 @@ void tiles(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, int6
             DIFFBIT_UNROLL
             for (int v = 0; v < VECTORS; ++v) {
               weights[v] = codes_of<BITS>(codes[t] + v * WIDTH, quad);
-              if (TABLE) weights[v] = lookup(table, weights[v]);
+              if (TABLE && BITS < 8) weights[v] = lookup(table, weights[v]);
             }
             DIFFBIT_UNROLL
             for (int r = 0; r < ROWS; ++r) {
@@ -127,25 +147,32 @@ void tiles(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, int6
     }
     DIFFBIT_UNROLL
     for (int t = 0; t < TILES; ++t) {
+      prefetch(scales[t] + AHEAD / 16);
       DIFFBIT_UNROLL
       for (int v = 0; v < VECTORS; ++v) {
-        const int64_t at = scales[t] + v * F32_LANES;
-        const F32 scale = weight.int8_scales ? load(static_cast<const int8_t*>(weight.scales) + at)
-                                             : load(static_cast<const uint16_t*>(weight.scales) + at);
+        const F32 scale = weight.int8_scales ? load(reinterpret_cast<const int8_t*>(scales[t]) + v * F32_LANES)
+                                             : load(reinterpret_cast<const uint16_t*>(scales[t]) + v * F32_LANES);
         DIFFBIT_UNROLL
         for (int r = 0; r < ROWS; ++r)
-          results[t][r][v] = fma(to_floats(sums[t][r][v]), scale * splat(rows.scales[g * ROWS + r]), results[t][r][v]);
+          results[t][r][v] = fma(to_floats(sums[t][r][v]), scale * splat(row_scales[r]), results[t][r][v]);
       }
-      scales[t] += INT4_TILE;
+      scales[t] += scale_bytes;
     }
   }
+  float totals[TILES][ROWS][INT4_TILE];  // or GCC would store the results after every group
+  DIFFBIT_UNROLL
+  for (int t = 0; t < TILES; ++t)
+    DIFFBIT_UNROLL
+    for (int r = 0; r < ROWS; ++r)
+      DIFFBIT_UNROLL
+      for (int v = 0; v < VECTORS; ++v) store(totals[t][r] + v * F32_LANES, results[t][r][v]);
   for (int t = 0; t < TILES; ++t)
     for (int v = 0; v < VECTORS; ++v) {
       const int64_t column = (first + t * apart) * INT4_TILE + v * F32_LANES, room = weight.n - column;
       if (room <= 0) continue;
       const F32 row_scale = weight.row_scales ? load(weight.row_scales + column) : splat(1.0f);
       for (int r = 0; r < ROWS; ++r) {
-        const F32 values = results[t][r][v] * (row_scale * splat(weight.factor));
+        const F32 values = load(totals[t][r] + v * F32_LANES) * (row_scale * splat(weight.factor));
         const auto put = [&](auto* to) { room < F32_LANES ? store_part(to, room, values) : store(to, values); };
         if (half)
           put(static_cast<uint16_t*>(y) + r * weight.n + column);
@@ -155,30 +182,78 @@ void tiles(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, int6
     }
 }
 
-template <int BITS, bool TABLE, int ROWS>
+/// With few rows, streams_of(rows) tiles at a time; of an unpacked weight, one.
+template <class Kind, bool UNPACKED, int ROWS>
 void multiply_rows(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, int64_t apart, int64_t count, void* y,
                    bool half) {
-  constexpr int STREAMS = streams_of(ROWS);
-  if (count == STREAMS) return tiles<BITS, TABLE, STREAMS, ROWS>(rows, weight, first, apart, y, half);
-  for (int64_t i = 0; i < count; ++i) tiles<BITS, TABLE, 1, ROWS>(rows, weight, first + i * apart, 0, y, half);
+  constexpr int STREAMS = UNPACKED ? 1 : streams_of(ROWS);
+  if (count == STREAMS) return tiles<Kind, UNPACKED, STREAMS, ROWS>(rows, weight, first, apart, y, half);
+  for (int64_t i = 0; i < count; ++i) tiles<Kind, UNPACKED, 1, ROWS>(rows, weight, first + i * apart, 0, y, half);
 }
 
-/// multiply_rows<BITS, TABLE, rows.count>, for 1 to ROWS rows.
-template <int BITS, bool TABLE, int ROWS = MOST_ROWS>
+/// multiply_rows<Kind, UNPACKED, rows.count>, for 1 to ROWS rows.
+template <class Kind, bool UNPACKED, int ROWS>
 void multiply_rows_of(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, int64_t apart, int64_t count,
                       void* y, bool half) {
   if constexpr (ROWS > 1)
-    if (rows.count < ROWS) return multiply_rows_of<BITS, TABLE, ROWS - 1>(rows, weight, first, apart, count, y, half);
-  multiply_rows<BITS, TABLE, ROWS>(rows, weight, first, apart, count, y, half);
+    if (rows.count < ROWS)
+      return multiply_rows_of<Kind, UNPACKED, ROWS - 1>(rows, weight, first, apart, count, y, half);
+  multiply_rows<Kind, UNPACKED, ROWS>(rows, weight, first, apart, count, y, half);
 }
+
+using Multiply = decltype(LowBitMatMulKernels::multiply);
+template <int BITS, int TOP>
+constexpr Multiply FEW = multiply_rows_of<Kind<BITS, TOP>, false, LOWBIT_FEW_ROWS>;
+/// Without the limits of a Partial, bytes are multiplied like levels, whatever they are.
+template <int BITS, int TOP>
+constexpr Multiply MANY = multiply_rows_of<Kind<BITS, BITS == 8 && PARTIAL_IS_INTS ? LEVELS : TOP>, true, MOST_ROWS>;
 
 void multiply(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, int64_t apart, int64_t count, void* y,
               bool half) {
-  using Multiply = decltype(LowBitMatMulKernels::multiply);
-  constexpr Multiply INTEGERS[] = {multiply_rows_of<2, false>, multiply_rows_of<3, false>, multiply_rows_of<4, false>,
-                                   multiply_rows_of<5, false>, multiply_rows_of<6, false>};
-  constexpr Multiply LEVELS[] = {multiply_rows_of<2, true>, multiply_rows_of<3, true>, multiply_rows_of<4, true>};
-  (weight.levels ? LEVELS : INTEGERS)[weight.bits - 2](rows, weight, first, apart, count, y, half);
+  constexpr Multiply of_few[2][5] = {{FEW<2, 2>, FEW<3, 3>, FEW<4, 4>, FEW<5, 5>, FEW<6, 6>},
+                                     {FEW<2, LEVELS>, FEW<3, LEVELS>, FEW<4, LEVELS>}};
+  constexpr Multiply of_many[2][5] = {{MANY<4, 4>, MANY<4, 4>, MANY<4, 4>, MANY<8, 5>, MANY<8, 6>},
+                                      {MANY<8, LEVELS>, MANY<8, LEVELS>, MANY<8, LEVELS>}};
+  const Multiply chosen = (weight.unpacked ? of_many : of_few)[weight.levels != nullptr][weight.bits - 2];
+  chosen(rows, weight, first, apart, count, y, half);
+}
+
+/// Integers of up to 4 bits to planes of 4 bits, others and levels to bytes.
+template <int BITS, bool TABLE>
+void unpack_planes(const uint8_t* run, int64_t runs, const uint8_t* levels, uint8_t* to) {
+  [[maybe_unused]] Bytes table;
+  if (TABLE) table = table_of(levels, BITS);
+  for (int64_t i = 0; i < runs; ++i, run += BITS * LOWBIT_PLANE) {
+    DIFFBIT_UNROLL
+    for (int plane = 0; plane < BITS; ++plane) prefetch(run + plane * LOWBIT_PLANE + AHEAD);
+    DIFFBIT_UNROLL
+    for (int quad = 0; quad < LOWBIT_QUADS; quad += 2)
+      DIFFBIT_UNROLL
+      for (int v = 0; v < VECTORS; ++v) {
+        Bytes even = codes_of<BITS>(run + v * WIDTH, quad), odd = codes_of<BITS>(run + v * WIDTH, quad + 1);
+        if (TABLE) even = lookup(table, even), odd = lookup(table, odd);
+        if (TABLE || BITS > 4) {
+          store(to + quad * LOWBIT_PLANE + v * WIDTH, even);
+          store(to + (quad + 1) * LOWBIT_PLANE + v * WIDTH, odd);
+        } else {
+          store(to + quad / 2 * LOWBIT_PLANE + v * WIDTH, even | shift<-4>(odd));
+        }
+      }
+    to += (TABLE || BITS > 4 ? 8 : 4) * LOWBIT_PLANE;
+  }
+}
+
+void unpack(LowBitWeight& weight, int64_t tile, uint8_t* to) {
+  using Unpack = decltype(&unpack_planes<2, false>);
+  constexpr Unpack of[2][5] = {{unpack_planes<2, false>, unpack_planes<3, false>, nullptr, unpack_planes<5, false>, unpack_planes<6, false>},
+                               {unpack_planes<2, true>, unpack_planes<3, true>, unpack_planes<4, true>}};
+  const int64_t runs = weight.groups * weight.group_size / LOWBIT_RUN;
+  const uint8_t* codes = weight.codes + tile * runs * weight.bits * LOWBIT_PLANE;
+  weight.unpacked = codes;
+  const Unpack chosen = of[weight.levels != nullptr][weight.bits - 2];
+  if (!chosen) return;  // planes of 4 bits
+  chosen(codes, runs, weight.levels, to);
+  weight.unpacked = to;
 }
 
 }  // namespace
@@ -187,6 +262,7 @@ extern const LowBitMatMulKernels lowbit_matmul = {
     MOST_ROWS,
     {0, streams_of(1), streams_of(2), streams_of(3), streams_of(4), streams_of(5), streams_of(6), streams_of(7), streams_of(8)},
     BYTE_MIDDLE - 128,
+    unpack,
     multiply};
 
 }  // namespace diffbit::DIFFBIT_ISA

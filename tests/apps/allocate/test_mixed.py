@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import random
 from collections.abc import Callable
@@ -11,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from diffbit import models
 from diffbit.apps.allocate import mixed
@@ -22,35 +19,16 @@ from diffbit.export import export_artifact
 from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.io.files import parse_size
-from diffbit.models import Decoder, ModelConfig
+from diffbit.models import Decoder
 from diffbit.quantize import Scheme, apply, linear_shapes, quantize_checkpoint
-from diffbit.quantize.calibration import Tokens
-from diffbit.quantize.methods import Method, Recipe, find
+from diffbit.quantize.methods import Method, Recipe
 from diffbit.quantize.methods.rtn import quantize as rtn
 from diffbit.runtime import Artifact, verify
 
 from ...configs import resized
+from .small import CONFIG, IDS, MASK, divergence, make
 
-CONFIG = ModelConfig.uniform(
-    vocab_size=96, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=96,
-    attention="diff_v1",
-)  # fmt: skip
-IDS = torch.randint(96, (5, 24), generator=torch.Generator().manual_seed(0))
-MASK = torch.arange(24) < torch.tensor([24, 24, 17, 24, 9])[:, None]
 FEW = ("int2_g64", "int4_g64", "int4_g32", "int8", "none")
-
-
-def make(config: ModelConfig = CONFIG) -> Decoder:
-    """A random model some of whose layers matter more than others."""
-    torch.manual_seed(0)
-    decoder = Decoder(config)
-    with torch.no_grad():
-        for place, (name, parameter) in enumerate(decoder.named_parameters()):
-            if name.endswith("norm.weight"):
-                parameter.uniform_(0.5, 1.5)
-            elif parameter.dim() == 2:
-                parameter.mul_(2 + place % 4)
-    return decoder
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +36,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("mixed") / "float"
     models.save(make(), path)
     return path
-
-
-def divergence(exact: Decoder, other: Decoder, ids: Tensor = IDS, mask: Tensor = MASK) -> float:
-    """KL by its definition, both models run whole in float64's neighbourhood: the slow and obvious version."""
-    with torch.no_grad():
-        p, q = (F.log_softmax(model(ids, attention_mask=mask.long()).double(), dim=-1) for model in (exact, other))
-    return float((p.exp() * (p - q)).sum(-1)[mask].mean())
 
 
 # the choice
@@ -102,84 +73,6 @@ def test_useless_formats_are_never_chosen() -> None:
     assert choice == {"a": "y"} and path == [(4, 1.0)]
 
 
-# losses
-
-
-def measured(
-    decoder: Decoder, base: Decoder, rounding: Method, names: dict[str, list[str]], tokens: Tokens | None
-) -> mixed.Losses:
-    sample = Tokens(decoder.config, IDS, MASK)
-    formats = {
-        module: {name: None if name == "none" else parse_format(name) for name in row} for module, row in names.items()
-    }
-    return mixed.measure(decoder, base, sample, Scheme(), formats, rounding, tokens)
-
-
-LINEARS = [name for name in linear_shapes(CONFIG) if name != "lm_head"]
-
-
-def error(weight: Tensor, name: str) -> float:
-    return float((weight.double() - rtn(weight, parse_format(name)).dequantize()).square().sum())
-
-
-def test_a_loss_is_the_divergence_of_the_model_with_that_weight_rounded() -> None:
-    """Around the float model and one with some layers in int2, with padding: a copy of the model run whole."""
-    decoder = make()
-    fixed = tuple((name, parse_format("int2_g64")) for name in LINEARS[:3])
-    for overrides, modules in (((), LINEARS), (fixed, LINEARS[3:])):
-        base = apply(decoder, Scheme(overrides=overrides))
-        formats = {module: ["int2_g64", "int4_g32_asym", "none"] for module in modules}
-        for module, row in measured(decoder, base, find("rtn"), formats, None).items():
-            weight = decoder.get_submodule(module).weight.detach()
-            changed = copy.deepcopy(base)
-            linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-            linear.weight.data = rtn(weight, parse_format("int2_g64")).dequantize()
-            changed.set_submodule(module, linear)
-            loss = divergence(base, changed)
-            assert row["int2_g64"] == pytest.approx(loss, rel=1e-3, abs=3e-7), module
-            other = loss * error(weight, "int4_g32_asym") / error(weight, "int2_g64")
-            assert row["int4_g32_asym"] == pytest.approx(other, rel=1e-3, abs=3e-7) and row["none"] == 0, module
-
-
-def test_a_format_that_changes_nothing_says_nothing_of_the_others() -> None:
-    decoder, module = make(), LINEARS[4]
-    weight = decoder.get_submodule(module).weight
-    weight.data = rtn(weight.detach(), parse_format("int4_g32")).dequantize()
-    (losses,) = measured(decoder, decoder, find("rtn"), {module: ["int4_g32", "int2_g64"]}, None).values()
-    rounded = apply(decoder, Scheme(overrides=((module, parse_format("int2_g64")),)))
-    assert losses == {"int4_g32": 0, "int2_g64": pytest.approx(divergence(decoder, rounded), rel=1e-3)}
-
-
-def test_statistics_are_those_that_the_layer_is_rounded_with() -> None:
-    """Of find("gptq"), one layer in a format: the divergence of the very model that `apply` makes of that scheme."""
-    decoder = make()
-    formats = {module: ["int2_g64"] for module in LINEARS}
-    losses = measured(decoder, decoder, find("gptq"), formats, Tokens(CONFIG, IDS, MASK))
-    for module in LINEARS:
-        rounded = apply(decoder, Scheme(overrides=((module, parse_format("int2_g64")),)), "gptq", IDS, MASK)
-        assert losses[module]["int2_g64"] == pytest.approx(divergence(decoder, rounded), rel=2e-3, abs=2e-7), module
-
-
-@pytest.mark.parametrize("name", ["softmax", "diff_v1"])
-def test_what_is_scaled_is_near_what_is_measured(name: str, trained: Callable[[str], Path]) -> None:
-    """By gptq on trained weights: int8 and int2 from int4, which lose 300 times less and 20 times more."""
-    decoder = models.load(trained(name))
-    ids = torch.randint(decoder.config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
-    sample, tokens = (Tokens(decoder.config, ids, torch.ones_like(ids, dtype=torch.bool)) for _ in range(2))
-    names = ["int4_g64", "int8", "int2_g64"]
-    modules = [module for module in linear_shapes(decoder.config) if module.startswith("model.layers.1.")]
-
-    def losses(order: list[str]) -> mixed.Losses:
-        formats = {module: {name: parse_format(name) for name in order} for module in modules}
-        return mixed.measure(decoder, decoder, sample, Scheme(), formats, find("gptq"), tokens)
-
-    scaled = losses(names)
-    for other in names[1:]:
-        exact = losses([other])
-        for module in modules:
-            assert 1 / 4 < scaled[module][other] / exact[module][other] < 4, (module, other)
-
-
 # plans
 
 
@@ -211,8 +104,9 @@ def test_the_artifact_is_no_larger_than_the_target(
     torch.manual_seed(0)
     models.save(Decoder(config), tmp_path / "float", tokenizer_from=checkpoint)
     low, high = (allocation_of(tmp_path / "float", bits).model_nbytes for bits in (2.6, 8.1))
-    for target in (low, (low + high) // 2):
-        allocation = allocation_of(tmp_path / "float", None, target)
+    with_tables = allocation_of(tmp_path / "float", 5, tables=True).model_nbytes
+    for target, tables in ((low, False), ((low + high) // 2, False), (with_tables, True)):
+        allocation = allocation_of(tmp_path / "float", None, target, tables)
         assert allocation.model_nbytes <= target
         quantize_checkpoint(tmp_path / "float", tmp_path / "mixed", allocation.scheme, overwrite=True)
         artifact = export_artifact(tmp_path / "mixed", tmp_path / "onnx", overwrite=True)
@@ -222,8 +116,48 @@ def test_the_artifact_is_no_larger_than_the_target(
     assert verify(artifact).passed
 
 
-def allocation_of(folder: Path, bits: float | None, nbytes: int | None = None) -> mixed.Allocation:
-    return allocate(folder, bits=bits, nbytes=nbytes, candidates=FEW[:-1], calibration=IDS[:2])
+def allocation_of(
+    folder: Path, bits: float | None, nbytes: int | None = None, tables: bool = False
+) -> mixed.Allocation:
+    return allocate(folder, bits=bits, nbytes=nbytes, candidates=FEW[:-1], tables=tables, calibration=IDS[:2])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_tables_get_a_format_of_their_own(tied: bool, tmp_path: Path) -> None:
+    """Counted in the bits; a tied table stays one. An embedding has fewer formats than a head."""
+    config = resized(CONFIG, tie_embeddings=tied)
+    models.save(make(config), tmp_path)
+    candidates = (*FEW, "nf4")
+    allocation = allocate(tmp_path, bits=4.4, candidates=candidates, tables=True, calibration=IDS)
+    tables = {layer.name: layer for layer in allocation.layers if not layer.name.startswith("model.layers.")}
+    assert list(tables) == ["model.embed_tokens"] + ([] if tied else ["lm_head"])
+    assert list(tables["model.embed_tokens"].sizes) == list(FEW)
+    assert tied or set(tables["lm_head"].sizes) == set(candidates)
+    formats = {name: parse_format(layer.format) for name, layer in tables.items()}
+    assert allocation.scheme.embedding == formats["model.embed_tokens"]
+    assert allocation.scheme.head == formats["model.embed_tokens" if tied else "lm_head"]
+    assert allocation.scheme.keeps_tied(config) == tied
+    weights = sum(rows * columns for rows, columns in (layer.shape for layer in allocation.layers))
+    assert allocation.bits_per_weight == 8 * allocation.nbytes / weights <= 4.4
+    assert allocation.measured == pytest.approx(allocation.predicted, rel=0.7)
+    assert set(allocation.uniform) == set(FEW)
+    named = Scheme(overrides=(("lm_head", parse_format("int8")),))
+    layers = allocate(tmp_path, bits=6, scheme=named, candidates=FEW, tables=True, calibration=IDS).layers
+    assert "lm_head" not in [layer.name for layer in layers]
+
+
+def test_default_candidates_take_the_bits_they_have(folder: Path) -> None:
+    allocation = allocate(folder, bits=4, calibration=IDS)
+    formats = [parse_format(name) for name in allocation.layers[0].sizes if name != "none"]
+    assert {2, 4, 8} <= {format.bits for format in formats}
+    assert all(format.device_bits == format.bits for format in formats)
+
+
+def test_a_calibrated_method_is_not_run_to_check_estimates(folder: Path) -> None:
+    allocation = allocate(folder, bits=4, method="gptq", candidates=FEW, calibration=IDS)
+    assert allocation.measured is None and allocation.predicted > 0
+    rounded = apply(models.load(folder), allocation.scheme, "gptq", IDS, MASK)
+    assert allocation.predicted == pytest.approx(divergence(models.load(folder), rounded), rel=1)
 
 
 def test_overrides_are_fixed_and_counted(folder: Path) -> None:
@@ -256,7 +190,12 @@ def test_other_variants_and_recipes(attention: str, method: str, tmp_path: Path)
     decoder = make(config)
     models.save(decoder, tmp_path / "float")
     allocation = allocate(
-        tmp_path / "float", bits=3.4, method=method, candidates=("int2_g64", "int4_g64"), calibration=IDS
+        tmp_path / "float",
+        bits=3.4,
+        method=method,
+        candidates=("int2_g64", "int4_g64"),
+        calibration=IDS,
+        measuring=True,
     )
     assert not any("lambda" in layer.name for layer in allocation.layers)
     text = None if method == "rtn" else IDS  # with text rtn would search scales
@@ -276,8 +215,9 @@ def test_a_method_that_rounds_layers_has_a_stand_in(folder: Path) -> None:
 
     rounding = Method("whole", "", round_layer=quantize_layer, calibrated=True)
     allocation = allocate(
-        folder, bits=3.4, method=Recipe("whole", (), rounding), candidates=("int2_g64", "int4_g64"), calibration=IDS
-    )
+        folder, bits=3.4, method=Recipe("whole", (), rounding), candidates=("int2_g64", "int4_g64"), calibration=IDS,
+        measuring=True,
+    )  # fmt: skip
     assert allocation.stand_in == "gptq" and allocation.method == "whole"
     decoder = models.load(folder)
     rounded = apply(decoder, allocation.scheme)  # rtn: what the method does

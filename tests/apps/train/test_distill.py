@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from diffbit.apps.train import distill as distill_module
+from diffbit.apps.train import loss as loss_module
 from diffbit.apps.train.config import TrainConfig
-from diffbit.apps.train.distill import Teacher, distillation_loss
+from diffbit.apps.train.distill import Teacher
 from diffbit.apps.train.folder import read_log
 from diffbit.apps.train.initialize import initialize
+from diffbit.apps.train.loss import Objective
 from diffbit.apps.train.trainer import train
+from diffbit.calib_data import load_tokenizer
 from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, Decoder, load, save
 
@@ -42,35 +44,52 @@ def teachers(text: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     return {name: folder / name for name in ("float", "ternary")}
 
 
-@pytest.mark.parametrize("block", [1 << 20, 700])
-def test_losses_and_gradients_against_autograd(
-    text: str, teachers: dict[str, Path], monkeypatch: pytest.MonkeyPatch, block: int
+@pytest.mark.parametrize(("piece", "block"), [(1 << 24, 1 << 20), (1500, 700), (1, 1)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_losses_and_gradients_against_whole_logits(
+    text: str, teachers: dict[str, Path], monkeypatch: pytest.MonkeyPatch, piece: int, block: int, tied: bool
 ) -> None:
-    from diffbit.calib_data import load_tokenizer
-
-    monkeypatch.setattr(distill_module, "BLOCK", block)
+    """The loss of any pieces is that of all logits at once, in float64 from the logits on, and so are its gradients."""
+    monkeypatch.setattr(loss_module, "PIECE", piece)
+    monkeypatch.setattr(loss_module, "BLOCK", block)
     path = teachers["float"]
     config = options(text, distill=str(path), tokenizer=str(path))
+    config = replace(config, model=replace(config.model, tie_embeddings=tied))
     student = Decoder(config.model)
     initialize(student, 3)
     teacher = Teacher(config, load_tokenizer(path), torch.device("cpu"))
-    ids = torch.randint(288, (3, 9), generator=torch.Generator().manual_seed(0))
-    other = load(path)
-    logits = student(ids)
-    target = teacher.logits(ids)
-    assert torch.equal(target, other(ids)) and not target.requires_grad
-    first = distillation_loss(logits, target)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(288, (3, 10), generator=generator)
+    weights = torch.rand(3, 9, generator=generator)
+    loss, losses, divergence = Objective(student, teacher, 7.0)(ids, weights)
 
-    expected = kl(logits / 5, target / 5).sum()
-    assert first.item() == pytest.approx(expected.item(), rel=1e-4)
-    assert expected.item() > 1e-3
+    logits, target = student(ids[:, :-1]), load(path)(ids[:, :-1])
+    expected_losses = -logits.double().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    expected_divergence = kl(logits / 5, target / 5).sum()
+    expected = (weights * expected_losses).sum() + 7 * expected_divergence
+    assert torch.allclose(losses.double(), expected_losses, rtol=1e-5) and not losses.requires_grad
+    assert divergence.item() == pytest.approx(expected_divergence.item(), rel=1e-4) and not divergence.requires_grad
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert expected_divergence.item() > 1e-3
     parameters = list(student.parameters())
-    fast = torch.autograd.grad(3 * first, parameters, retain_graph=True, allow_unused=True)
+    fast = torch.autograd.grad(3 * loss, parameters, allow_unused=True)
     slow = torch.autograd.grad(3 * expected, parameters, allow_unused=True)
     for got, exact in zip(fast, slow, strict=True):
         assert (got is None) == (exact is None)
         if got is not None and exact is not None:
             assert (got - exact).norm() <= 2e-5 * exact.norm() + 1e-9
+    assert not any(parameter.requires_grad for parameter in teacher.model.parameters())
+
+
+def test_no_tensor_is_as_large_as_tokens_times_vocabulary() -> None:
+    """At 40,000 ids the largest tensors that torch allocates are logits of a piece, or the table."""
+    config = model("softmax", vocab_size=40_000, max_position=512)
+    student = Decoder(config)
+    ids = torch.randint(40_000, (2, 513))
+    with torch.profiler.profile(profile_memory=True) as profile:
+        Objective(student)(ids, torch.ones(2, 512))[0].backward()
+    largest = max(event.cpu_memory_usage for event in profile.events())
+    assert 40_000 * 32 * 4 <= largest <= 4 * max(loss_module.PIECE, 40_000 * 32) < 4 * ids.numel() * 40_000
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from diffbit.formats import QuantLinear, parse_format
 from diffbit.formats.rounding import INT8, Rounding, rounded_input
 from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, Decoder, load
-from diffbit.quantize import Scheme
+from diffbit.quantize import Scheme, quantize_checkpoint
 from diffbit.quantize import load as load_quantized
 from diffbit.runtime import verify
 
@@ -31,12 +31,14 @@ from .toy import model, options, stop_at
 INT4 = {"q_proj": Rounding(4), "down_proj": Rounding(4, 32)}
 
 
-def layer(format: str, rounding: Rounding = INT8, columns: int = 96, rows: int = 24, scale: float = 0.05) -> QATLinear:
+def layer(
+    format: str, rounding: Rounding = INT8, columns: int = 96, rows: int = 24, trainable: str = "all"
+) -> QATLinear:
     torch.manual_seed(1)
     linear = nn.Linear(columns, rows, bias=False)
     with torch.no_grad():
-        linear.weight.normal_(0, scale)
-    return QATLinear(linear, parse_format(format), parse_format(format).device_rounding(rounding))
+        linear.weight.normal_(0, 0.05)
+    return QATLinear(linear, parse_format(format), parse_format(format).device_rounding(rounding), trainable)
 
 
 def inputs(columns: int = 96) -> torch.Tensor:
@@ -130,6 +132,126 @@ def test_learned_scales_against_the_papers_formulas(format: str) -> None:
     assert torch.equal(out, nn.functional.linear(rounded, value))
     assert (got[0] - to_weight).norm() <= 1e-5 * to_weight.norm()
     assert (got[1] - to_scale * ours.start).norm() <= 1e-4 * (to_scale * ours.start).norm()
+
+
+def test_gradients_of_several_passes_are_gathered() -> None:
+    """Passes that gather and one that does not give the sum of all passes' gradients."""
+    ours = layer("int3_g32")
+    passes = [(torch.randn(5, 96), torch.randn(5, 24)) for _ in range(3)]
+    expected = [torch.zeros_like(ours.weight), torch.zeros_like(ours.factor)]
+    for x, upstream in passes:
+        for total, one in zip(
+            expected, torch.autograd.grad(ours(x), (ours.weight, ours.factor), upstream), strict=True
+        ):
+            total += one
+    for index, (x, upstream) in enumerate(passes):
+        ours.gathers = index < 2
+        ours(x).backward(upstream)
+        assert (ours.weight.grad is None) == ours.gathers
+    assert ours.factor is not None
+    for got, exact in zip((ours.weight.grad, ours.factor.grad), expected, strict=True):
+        assert got is not None and (got - exact).norm() <= 1e-5 * exact.norm()
+    assert ours.gathered is None
+
+
+@pytest.mark.parametrize("format", ["int3_g32", "int8"])
+def test_scales_are_trained_with_fixed_codes(format: str) -> None:
+    """The gradient is that of autograd through codes times scales; codes stay whatever the scales become."""
+    ours, x = layer(format, trainable="scales"), torch.randn(7, 96)
+    rounded = x if ours.rounding is None else ours.rounding(x)
+    codes, factor = ours.codes.clone(), ours.factor
+    assert factor is not None
+    integers = (ours.quantized().dequantize().double() / ours.scale.double().repeat_interleave(
+        96 // ours.scale.shape[1], 1
+    )).round()  # fmt: skip
+    scale = (ours.start * factor).double().repeat_interleave(96 // ours.scale.shape[1], 1)
+    upstream = torch.randn(7, 24)
+    count, high = 96 // ours.scale.shape[1], 2 ** (int(format[3]) - 1) - 1
+    (exact,) = torch.autograd.grad((rounded.double() @ (integers * scale).T * upstream).sum(), factor)
+    (got,) = torch.autograd.grad(ours(x), factor, upstream)
+    assert (got * math.sqrt(count * high) - exact).norm() <= 1e-5 * exact.norm()
+    with torch.no_grad():
+        factor *= 1.5
+    assert ours.refresh() == 0 and torch.equal(ours.codes, codes)
+    assert torch.allclose(ours.scale, ours.start * 1.5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("format", ["ternary", "int4_g32", "nf4"])
+def test_adapters_are_folded_in_before_rounding(format: str) -> None:
+    """A layer with adapters computes and saves what one with the weight W + B A does; B A has the weight's gradient."""
+    ours, x = layer(format, columns=128, trainable="lora"), torch.randn(7, 128)
+    assert ours.down is not None and torch.equal(ours.master(), ours.weight)
+    with torch.no_grad():
+        ours.up.normal_(0, 0.02)
+    ours.refresh()
+    plain = layer(format, columns=128)
+    with torch.no_grad():
+        plain.weight.copy_(ours.weight + ours.up @ ours.down)
+    plain.refresh()
+    if plain.factor is not None:  # scales start from the weight before the adapters
+        plain.start = ours.start
+        plain.refresh()
+    assert torch.equal(ours(x), plain(x)) and torch.equal(ours.codes, plain.codes)
+    (to_weight,) = torch.autograd.grad(plain(x).square().sum(), plain.weight)
+    to_down, to_up = torch.autograd.grad(ours(x).square().sum(), (ours.down, ours.up))
+    assert torch.allclose(to_down, ours.up.T @ to_weight, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(to_up, to_weight @ ours.down.T, rtol=1e-4, atol=1e-5)
+    ours.fold()
+    assert torch.equal(ours.weight, plain.weight) and torch.equal(ours(x), plain(x))
+
+
+@pytest.mark.parametrize("trainable", ["scales", "lora"])
+def test_a_run_trains_what_it_says_and_resumes_bit_for_bit(text: str, tmp_path: Path, trainable: str) -> None:
+    start = train(options(text, steps=2), tmp_path / "start").path
+    config = options(
+        text, init=str(start), tokenizer=str(start), qat="int3_g16", trainable=trainable, steps=7, accumulate=2,
+        learning_rate=3e-2,
+    )  # fmt: skip
+    whole = train(config, tmp_path / "whole")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_at(patch, 6)
+        train(config, tmp_path / "stopped")
+    assert train(config, tmp_path / "stopped", resume=True).losses == whole.losses
+    models = [load_quantized(tmp_path / name) for name in ("whole", "stopped")]
+    before, after = load(start).state_dict(), load(whole.path / "master").state_dict()
+    rounded = prepare(load(start), config.scheme)  # type: ignore[arg-type]
+    quantized = [[module.weight for module in each.modules() if isinstance(module, QuantLinear)] for each in models]
+    for first, second, old in zip(*quantized, rounded, strict=True):
+        assert torch.equal(first.codes, second.codes) and torch.equal(first.scale, second.scale)
+        assert torch.equal(first.codes, old.codes) == (trainable == "scales")
+        assert not torch.equal(first.scale, old.scale)
+    for name, weight in before.items():
+        trained = weight.ndim < 2 or (trainable == "lora" and name.endswith("_proj.weight"))
+        assert torch.equal(weight, after[name]) != trained, name
+    assert {file.name for file in whole.path.iterdir()} >= {"config.json", "model.safetensors", "master"}
+
+
+def test_scales_of_a_quantized_checkpoint_are_trained_further(text: str, tmp_path: Path) -> None:
+    """Its codes stay, whatever method chose them, and so do its tables; other formats are refused."""
+    start = train(options(text, steps=2), tmp_path / "start").path
+    quantize_checkpoint(
+        start,
+        tmp_path / "rtn",
+        Scheme(weights=parse_format("int3_g16"), embedding=parse_format("int8"), head=parse_format("int8")),
+    )
+    weights = dict(load_quantized(tmp_path / "rtn").named_modules())
+    config = options(
+        text, init=str(tmp_path / "rtn"), tokenizer=str(start), qat="int3_g16", trainable="scales",
+        learning_rate=3e-2, steps=3,
+    )  # fmt: skip
+    out = train(config, tmp_path / "out").path
+    for name, module in load_quantized(out).named_modules():
+        if isinstance(module, QuantLinear):
+            assert torch.equal(module.weight.codes, weights[name].weight.codes)
+            assert not torch.equal(module.weight.scale, weights[name].weight.scale)
+    table = weights["model.embed_tokens"].weight.dequantize()
+    assert torch.equal(load(out / "master").get_parameter("model.embed_tokens.weight"), table)
+    with pytest.raises(DiffbitError, match="is int3_g16 in the quantized checkpoint that training starts from"):
+        train(replace(config, qat="int3_g32"), tmp_path / "other")
+    from_it = train_config("tiny", init=config.init, qat="int3_g16", trainable="scales")
+    assert from_it.init == config.init and from_it.learning_rate == 0.5 * train_config("tiny").learning_rate
+    with pytest.raises(DiffbitError, match="is quantized, but training starts from float weights"):
+        train_config("tiny", init=config.init, qat="int3_g16", trainable="lora")
 
 
 def test_a_scale_never_reaches_zero_and_a_group_of_zeros_wakes() -> None:
@@ -277,12 +399,16 @@ def test_bad_input_is_refused(text: str) -> None:
         ({"qat": "fp8"}, "'fp8' is not a number format"),
         ({"qat": "ternary", "activations": "int2"}, "activations is 'int2', wanted one of int8, int4"),
         ({"qat": "int4_g32", "activations": "int4"}, "activations is 'int4', wanted int8 unless qat is ternary"),
+        ({"trainable": "scales"}, "trainable is 'scales', wanted all without qat"),
+        ({"qat": "int4_g32", "trainable": "norms"}, "trainable is 'norms', wanted one of all, scales, lora"),
         ({"schedule": "linear"}, "schedule is 'linear', wanted one of cosine, two_stage"),
     ):
         with pytest.raises(DiffbitError, match=sentence):
             options(text, **changes)
     with pytest.raises(DiffbitError, match="cannot learn int4_g32_asym: it has zero points"):
         prepare(Decoder(model()), Scheme(weights=parse_format("int4_g32_asym")))
+    with pytest.raises(DiffbitError, match="ternary has no learned scales to train"):
+        prepare(Decoder(model()), Scheme(weights=parse_format("ternary")), "scales")
     with pytest.raises(DiffbitError, match="the scheme quantizes no weights"):
         prepare(Decoder(model()), Scheme())
     head = Scheme(weights=parse_format("int4_g32"), overrides=(("lm_head", parse_format("int8")),))

@@ -178,14 +178,14 @@ def test_a_matched_pair_starts_alike_and_sees_the_same_batches(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: dict[str, list[torch.Tensor]] = {}
-    forward = Decoder.forward
+    hidden = Decoder.hidden
 
     def spy(self: Decoder, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if torch.is_grad_enabled():
             seen.setdefault(self.config.attention, []).append(input_ids.clone())
-        return forward(self, input_ids, **kwargs)
+        return hidden(self, input_ids, **kwargs)
 
-    monkeypatch.setattr(Decoder, "forward", spy)
+    monkeypatch.setattr(Decoder, "hidden", spy)
     train(options(text, "diff_v1", steps=5), tmp_path / "diff_v1")
     train(options(text, "softmax", steps=5, tokenizer=str(tmp_path / "diff_v1")), tmp_path / "softmax")
     train(options(text, "diff_v2", steps=5, batch_size=2, accumulate=2), tmp_path / "diff_v2")
@@ -392,6 +392,6 @@ def test_bad_input_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(DiffbitError, match=r"holds no log\.jsonl"):
         train(options(text), tmp_path / "mine", overwrite=True)
     assert (tmp_path / "mine" / "letter.txt").exists()
-    monkeypatch.setattr(Decoder, "forward", lambda self, ids: torch.full((*ids.shape, 288), math.nan).requires_grad_())
+    monkeypatch.setattr(Decoder, "hidden", lambda self, ids: torch.full((*ids.shape, 32), math.nan).requires_grad_())
     with pytest.raises(DiffbitError, match="step 1: the loss is nan"):
         train(options(text), tmp_path / "nan")

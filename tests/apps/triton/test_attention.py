@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from diffbit import models
+from diffbit.io import plugins
 from diffbit.models.layers import arithmetic
 
 from ...models.helpers import small_config, tokens
@@ -38,12 +39,12 @@ GRADIENTS = ("query", "key", "value", "lambda")
 )
 def kernels(request: pytest.FixtureRequest) -> Iterator[tuple[ModuleType, str]]:
     """The module, and where its tensors lie."""
-    from diffbit.apps.train import triton_attention
+    from diffbit.apps.triton import attention
 
     # What torch.empty returns is NaN then, so a place that no kernel writes shows
     torch.use_deterministic_algorithms(True, warn_only=True)
     with nullcontext() if request.param == "cuda" else interpreter.bfloat16():
-        yield triton_attention, request.param
+        yield attention, request.param
     torch.use_deterministic_algorithms(False)
 
 
@@ -214,6 +215,10 @@ def test_a_training_step_under_autocast_and_compiled(kernels: tuple[ModuleType, 
     assert error(steps[0][0], expected) < 0.01 * float(expected.double().square().mean().sqrt())
     for one, other in zip(*steps, strict=True):
         assert one is not None and error(one, other.double()) <= 0.02 * float(other.double().square().mean().sqrt())
+
+
+def test_training_finds_them_by_the_device(kernels: tuple[ModuleType, str]) -> None:
+    assert plugins.load("diffbit.apps.train.kernels", "cuda") is kernels[0]
 
 
 @pytest.mark.slow

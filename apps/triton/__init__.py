@@ -1,0 +1,1 @@
+"""Kernels in Triton for training on a GPU."""
