@@ -38,7 +38,6 @@ from ...models.layers import Arithmetic
 from ...quantize.calibration import DiskTensor, Tokens, round_all
 from ...quantize.methods import Layer, Method, Passes, find
 
-START = "gptq"  # whose codes learning starts from
 SEED = 0
 STEPS = 100  # by default; the recipe learned:50 has 50
 BATCH_TOKENS = 256  # per training step; 512 is no better
@@ -64,7 +63,7 @@ def _start(layer: Layer, passes: Passes) -> dict[str, QTensor]:
     start: dict[str, QTensor] = {}
     for stage in layer.stages():
         stats = passes.stats(start, stage[:1])[stage[0]]
-        start |= round_all(layer, passes, lambda name: find(START).rounds, stage, stats)
+        start |= round_all(layer, passes, lambda name: find("gptq").rounds, stage, stats)
     return start
 
 

@@ -18,9 +18,11 @@ from diffbit.quantize import AttentionScheme, Scheme, apply
 from diffbit.quantize.calibration import Passes, Tokens
 from diffbit.quantize.layer import Layer
 from diffbit.quantize.layerwise import quantize_one
-from diffbit.quantize.methods import gptq, parse_recipe, rtn
+from diffbit.quantize.methods import Method, gptq, parse_recipe, rtn
 
 FORMATS = ["int2_g16_asym", "int3_g32_asym", "int4", "ternary", "nf4"]
+
+NEAREST = Method("nearest", "", round=lambda weight, format, stats: rtn.quantize(weight, format))  # to start from
 
 
 def rounding(name: str, columns: int = 40, seed: int = 0) -> LearnedWeight:
@@ -282,7 +284,7 @@ def test_it_beats_rounding_and_gptq_on_a_trained_layer(trained, monkeypatch):
 )
 def test_every_variant_and_format_gets_better(attention, format, monkeypatch):
     """From plain rounding on: GPTQ, the usual start, leaves little to gain in a layer as small as this."""
-    monkeypatch.setattr(learned, "START", "rtn")
+    monkeypatch.setattr(learned, "find", lambda _: NEAREST)
     errors = {}
     for recipe in ("rtn", "learned:30"):
         passes = passes_of(random_model(attention), some_ids(8, 32), Scheme(weights=parse_format(format)), 1)
@@ -291,7 +293,7 @@ def test_every_variant_and_format_gets_better(attention, format, monkeypatch):
 
 
 def test_it_improves_codebooks_with_rounded_activations_and_logits(monkeypatch):
-    monkeypatch.setattr(learned, "START", "rtn")
+    monkeypatch.setattr(learned, "find", lambda _: NEAREST)
     model = random_model(hidden_size=64, head_dim=16, intermediate_size=64)
     scheme = Scheme(parse_format("nf4"), activations="int8", attention=AttentionScheme(logits=6))
     errors = {}
@@ -330,12 +332,13 @@ def test_norms_and_lambdas_stay_float_and_the_float_model_stays():
 
 
 def test_the_head_keeps_its_predictions(monkeypatch):
-    monkeypatch.setattr(learned, "START", "rtn")  # to start from: GPTQ leaves little to learn in a single matrix
+    # to start from: GPTQ leaves little to learn in a single matrix
+    monkeypatch.setattr(learned, "find", lambda _: NEAREST)
     scheme = Scheme(overrides=(("lm_head", parse_format("int2_g16")),))
     model, ids = random_model(), some_ids(16, 32)
     divergence = {}
     for recipe in ("rtn", "learned:40"):
-        quantized = apply(model, scheme, recipe, ids)
+        quantized = apply(model, scheme, recipe, None if recipe == "rtn" else ids)
         with torch.no_grad():
             p, q = model(ids).log_softmax(-1), quantized(ids).log_softmax(-1)
         divergence[recipe] = float((p.exp() * (p - q)).sum(-1).mean())
