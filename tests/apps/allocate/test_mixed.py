@@ -154,10 +154,12 @@ def test_default_candidates_take_the_bits_they_have(folder: Path) -> None:
 
 
 def test_a_calibrated_method_is_not_run_to_check_estimates(folder: Path) -> None:
-    allocation = allocate(folder, bits=4, method="gptq", candidates=FEW, calibration=IDS)
-    assert allocation.measured is None and allocation.predicted > 0
-    rounded = apply(models.load(folder), allocation.scheme, "gptq", IDS, MASK)
-    assert allocation.predicted == pytest.approx(divergence(models.load(folder), rounded), rel=1)
+    ids = torch.randint(96, (20, 48), generator=torch.Generator().manual_seed(1))
+    allocation = allocate(folder, bits=4, method="gptq", candidates=FEW, calibration=ids)
+    assert allocation.measured is None
+    rounded = apply(models.load(folder), allocation.scheme, "gptq", ids)
+    loss = divergence(models.load(folder), rounded, ids, torch.ones_like(ids, dtype=torch.bool))
+    assert 0.6 < allocation.predicted / loss < 1.6
 
 
 def test_overrides_are_fixed_and_counted(folder: Path) -> None:
