@@ -45,7 +45,6 @@ from ...quantize.methods import Layer, Method, quantize_weight
 from .losses import Formats, Losses, run
 
 ROWS = 64
-LEAST_FIT = 0.25  # of `remaining`, where the text has few tokens for so many inputs
 
 
 @dataclass(eq=False)
@@ -102,8 +101,8 @@ def remaining(
 ) -> dict[str, float]:
     """Return the share of each linear layer's error that a calibrated method leaves, compared with a search of scales.
 
-    Errors are those of the layer's output on the T tokens that the method calibrates on. Like a regression with K
-    parameters it fits them by a factor of about 1 - K / T better than other text, which is divided out.
+    Errors are those of the layer's output by the shrunk Gram matrix (`CalibStats.shrunk`), which knows how much better
+    the method fits the tokens that it calibrates on than others.
     """
     config, weights, shares = decoder.config, decoder.state_dict(), dict[str, float]()
     weights.setdefault(f"{HEAD_MODULE}.weight", weights[f"{EMBEDDING_MODULE}.weight"])
@@ -118,12 +117,11 @@ def remaining(
         chosen = {module: format for module, format in tried.items() if f"{module}.weight" in tensors}
         stats = Passes(Layer(config, index, Scheme(), chosen, tensors), text).stats() if chosen else {}
         for module, format in chosen.items():
-            part, gram = matrices[module].sample(tensors[f"{module}.weight"]), stats[module].gram
+            part, gram = matrices[module].sample(tensors[f"{module}.weight"]), stats[module].shrunk()
             plain = format.nearest(part, *search(part, format, gram.diagonal())).dequantize() - part
             lost = quantize_weight(rounding.rounds, module, part, format, stats[module]).dequantize() - part
             error = float((plain.square() @ gram.diagonal()).sum())
-            fit = max(LEAST_FIT, 1 - len(gram) / text.count)
-            shares[module] = float(((lost @ gram) * lost).sum()) / error / fit if error else 1.0
+            shares[module] = float(((lost @ gram) * lost).sum()) / error if error else 1.0
         if index < len(blocks):
             text.take_past(index, partial(run, [blocks[index]]))
     return shares

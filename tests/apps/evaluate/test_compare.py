@@ -194,7 +194,7 @@ def test_repeats(checkpoints: list[Path], text: Windows) -> None:
         lost.append(np.stack(losses))
         row = next(r for r in result.results if (r.model, r.method) == (path.name, "gptq"))
         expected = mean(lost[-1], tokens, document=text.document)
-        assert math.log(row.ratio.value) == pytest.approx(expected.value, rel=1e-3)
+        assert math.log(row.ratio.value) == pytest.approx(expected.value, rel=1e-3, abs=1e-5)  # float32 sums
         assert math.log(row.ratio.high) == pytest.approx(expected.high, rel=1e-2)
     alone = compare(checkpoints[1:], text, ["3"], ["weights"], ["gptq"], calibration=parts[0]).results[1]
     assert math.log(alone.ratio.value) == pytest.approx(losses[0].sum() / tokens.sum(), rel=1e-3)
