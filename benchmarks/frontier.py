@@ -184,7 +184,7 @@ def make_artifact(bench: Bench, options: argparse.Namespace, calibrated: bool, s
         candidates = {} if options.candidates is None else {"candidates": options.candidates.split(",")}
         scheme = allocate(
             bench.model, nbytes=parse_size(options.size) + tokenizer, scheme=scheme_options.scheme(weights_later=True),
-            method=options.method, calibration=ids, **candidates,
+            method=options.method, calibration=ids, tables=not (options.embedding or options.head), **candidates,
         ).scheme  # fmt: skip
     text = {"calibration": ids, "calibration_text": {"source": f"mix, sample {sample}"}} if calibrated else {}
     folder = out.with_name(f"{out.name}-checkpoint")
