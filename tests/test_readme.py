@@ -37,7 +37,7 @@ def test_the_readme_is_short_and_shows_its_picture_everywhere() -> None:
 def test_the_readmes_numbers_are_those_of_the_page_it_links() -> None:
     """Each row of a table, but for its label, has its cells in one row of the first page linked below the table."""
     _, *parts = re.split(r"((?:^\|.*\n)+)", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
-    assert len(parts) == 4
+    assert len(parts) == 6
     for table, below in zip(parts[::2], parts[1::2], strict=True):
         (name, *_) = re.findall(r"\]\((docs/\w+\.md)", below)
         known = [set(row) for row in rows((ROOT / name).read_text())]
