@@ -55,10 +55,20 @@ def test_kernels(tmp_path: Path) -> None:
     assert done.code == 0, done.error
     rows = json.loads(rows_file.read_text())["rows"]
     by_op = {op: [row for row in rows if row["op"] == op] for op in {row["op"] for row in rows}}
-    assert by_op.keys() == {"ternary", "int4_g32", "int4_g64", "int4_g128", "attention", "caches", "grouped"}
+    two_level = {*(f"int{bits}_g32_s8" for bits in range(2, 7)), "nl4_g32_s8"}
+    assert by_op.keys() == {
+        "ternary",
+        "int4_g32",
+        "int4_g64",
+        "int4_g128",
+        *two_level,
+        "attention",
+        "caches",
+        "grouped",
+    }
     assert {(row["tokens"], row["threads"]) for row in by_op["ternary"]} == {(1, 1), (1, 2), (4, 1), (4, 2)}
     for op, peers in (("ternary", {"body", "ORT 2-bit"}), ("int4_g32", {"body", "ORT 4-bit"}),
-                      ("attention", {"body", "two calls"})):  # fmt: skip
+                      ("nl4_g32_s8", {"int4_g32"}), ("attention", {"body", "two calls"})):  # fmt: skip
         for row in by_op[op]:
             assert row["ratio"].keys() >= peers and min(row["ratio"].values()) > 0 and not row["missing"]
             assert ("share_percent" in row) == (row["tokens"] == 1)
