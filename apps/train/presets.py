@@ -1,7 +1,7 @@
 """Presets: model sizes, each for all attention variants, of equal size, and their training options.
 
-The variants of a preset have the same number of parameters within 1 % (ttt 3 %) and differ only in their heads
-(d = head_dim). With H pairs in diff_v1:
+The variants of a preset have the same number of parameters within 2 % and differ only in their heads (d = head_dim).
+With H pairs in diff_v1:
 
     variant   query heads      key heads    value heads    weights of q + k + v + o, in units of hidden * d
     softmax   2H of d          2H of d      2H of d        2H + 2H + 2H + 2H = 8H
@@ -11,7 +11,9 @@ The variants of a preset have the same number of parameters within 1 % (ttt 3 %)
 softmax and diff_v1 are the paper's pair: they have the same d, and diff_v1 has half as many (double) heads (arXiv
 2410.05258, section 2.1), so all weights have the same names and shapes. diff_v2 has twice the query heads of softmax,
 as in its authors' models, and fewer key-value heads (grouped queries, 4 query heads each). Variants that apps add have
-the heads of one of these; the composition of dcmha's heads has 2 to 6 % more weights.
+the heads of one of these. A model that would then be more than 1 % larger or smaller than the plain one, by what its
+attention has besides (dcmha, ttt) or by its MLP (kan), has a narrower or wider MLP; with CRATE's MLP, which has one
+width, it has more layers, and its number of parameters is within half a layer's.
 
 Preset yoco is YOCO (arXiv 2405.05254): the lower half of the layers has a window, the first one of the upper half keys
 and values of all tokens, and those after it have only queries (`keys_of`). Its variants differ in size.
@@ -38,6 +40,8 @@ FEW_BITS_FROM_CHECKPOINT = 0.5
 FROM_CHECKPOINT = 0.025
 ATTENTION = "diff_v1"  # the default
 HEAD_NORMS = ("learned", "fixed", "none")
+SAME_SIZE = 0.01  # the variants of a preset have as many parameters as the plain model, within this fraction
+WIDTH_STEP = 4  # of the MLP, which is made narrower or wider for it
 
 
 @dataclass(frozen=True)
@@ -87,14 +91,31 @@ def model_config(
     (noise_ratio) it has fewer query rows, and at most one kv head for each of them. options: of ModelConfig.uniform.
     Raises DiffbitError for an unknown name."""
     size = _preset(preset)
-    kind, head_dim = attention_options(attention), size.hidden_size // (2 * size.num_pairs)
-    heads, kv_heads = kind.equal_heads(size.num_pairs)
-    model = ModelConfig.uniform(
-        vocab_size=vocab_size or size.vocab_size, hidden_size=size.hidden_size, num_layers=size.num_layers,
-        num_heads=heads, num_kv_heads=max(1, min(kv_heads, heads // (noise_ratio or 1))), head_dim=head_dim,
-        intermediate_size=size.intermediate_size, max_position=size.context, attention=attention, tie_embeddings=True,
-        noise_ratio=noise_ratio, sizes=kind.equal_sizes(size.num_pairs, head_dim), **options,
-    )  # fmt: skip
+    head_dim = size.hidden_size // (2 * size.num_pairs)
+
+    def sized(attention: str, width: int, layers: int, noise_ratio: int | None = None, **options: Any) -> ModelConfig:
+        kind = attention_options(attention)
+        heads, kv_heads = kind.equal_heads(size.num_pairs)
+        return ModelConfig.uniform(
+            vocab_size=vocab_size or size.vocab_size, hidden_size=size.hidden_size, num_layers=layers,
+            num_heads=heads, num_kv_heads=max(1, min(kv_heads, heads // (noise_ratio or 1))), head_dim=head_dim,
+            intermediate_size=width, max_position=size.context, attention=attention, tie_embeddings=True,
+            noise_ratio=noise_ratio, sizes=kind.equal_sizes(size.num_pairs, head_dim), **options,
+        )  # fmt: skip
+
+    width, layers = size.intermediate_size, size.num_layers
+    wanted = num_parameters(sized("softmax", width, layers))
+
+    def count(width: int, layers: int) -> int:
+        return num_parameters(sized(attention, width, layers, **options))
+
+    # Shared noise heads are to be fewer parameters; everything else gets as many as the plain model has
+    if abs(surplus := count(width, layers) - wanted) > SAME_SIZE * wanted:
+        if each := count(width + WIDTH_STEP, layers) - count(width, layers):
+            width -= WIDTH_STEP * round(surplus / each)
+        else:  # an MLP of one width, as ista
+            layers -= round(surplus / (count(width, layers + 1) - count(width, layers)))
+    model = sized(attention, width, layers, noise_ratio, **options)
     return _caches_once(model, size.window) if size.window else model
 
 
