@@ -42,7 +42,7 @@ from frontier_gguf import contents, counted, write_gguf, write_matrix
 from frontier_report import PLAIN, Result, draw, markdown
 from peers import PEERS, by_peer
 from report import add_outputs, write_json, write_outputs
-from smollm2 import WINDOW, fetch, logits_of, scores, text_windows, trained_copy
+from smollm2 import WINDOW, exact_logits, fetch, logits_of, scores, text_windows, trained_copy
 
 import diffbit
 from diffbit.apps.allocate.mixed import allocate
@@ -139,15 +139,8 @@ class Bench:
     def exact(self, tool: str) -> tuple[torch.Tensor, list[float]]:
         """The float model's logits [W, S, V] as a tool computes them, in a file; and their negative log likelihood."""
         name = tool if tool in self.floats else "torch"
-
-        def write(out: Path) -> None:
-            shape = (*self.windows.shape, Checkpoint(self.model).config.vocab_size)
-            file = np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=shape)
-            for index, values in enumerate(self.floats[name]()):
-                file[index] = values.numpy()
-            file.flush()
-
-        logits = torch.from_numpy(np.load(once(self.place / f"float-{name}.npy", write), mmap_mode="c"))
+        shape = (*self.windows.shape, Checkpoint(self.model).config.vocab_size)
+        logits = exact_logits(self.place / f"float-{name}.npy", shape, self.floats[name])
         return logits, self.score(logits, logits).nll.tolist()
 
     def score(self, exact: Iterable[torch.Tensor], logits: Iterable[torch.Tensor]) -> Scores:
@@ -319,8 +312,7 @@ def main() -> None:
     for row, sample in todo(bench, arguments):
         file = row.file(bench.place / "rows", sample)
         if not file.exists():
-            print(f"{row.tool} {row.name}, sample {sample}", file=sys.stderr, flush=True)
-            write_json(file, measure(bench, row, sample, keep=sample == 0))
+            once(file, lambda out, row=row, sample=sample: write_json(out, measure(bench, row, sample, sample == 0)))
     results = Result.read(bench.place / "rows", bench.text, arguments.samples)
     name = "frontier-published" if arguments.published else "frontier"  # of the place in the page, and the plot
     print(text := markdown(results, name, bench.windows.shape))

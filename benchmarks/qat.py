@@ -23,6 +23,7 @@ import json
 import shutil
 import statistics
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,14 @@ import numpy as np
 import torch
 from commands import once, run_diffbit
 from machine import describe
-from report import add_outputs, command_line, interval, table, write_outputs
-from smollm2 import Reference, fetch, logits_of, news_windows, scored, write_logits
+from report import add_outputs, command_line, interval, table, write_json, write_outputs
+from smollm2 import exact_logits, fetch, logits_of, scores, text_windows
 
 import diffbit
-from diffbit.apps.evaluate.metrics import perplexity_ratio
-from diffbit.calib_data import load_tokenizer
+from diffbit.apps.evaluate.metrics import Scores, perplexity_ratio
 from diffbit.export import reference_model
-from diffbit.io.files import parse_json
+from diffbit.io.files import parse_json, read_json
+from diffbit.models import Checkpoint, load
 
 ROW, BATCH, WINDOWS = 256, 4, 24
 PROBE = 24  # steps
@@ -69,29 +70,26 @@ def main() -> None:
     arguments = parser.parse_args()
     work = arguments.work
     model, news, wiki = fetch(work)
-    windows = held_out(model, news, arguments.wikitext)
+    files = [news] if arguments.wikitext is None else [news, arguments.wikitext]
+    windows = torch.cat([text_windows(model, file, WINDOWS // len(files), ROW) for file in files])
     sample = "news" if arguments.wikitext is None else "both"
-    reference = Reference(once(work / f"{sample}.npy", lambda out: write_logits(model, windows, out)), windows)
+    shape = (*windows.shape, Checkpoint(model).config.vocab_size)
+    exact = exact_logits(work / f"{sample}.npy", shape, lambda: logits_of(load(model).eval(), windows))
+    text = windows, torch.ones_like(windows, dtype=torch.bool)
+    reference = scores(text, exact, exact)
     rows = {}
     for name in arguments.only or ROWS:
         folder = made(work, name, model, wiki)
-        rows[name] = scored(
-            work / f"{folder.name}.{sample}.json",
-            lambda folder=folder: reference.score(logits_of(reference_model(folder), windows)),
-        )
-        text, numbers = report(rows, reference, work, command_line("qat.py", sys.argv[1:]))
-        print(text, flush=True)
-    write_outputs(arguments, numbers, {"qat": text})
 
+        def measure(out: Path, folder: Path = folder) -> None:
+            measured = scores(text, exact, logits_of(reference_model(folder), windows))
+            write_json(out, {name: values.tolist() for name, values in asdict(measured).items() if values is not None})
 
-def held_out(model: Path, news: Path, wikitext: Path | None) -> torch.Tensor:
-    """[WINDOWS, ROW], spread over the texts."""
-    windows = news_windows(model, news)
-    if wikitext is None:
-        return windows
-    (ids,) = load_tokenizer(model).encode([wikitext.read_text(encoding="utf-8")])
-    starts = np.linspace(0, len(ids) - ROW, WINDOWS // 2).astype(int)
-    return torch.cat((windows[::2], torch.from_numpy(np.stack([ids[start : start + ROW] for start in starts]))))
+        row = read_json(once(work / f"{folder.name}.{sample}.json", measure))
+        rows[name] = Scores(**{name: np.array(values) for name, values in row.items()})
+        page, numbers = report(rows, reference, work, command_line("qat.py", sys.argv[1:]))
+        print(page, flush=True)
+    write_outputs(arguments, numbers, {"qat": page})
 
 
 def made(work: Path, name: str, model: Path, wiki: Path) -> Path:
@@ -135,11 +133,11 @@ def trained(out: Path, format: str, kind: str, rate: float, steps: int, start: P
     return out
 
 
-def report(rows: dict[str, Any], reference: Reference, work: Path, command: str) -> tuple[str, dict[str, Any]]:
+def report(rows: dict[str, Scores], reference: Scores, work: Path, command: str) -> tuple[str, dict[str, Any]]:
     """The table, and its numbers."""
     lines, numbers = [], {}
-    for name, scores in rows.items():
-        kl, ratio = scores.divergence().to_dict(), perplexity_ratio(scores, reference.scores).to_dict()
+    for name, row in rows.items():
+        kl, ratio = row.divergence().to_dict(), perplexity_ratio(row, reference).to_dict()
         tokens, file = ROWS[name][2], work / name.replace(" ", "-") / "training.json"
         options = parse_json(file.read_bytes(), str(file))["config"] if tokens else {}
         numbers[name] = {"kl": kl, "perplexity_ratio": ratio, "learning_rate": options.get("learning_rate")}
@@ -147,10 +145,10 @@ def report(rows: dict[str, Any], reference: Reference, work: Path, command: str)
             name, f"{options['learning_rate']:.0e}" if options else "", interval(kl, "{:.3f}".format),
             interval(ratio, lambda value: f"{100 * (value - 1):+.1f} %"),
         ])  # fmt: skip
-    base = interval(reference.scores.perplexity().to_dict(), "{:.1f}".format)
+    base = interval(reference.perplexity().to_dict(), "{:.1f}".format)
     text = table(["", "learning rate", "KL, nats per token", "perplexity"], lines)
     return (
-        f"{describe()}. {len(reference.windows)} windows of {ROW} tokens; the float model's perplexity is {base}. "
+        f"{describe()}. {len(reference.tokens)} windows of {ROW} tokens; the float model's perplexity is {base}. "
         f"`{command}`\n\n{text}\n",
         {"diffbit": diffbit.__version__, "command": command, "rows": numbers},
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -128,9 +129,10 @@ def verdict(name: str, difference: Row) -> str:
 
 def command_line(script: str, arguments: Sequence[str]) -> str:
     """The command as another machine would give it: folders by their names in the help."""
-    names = {"--llama": "ENV", "--work": "DIR", "--out": "OUT"}
-    shown = [names.get(before, part) for before, part in zip(["", *arguments], arguments, strict=False)]
-    return " ".join(["python", f"benchmarks/{script}", *shown])
+    names = {"--llama": "ENV", "--ik": "ENV", "--work": "DIR", "--out": "OUT", "--wikitext": "FILE", "--json": "FILE"}
+    pairs = list(zip(["", *arguments], arguments, strict=False))
+    shown = [f"{part.split('=')[0]}=ENV" if before == "--peer" else names.get(before, part) for before, part in pairs]
+    return shlex.join(["python", f"benchmarks/{script}", *shown])
 
 
 def say(**message: Any) -> None:

@@ -20,7 +20,7 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import gguf
@@ -132,6 +132,18 @@ def logits_of(model: Decoder, windows: torch.Tensor) -> Iterator[torch.Tensor]:
     with torch.no_grad():
         for window in windows:
             yield model(window[None])[0]
+
+
+def exact_logits(file: Path, shape: tuple[int, ...], logits: Callable[[], Iterable[torch.Tensor]]) -> torch.Tensor:
+    """A float model's logits [W, S, V] of windows, in a file, which is made if it is not there."""
+
+    def write(out: Path) -> None:
+        array = np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=shape)
+        for index, values in enumerate(logits()):
+            array[index] = values.numpy()
+        array.flush()
+
+    return torch.from_numpy(np.load(once(file, write), mmap_mode="c"))
 
 
 def scores(text: Text, p: Iterable[torch.Tensor], q: Iterable[torch.Tensor]) -> Scores:

@@ -21,7 +21,7 @@ from types import ModuleType
 
 from ..io import plugins
 from ..io.errors import DiffbitError
-from .base import BLOCK, Format, QTensor, finite, row_blocks
+from .base import BLOCK, Format, QTensor, divisor, finite, row_blocks
 from .codebook import TABLES, CodebookFormat
 from .integer import GROUP_SIZES, IntFormat
 from .linear import QuantEmbedding, QuantLinear
@@ -54,6 +54,7 @@ __all__ = [
     "QuantLinear",
     "Rounding",
     "TernaryFormat",
+    "divisor",
     "finite",
     "names",
     "pack_bits",

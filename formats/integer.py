@@ -89,7 +89,7 @@ class IntFormat(Format):
         low, high = by_group(self, weight, lambda group: torch.stack(torch.aminmax(group, dim=-1), -1)).unbind(-1)
         if self.symmetric:
             largest = torch.where(-low >= high, low, high)  # with its sign; on a tie, the negative one
-            return self.stored(largest / -(2 ** (self.bits - 1))), None
+            return self.stored(largest / self.lowest), None
         low, high = low.clamp(max=0), high.clamp(min=0)  # keeps zero exact
         scale = self.stored(high / (self.codes - 1) - low / (self.codes - 1))  # divided first: high - low may overflow
         return scale, (-low / divisor(scale)).round().clamp(0, self.codes - 1).to(torch.uint8)
@@ -118,6 +118,11 @@ class IntFormat(Format):
                 "because the weight holds extreme values; keep this layer in float (--override NAME=none)"
             )
         return torch.where((half == 0) & (scale != 0), torch.copysign(torch.full_like(scale, HALF_TINY), scale), half)
+
+    @property
+    def lowest(self) -> int:
+        """What a weight of code 0 and scale 1 is, in symmetric formats."""
+        return -(2 ** (self.bits - 1))
 
     def bounds(self, zero: Tensor | None) -> tuple[Tensor | float, Tensor | float]:
         point = 2 ** (self.bits - 1) if zero is None else zero

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..io.errors import DiffbitError
 from ..ops import int4_matmul
-from .base import by_group, divisor, finite
+from .base import divisor, finite
 from .integer import IntFormat
 
 STEPS = 127
@@ -87,15 +87,13 @@ class LowBitFormat(IntFormat):
 class LevelFormat(LowBitFormat):
     """Levels of a table with a scale of 8 bits a group."""
 
-    def fit(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return scales with which each group's weight of largest magnitude has the first level."""
-        self.check(tuple(weight.shape))
-        low, high = by_group(self, weight, lambda group: torch.stack(torch.aminmax(group, dim=-1), -1)).unbind(-1)
-        return self.stored(torch.where(-low >= high, low, high) / self.levels[0]), None
-
     @property
     def levels(self) -> tuple[int, ...]:
         return LEVELS[self.bits]
+
+    @property
+    def lowest(self) -> int:
+        return self.levels[0]
 
     @property
     def spacing(self) -> float:
@@ -106,7 +104,8 @@ class LevelFormat(LowBitFormat):
 
     def encode_each(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         # the middles between levels are multiples of one half, so the half below a number decides its code
-        halves = (weight / divisor(scale)).mul_(2).floor_().clamp_(-256, 255).add_(256).int()
+        halves = (weight / divisor(scale)).mul_(2).floor_().clamp_(-256, 255).int() + 256
+        halves &= 511  # NaN, which has no nearest level, gets some code
         return _nearest(self.bits, weight.device)[halves]
 
     def decode_each(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:

@@ -44,6 +44,22 @@ def run(script: str, *arguments: str, gpu: bool = True) -> forks.Done:
     return forks.run(script_of_its_own)
 
 
+COMMANDS = sorted(file.name for file in BENCHMARKS.glob("*.py") if "ArgumentParser(" in file.read_text())
+
+
+@pytest.mark.parametrize("script", COMMANDS)
+def test_says_what_it_does(script: str) -> None:
+    done = run(script, "--help")
+    assert done.code == 0 and done.output.startswith(f"usage: {script}"), done.error
+
+
+def test_a_command_line_has_no_folder_of_a_machine() -> None:
+    arguments = ["--work", "/a/b", "--wikitext", "/c/wiki.raw", "--ik", "/d", "--peer", "gptqmodel=/e", "--only", "x y"]
+    report = runpy.run_path(str(BENCHMARKS / "report.py"))
+    line = report["command_line"]("x.py", arguments)
+    assert line == "python benchmarks/x.py --work DIR --wikitext FILE --ik ENV --peer gptqmodel=ENV --only 'x y'"
+
+
 @pytest.mark.slow
 def test_kernels(tmp_path: Path) -> None:
     page, rows_file = tmp_path / "page.md", tmp_path / "rows.json"

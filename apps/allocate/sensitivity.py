@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...formats import Format
+from ...io.errors import DiffbitError
 from ...io.progress import track
 from ...models import Decoder
 from ...quantize import EMBEDDING_MODULE, HEAD_MODULE, Scheme
@@ -162,6 +163,11 @@ def fisher(decoder: Decoder, text: Tokens, modules: Collection[str], seed: int =
                 states = run(decoder.model.layers, replace(batch, hidden=inputs))[batch.counted]
                 log_p = F.log_softmax(decoder.head(states).float(), dim=-1)  # [T, V]
                 p = log_p.detach().exp()
+                if not p.isfinite().all():
+                    raise DiffbitError(
+                        f"the model predicts NaN in window {window} of the calibration text, wanted probabilities; the "
+                        "checkpoint is damaged, or its numbers are too large for its precision"
+                    )
                 labels = torch.multinomial(p, 1, generator=generator)
                 (gradients,) = torch.autograd.grad(log_p.gather(1, labels).sum(), inputs)  # [1, S, E]
             squares = gradients[batch.counted].square()

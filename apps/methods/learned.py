@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from ...formats import QTensor, straight_through
+from ...formats import QTensor, divisor, straight_through
 from ...io.errors import DiffbitError
 from ...models.layers import Arithmetic
 from ...quantize.calibration import DiskTensor, Tokens, round_all
@@ -190,7 +190,7 @@ class LearnedWeight:
         self.unit, format = start.format.spacing, start.format
         scale, zero, codes = start.scale[..., None], start.zero, format.grouped(start.codes)
         zeros, grouped = None if zero is None else zero[..., None], format.grouped(self.weight)
-        away = format.decode_each(codes, torch.ones_like(scale), zeros) - grouped / _divisor(scale)
+        away = format.decode_each(codes, torch.ones_like(scale), zeros) - grouped / divisor(scale)
         nearest = format.encode_each(grouped, scale, zeros).to(torch.uint8)
         # the smallest offset that gives the initial code
         away = (away - away.clamp(-MARGIN * self.unit, MARGIN * self.unit)).masked_fill_(nearest == codes, 0)
@@ -211,7 +211,7 @@ class LearnedWeight:
         top = 2**format.bits - 1
         below, above = scale * zero * self.lower, scale * (top - zero.float()) * self.upper
         scale = _straight(format.stored, (below + above) / top)
-        return scale, _straight(torch.round, below / _divisor(scale)).clamp(0, top)
+        return scale, _straight(torch.round, below / divisor(scale)).clamp(0, top)
 
     @torch.no_grad()
     def round(self) -> None:
@@ -241,7 +241,7 @@ class LearnedWeight:
         """
         values = (self.weight, self.offset, self.rounded, upstream)
         for rows, s, z, (weight, offset, rounded, grad) in self.format.by_rows(scale, zero, *values):
-            below = _divisor(s)
+            below = divisor(s)
             place = weight / below
             moved = place + offset
             inside = moved.clamp(*self.format.bounds(z)).sub_(moved).sign_().abs_().neg_().add_(1)
@@ -273,10 +273,6 @@ class LearnedWeight:
             end.sub_(grad.sign(), alpha=rate / 2 ** (self.format.bits - 1)).clamp_(*CLIP)
         self.rounded.grad = None
         self.round()
-
-
-def _divisor(scale: Tensor) -> Tensor:
-    return scale.masked_fill(scale == 0, torch.inf)  # of a group of zeros
 
 
 def _straight(function: Callable[..., Tensor], value: Tensor, *rest: Any) -> Tensor:

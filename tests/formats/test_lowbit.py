@@ -140,3 +140,22 @@ def test_damaged_scales_are_refused():
     parts["scale"][1, :2] = torch.tensor([0, 0x7C], dtype=torch.int8)  # infinity
     with pytest.raises(DiffbitError, match="not finite"):
         QTensor.from_packed(format, (4, 64), **parts)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_beyond_every_level_get_its_end_and_nan_some_code(name):
+    format = parse_format(name)
+    scale = torch.ones(1, 1)
+    levels = format.decode_each(torch.arange(format.codes)[None], scale, None)[0]
+    far = torch.tensor([[-1e30, 1e30, -torch.inf, torch.inf, torch.nan]])
+    codes = format.encode_each(far, scale, None)[0]
+    assert codes.to(torch.uint8).max() < format.codes
+    assert levels[codes[:4].long()].tolist() == [levels.min(), levels.max()] * 2
+
+
+def test_a_weight_of_nan_is_refused():
+    w = weight()
+    w[3, 7] = torch.nan
+    for name in NAMES:
+        with pytest.raises(DiffbitError, match="holds NaN or infinity"):
+            rtn(w, parse_format(name))

@@ -15,6 +15,7 @@ from diffbit.apps.allocate.losses import measure
 from diffbit.apps.allocate.sensitivity import estimate, fisher, remaining
 from diffbit.apps.train.presets import model_config
 from diffbit.formats import QTensor, parse_format
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder
 from diffbit.models.config import variants
 from diffbit.quantize import EMBEDDING_MODULE, HEAD_MODULE, Scheme, linear_shapes
@@ -143,3 +144,11 @@ def test_a_method_that_compensates_errors_leaves_a_share_of_them() -> None:
     assert all(0.8 < share < 2 for share in by_rtn.values())
     losses = (estimate(decoder, tokens, formats, find(name)) for name in ("gptq", "rtn"))
     assert all(less[m]["int4_g32"] < more[m]["int4_g32"] for less, more in [tuple(losses)] for m in LINEARS)
+
+
+def test_predictions_that_are_no_numbers_are_refused() -> None:
+    decoder = make(CONFIG)
+    with torch.no_grad():
+        decoder.model.norm.weight.fill_(float("inf"))
+    with pytest.raises(DiffbitError, match="the model predicts NaN in window 0 of the calibration text"):
+        fisher(decoder, text(2, decoder), LINEARS)
