@@ -6,7 +6,7 @@ of least squared error, each input channel weighted by its mean square over the 
     s = argmin sum_k h_k (w_k - q_k(s))^2,    h_k = mean x_k^2
 
 by a search (`scales.search`), then once by least squares with these codes (`scales.refit`); then the codes are the
-nearest again. h is measured in the float model, in one pass, so this takes seconds where GPTQ takes minutes.
+nearest again. h is measured in the float model, in one pass, so this takes a third of GPTQ's time (SmolLM2-135M).
 """
 
 from __future__ import annotations
