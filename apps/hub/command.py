@@ -41,7 +41,7 @@ def push(
     HF_TOKEN.
     """
     name = HubName.parse(target)
-    if name.file is not None or "/" not in name.repo:
+    if name.path is not None or "/" not in name.repo:
         raise DiffbitError(f"{target}: wanted a repository to upload to, hf:ORG/NAME")
     measurements = None if results is None else read_results(results)
     card = artifact_card(folder, name.repo) if (folder / MANIFEST).is_file() else checkpoint_card(folder, name.repo)

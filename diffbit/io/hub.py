@@ -1,7 +1,8 @@
-"""Models on the Hugging Face Hub: hf:ORG/NAME[@REVISION] names a repository, hf:ORG/NAME/FILE.gguf a file in one.
+"""Models on the Hugging Face Hub: hf:ORG/NAME[@REVISION] names a repository, hf:ORG/NAME/FOLDER a folder in one, and
+hf:ORG/NAME/FILE.gguf a file.
 
 Cache, token and server are those of huggingface_hub: HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE. Only files that
-diffbit reads, at the top level of a repository, are downloaded and uploaded: never code, never a pickle.
+diffbit reads, at the top level of a repository or folder, are downloaded and uploaded: never code, never a pickle.
 """
 
 from __future__ import annotations
@@ -25,27 +26,30 @@ READ = (
 )  # fmt: skip
 UNREAD = ("*/*", "consolidated*")  # deeper folders, and the second copy of the weights in Mistral's repositories
 TRANSFORMERS_JS = "onnx/model.onnx"  # where an artifact may have its graph (runtime/artifact.py)
-_NAME = re.compile(r"hf:(?P<repo>[^/@]+(?:/[^/@]+)?)(?:/(?P<file>[^@]+\.gguf))?(?:@(?P<revision>.+))?", re.IGNORECASE)
+_NAME = re.compile(r"hf:(?P<repo>[^/@]+(?:/[^/@]+)?)(?:/(?P<path>[^@]*[^@/]))?(?:@(?P<revision>.+))?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class HubName:
-    """A repository, or the GGUF file `file` in it. revision: a branch, a tag or a commit; None: the main branch."""
+    """A repository, or the folder or GGUF file `path` in it. revision: a branch, a tag or a commit; None: the main
+    branch."""
 
     repo: str
-    file: str | None = None
+    path: str | None = None
     revision: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> HubName:
         match = _NAME.fullmatch(text)
-        if match is None:
-            raise DiffbitError(f"{text}: wanted hf:ORG/NAME, hf:ORG/NAME@REVISION or hf:ORG/NAME/FILE.gguf")
-        return cls(match["repo"], match["file"], match["revision"])
+        if match is None or {".", "..", ""} & set((match["path"] or "path").split("/")):
+            raise DiffbitError(
+                f"{text}: wanted hf:ORG/NAME, hf:ORG/NAME@REVISION, hf:ORG/NAME/FOLDER or hf:ORG/NAME/FILE.gguf"
+            )
+        return cls(match["repo"], match["path"], match["revision"])
 
     def __str__(self) -> str:
         return (
-            f"{PREFIX}{self.repo}{f'/{self.file}' if self.file else ''}{f'@{self.revision}' if self.revision else ''}"
+            f"{PREFIX}{self.repo}{f'/{self.path}' if self.path else ''}{f'@{self.revision}' if self.revision else ''}"
         )
 
 
@@ -68,11 +72,15 @@ def download(path: str | Path) -> Path:
         return Path(path)
     name = HubName.parse(Path(path).as_posix())
     with _hub(name) as hub:
-        if name.file is not None:
-            return _gguf(hub, name, name.file)
+        if name.path is not None and name.path.lower().endswith(".gguf"):
+            return _gguf(hub, name, name.path)
+        within = f"{name.path}/" if name.path else ""
+        read, unread = ([f"{within}{pattern}" for pattern in patterns] for patterns in (READ, UNREAD))
         downloaded = hub.snapshot_download(
-            name.repo, revision=name.revision, allow_patterns=list(READ), ignore_patterns=list(UNREAD)
+            name.repo, revision=name.revision, allow_patterns=read, ignore_patterns=unread
         )
+        if name.path is not None:
+            return _folder(name, Path(downloaded, name.path))
         folder = Path(downloaded)
         manifest = folder / "diffbit.json"
         files = read_json(manifest).get("files") if manifest.is_file() else None
@@ -112,6 +120,12 @@ def _gguf(hub: ModuleType, name: HubName, file: str) -> Path:
     if not path.is_file():
         raise DiffbitError(f"{name}: has no file {file}; check its name")
     return path
+
+
+def _folder(name: HubName, folder: Path) -> Path:
+    if not folder.is_dir():
+        raise DiffbitError(f"{name}: has no folder {name.path} with a model; check its name")
+    return folder
 
 
 def _only_gguf(hub: ModuleType, name: HubName, folder: Path) -> str:

@@ -46,23 +46,23 @@ def inside(folder: Path, name: str, named_by: Path) -> Path:
     return file
 
 
-def find_tensors(folder: Path) -> dict[str, Entry]:
-    """Return every tensor of the folder, from model.safetensors or from the files in the index."""
+def find_tensors(folder: Path, single: str = SINGLE) -> dict[str, Entry]:
+    """Return every tensor of the folder, from the file `single` or from the files in the index."""
     index = folder / INDEX
-    if (folder / SINGLE).exists():
-        return read_header(inside(folder, SINGLE, folder))
+    if (folder / single).exists():
+        return read_header(inside(folder, single, folder))
     if index.exists():
         return _indexed(folder, inside(folder, INDEX, folder))
     others = sorted(file.name for file in folder.iterdir() if file.suffix == ".safetensors")
     if others:
-        raise DiffbitError(f"{folder}: holds {others[0]} but neither {SINGLE} nor {INDEX}, wanted one of them")
+        raise DiffbitError(f"{folder}: holds {others[0]} but neither {single} nor {INDEX}, wanted one of them")
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
     if pickles:
         raise DiffbitError(
             f"{folder / pickles[0]}: is a pickle, which can run code when it is opened, so it is not read; save the "
             "model as safetensors (in transformers: save_pretrained(..., safe_serialization=True))"
         )
-    raise DiffbitError(f"{folder}: holds no weights, wanted {SINGLE} or {INDEX}")
+    raise DiffbitError(f"{folder}: holds no weights, wanted {single} or {INDEX}")
 
 
 def _indexed(folder: Path, index: Path) -> dict[str, Entry]:

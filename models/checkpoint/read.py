@@ -35,7 +35,6 @@ from .gguf_file import open_gguf
 from .names import EMBEDDING, HEAD, layer_of, linear_of, reorder, shapes, stays_float32
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-HARMLESS = ".rotary_emb.inv_freq"  # a buffer that older transformers saved, computed from the config; ignored
 
 
 class Checkpoint:
@@ -51,14 +50,19 @@ class Checkpoint:
         if gguf is None:
             check_folder(self.path)
             source = inside(self.path, "config.json", self.path)
-            values, stored = files.read_json(source), find_tensors(self.path)
+            values = files.read_json(source)
+            with located(source):
+                family = family_of(values)
+            stored = find_tensors(self.path, family.weights)
         else:
             source = gguf
             values, stored = open_gguf(gguf)
+            with located(source):
+                family = family_of(values)
         self._source = source
         with located(source):
             self.quantization: dict[str, Any] | None = get(values, "quantization_config", Mapping[str, Any], None)
-            family = family_of(values).opened(values)
+            family = family.opened(values, stored)
             self._family = family if gguf is None else GGUFFamily(family.model_type, family)
             self.config: ModelConfig = self._family.read(values)
         if self.quantization is not None and not self._family.quantized:
@@ -68,7 +72,7 @@ class Checkpoint:
             with located(generation):
                 # its tokens take precedence, as in transformers
                 self.config = replace(self.config, **special_tokens(files.read_json(generation)))
-        stored = {name: entry for name, entry in stored.items() if not name.endswith(HARMLESS)}
+        stored = {name: entry for name, entry in stored.items() if not self._family.ignores(name)}
         self._tied_head = stored.pop(HEAD, None) if self.config.tie_embeddings else None
         self._places = {name: self._family.stored(self.config, name) for name in shapes(self.config)}
         on_disk = {  # if none of the alternative names exists, the first

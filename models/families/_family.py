@@ -8,7 +8,7 @@ else uses the model_type, and a layout is never guessed from a tensor's name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -49,13 +49,19 @@ class Family(ABC):
     model_type: str
     writes: int | None = field(default=None, kw_only=True)
     quantized: ClassVar[bool] = True  # whether folders may be quantized
+    weights: ClassVar[str] = "model.safetensors"  # the file, or the file whose index is beside it
 
     def knows(self, values: Mapping[str, Any]) -> bool:
         """Whether this parsed config.json belongs to the family."""
         return bool(values.get("model_type") == self.model_type)
 
-    def opened(self, values: Mapping[str, Any]) -> Family:
-        """Return the family for a folder with this parsed config.json; another one if `stored` depends on it."""
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor on disk is not the model's."""
+        return name.endswith(".rotary_emb.inv_freq")  # saved by older transformers; computed from the config
+
+    def opened(self, values: Mapping[str, Any], names: Collection[str]) -> Family:
+        """Return the family for a folder with this parsed config.json and tensors of these names; another one if `read`
+        or `stored` depends on them."""
         return self
 
     @abstractmethod

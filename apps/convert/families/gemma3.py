@@ -12,7 +12,7 @@ gemma3, which also reads images, has its language model's fields and tensors els
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -31,7 +31,7 @@ class Gemma3(HuggingFace):
     quantized = False
     query_scalar: float = 256.0
 
-    def opened(self, values: Mapping[str, Any]) -> Gemma3:
+    def opened(self, values: Mapping[str, Any], names: Collection[str]) -> Gemma3:
         return replace(self, query_scalar=get(values, "query_pre_attn_scalar", Positive, self.query_scalar))
 
     def read(self, values: Mapping[str, Any]) -> ModelConfig:

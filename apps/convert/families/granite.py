@@ -10,7 +10,7 @@ logits_scaling s         divides the logits: the head divided by s; a tied one i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ class Granite(HuggingFace):
     residual: float = 1.0
     logits: float = 1.0
 
-    def opened(self, values: Mapping[str, Any]) -> Granite:
+    def opened(self, values: Mapping[str, Any], names: Collection[str]) -> Granite:
         return replace(
             self,
             embedding=get(values, "embedding_multiplier", Positive, 1.0),

@@ -10,7 +10,7 @@ from diffbit's order and formula:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ class DeepSeek(Family):
     is_interleaved: bool = True
     query_factor: float = 1.0
 
-    def opened(self, values: Mapping[str, Any]) -> DeepSeek:
+    def opened(self, values: Mapping[str, Any], names: Collection[str]) -> DeepSeek:
         ropes = (get(values, name, Mapping[str, Any], {}) for name in ("rope_scaling", "rope_parameters"))
         rope: Mapping[str, Any] = next(filter(None, ropes), {})
         scale, factor = get(rope, "mscale_all_dim", float, 0.0), get(rope, "factor", Positive, 1.0)

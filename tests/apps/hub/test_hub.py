@@ -147,6 +147,22 @@ def test_only_what_is_read_is_downloaded(stand_in: Hub) -> None:
     assert contents(onnx) == {"model.onnx": b"graph", "model.onnx_data": b"data"}
 
 
+def test_folders_in_a_repository(stand_in: Hub) -> None:
+    read = {
+        f"{name}/{file}": f"{name} {file}".encode()
+        for name in ("diff", "deep/plain")
+        for file in ("config.json", "latest.safetensors")
+    }
+    never = ("config.json", "diff/model.py", "diff/deeper/model.safetensors", "diff/consolidated.safetensors")
+    stand_in.add("me/pair", read | {name: b"" for name in never})
+    for name in ("diff", "deep/plain"):
+        folder = hub.download(f"hf:me/pair/{name}")
+        assert contents(folder) == {file: f"{name} {file}".encode() for file in ("config.json", "latest.safetensors")}
+    assert set(stand_in.downloads) == set(read)
+    with pytest.raises(DiffbitError, match="hf:me/pair/dif: has no folder dif with a model; check its name"):
+        hub.download("hf:me/pair/dif")
+
+
 def test_gguf_files(stand_in: Hub) -> None:
     stand_in.add("me/one", {"README.md": b"", "m-Q4.gguf": b"GGUF"})
     stand_in.add("me/two", {"a.gguf": b"GGUF", "deep/b.gguf": b"GGUF2"})
@@ -176,7 +192,7 @@ def test_errors_are_sentences(
     assert "diffbit.json: " in error("run", "hf:me/odd", "x")
     assert "no such repository" in error("run", "hf:me/nothing", "x")
     assert "no such revision" in error("run", "hf:me/here@v7", "x")
-    assert "wanted hf:ORG/NAME" in error("run", "hf:a/b/c", "x")
+    assert "wanted hf:ORG/NAME" in error("run", "hf:a/b/../c", "x")
     assert "wanted a repository" in error("push", artifact, "hf:me", "-q")
     monkeypatch.setenv("HF_TOKEN", "hf_other")
     assert "is gated" in error("run", "hf:me/here", "x")
@@ -221,9 +237,9 @@ def test_dry_run(artifact: Path, stand_in: Hub, tmp_path: Path, capsys: pytest.C
 def test_names() -> None:
     assert HubName.parse("hf:a/b@refs/pr/1") == HubName("a/b", None, "refs/pr/1")
     assert HubName.parse("hf:gpt2") == HubName("gpt2")
-    for name in ("hf:a/b/x/y.gguf@v1", "hf:a/b", "hf:a/b@v1"):
+    for name in ("hf:a/b/x/y.gguf@v1", "hf:a/b", "hf:a/b@v1", "hf:a/b/x/y@v1"):
         assert str(HubName.parse(name)) == name
-    for name in ("hf:", "hf:/b", "hf:a/", "hf:a/b@", "hf:a/b/c.bin"):
+    for name in ("hf:", "hf:/b", "hf:a/", "hf:a/b@", "hf:a/b/", "hf:a/b/../c", "hf:a/b/c//d", "hf:a/b/./x.gguf"):
         with pytest.raises(DiffbitError):
             HubName.parse(name)
     assert hub.download("some/folder") == Path("some/folder")
