@@ -9,6 +9,7 @@ string is its length u64 and UTF-8; an array is its type u32, its length u64 and
 from __future__ import annotations
 
 import math
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,12 +19,14 @@ from typing import IO, Annotated, Any
 import numpy as np
 
 from .errors import DiffbitError
-from .fields import bounds, located, read
+from .fields import FieldError, bounds, located, read, shown
 
 SUFFIX = ".gguf"
 VERSIONS = (2, 3)
 NUMBERS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "bool", 10: "u8", 11: "i8", 12: "f8"}
 FLOAT32, STRING, ARRAY = 6, 8, 9
+KINDS = {int: "iu", float: "iuf"}  # of numpy's types, those that `GGUF.array` takes for a type of Python
+WORDS = {str: "texts", int: "whole numbers", float: "finite numbers"}
 MOST_DIMENSIONS = 4
 ALIGNMENT = Annotated[int, bounds(1, 1 << 20)]
 
@@ -38,14 +41,29 @@ class TensorInfo:
 @dataclass(frozen=True)
 class GGUF:
     file: Path
-    size: int
-    metadata: Mapping[str, Any]  # numbers, strings, numpy arrays of numbers, lists of strings
+    status: os.stat_result  # of the file when its header was read
     tensors: Mapping[str, TensorInfo]
+    _metadata: Mapping[str, Any]  # numbers, strings, numpy arrays of numbers, lists of strings: see `get` and `array`
 
     def get(self, key: str, kind: Any, default: Any = None) -> Any:
         """Return metadata as a type (fields.py). Raises DiffbitError, without the file's name, if it is of another."""
-        value = self.metadata.get(key)
-        return default if value is None else read(kind, value, key)
+        value = self._metadata.get(key)
+        return default if value is None else read(kind, _plain(value), key)
+
+    def array(self, key: str, kind: type[str] | type[int] | type[float]) -> list[Any]:
+        """Return an array as a list of str, int or (finite) float; empty if absent. Raises DiffbitError as `get` does.
+
+        An array's values have one type, so that one look is enough for hundreds of thousands of tokens.
+        """
+        value = self._metadata.get(key, [])
+        numbers = isinstance(value, np.ndarray) and value.dtype.kind in KINDS.get(kind, "")
+        if not (numbers and np.isfinite(value).all()) and not (isinstance(value, list) and (kind is str or not value)):
+            raise FieldError(key, f"{key} is {shown(_plain(value))}, wanted a list of {WORDS[kind]}")
+        return list(_plain(value))
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def find_gguf(path: Path) -> Path | None:
@@ -74,7 +92,8 @@ def read_gguf(file: Path) -> GGUF:
 class _Reader:
     def __init__(self, file: Path, stream: IO[bytes]) -> None:
         self.file, self.stream = file, stream
-        self.size = file.stat().st_size
+        self.status = os.fstat(stream.fileno())
+        self.size = self.status.st_size
 
     def header(self) -> GGUF:
         if (magic := self.stream.read(4)) != b"GGUF":
@@ -89,7 +108,7 @@ class _Reader:
             if key in metadata:
                 raise self.damaged(f"holds the metadata {key!r} twice")
             metadata[key] = self.value(self.number("I"))
-        header = GGUF(self.file, self.size, metadata, {})
+        header = GGUF(self.file, self.status, {}, metadata)
         with located(self.file):
             count, alignment = header.get("split.count", int, 1), header.get("general.alignment", ALIGNMENT, 32)
         if count > 1:

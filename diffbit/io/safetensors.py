@@ -63,6 +63,14 @@ class EntryOfHeader:
     data_offsets: tuple[Size, Size]
 
 
+Stamp = tuple[int, int, int]
+
+
+def stamp(status: os.stat_result) -> Stamp:
+    """What tells a file from another of its name, and from itself before it was written to."""
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
 @dataclass(frozen=True)
 class Entry:
     """A tensor's dtype, shape and place in the file, from the header."""
@@ -72,6 +80,7 @@ class Entry:
     shape: tuple[int, ...]
     begin: int  # of the data, in bytes from the start of the file
     end: int
+    stamp: Stamp  # of the file whose header this is
 
     def part(self, first: int, count: int) -> Entry:
         """Return an entry for `count` rows from row `first` on."""
@@ -81,7 +90,21 @@ class Entry:
 
     def read(self) -> Tensor:
         """Read the tensor, in its dtype and in the file's row order."""
-        return read_bytes(self.file, self.begin, self.end).view(self.dtype).view(self.shape)
+        return self.stored_bytes().view(self.dtype).view(self.shape)
+
+    def stored_bytes(self) -> Tensor:
+        """Read the tensor's bytes as uint8 [end - begin]. Raises DiffbitError if the file is no longer the same."""
+        data = torch.empty(self.end - self.begin, dtype=torch.uint8)
+        try:
+            with open(self.file, "rb") as stream:
+                if stamp(os.fstat(stream.fileno())) != self.stamp:
+                    raise DiffbitError(f"{self.file}: was changed while diffbit read it; run the command again")
+                stream.seek(self.begin)
+                if stream.readinto(data.numpy().data) < len(data):
+                    raise DiffbitError(f"{self.file}: was cut short while being read; copy it again")
+        except OSError as error:
+            raise DiffbitError(f"{self.file}: cannot be read ({error.strerror})") from None
+        return data
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Read some of the tensor's rows."""
@@ -91,8 +114,9 @@ class Entry:
 def read_header(file: Path) -> dict[str, Entry]:
     """Return the tensors of a safetensors file; raises DiffbitError if the header does not fit the file."""
     try:
-        size = file.stat().st_size
         with open(file, "rb") as stream:
+            status = os.fstat(stream.fileno())
+            size = status.st_size
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or length > min(size - 8, HEADER_LIMIT):
                 raise DiffbitError(
@@ -111,7 +135,7 @@ def read_header(file: Path) -> dict[str, Entry]:
         get(header, "__metadata__", Mapping[str, str], {})
     header.pop("__metadata__", None)
     start = 8 + length
-    entries = {name: _entry(file, name, value, start, size) for name, value in header.items()}
+    entries = {name: _entry(file, name, value, start, status) for name, value in header.items()}
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != start:
             raise DiffbitError(
@@ -138,7 +162,7 @@ def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 
-def _entry(file: Path, name: str, value: object, start: int, size: int) -> Entry:
+def _entry(file: Path, name: str, value: object, start: int, status: os.stat_result) -> Entry:
     with located(f"{file}: tensor {name}", "; copy the file again"):
         read(Name, name, "its name")
         described: EntryOfHeader = read(EntryOfHeader, value, "", extra=True)
@@ -149,11 +173,12 @@ def _entry(file: Path, name: str, value: object, start: int, size: int) -> Entry
             f"{file}: tensor {name} of shape {shape} and dtype {kind} needs {math.prod(shape) * dtype.itemsize} bytes, "
             f"but its header gives it {end - begin}; copy the file again"
         )
-    if start + end > size:
+    if start + end > status.st_size:
         raise DiffbitError(
-            f"{file}: is cut short: tensor {name} ends at byte {start + end}, the file at byte {size}; copy it again"
+            f"{file}: is cut short: tensor {name} ends at byte {start + end}, the file at byte {status.st_size}; "
+            "copy it again"
         )
-    return Entry(file, dtype, shape, start + begin, start + end)
+    return Entry(file, dtype, shape, start + begin, start + end, stamp(status))
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -182,16 +207,3 @@ def write_parts(file: Path, tensors: Mapping[str, Parts]) -> None:
         for _, parts in tensors.values():
             for part in parts:
                 stream.write(part.contiguous().numpy().data)
-
-
-def read_bytes(file: Path, begin: int, end: int) -> Tensor:
-    """Read bytes of a file as uint8 [end - begin]."""
-    data = torch.empty(end - begin, dtype=torch.uint8)
-    try:
-        with open(file, "rb") as stream:
-            stream.seek(begin)
-            if stream.readinto(data.numpy().data) < len(data):
-                raise DiffbitError(f"{file}: was cut short while being read; copy it again")
-    except OSError as error:
-        raise DiffbitError(f"{file}: cannot be read ({error.strerror})") from None
-    return data

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from .errors import DiffbitError, MissingDependency
-from .fields import located
+from .fields import bounds, located
 from .gguf import GGUF, find_gguf, read_gguf
 from .sentencepiece import CONTROL, SENTENCEPIECE, USER_DEFINED, bpe, from_sentencepiece, merges, put_around, spaces
 
@@ -135,37 +135,34 @@ def from_gguf(header: GGUF) -> dict[str, bytes]:
         model, template = (header.get(f"tokenizer.{key}", str) for key in ("ggml.model", "chat_template"))
     if model in (None, "none", "no_vocab"):
         return {}
-    metadata = {key.removeprefix("tokenizer."): value for key, value in header.metadata.items()}
     try:
-        if model == "gpt2":
-            backend, add_bos = _byte_level(metadata)
-        elif model == "llama":
-            backend, add_bos = _sentencepiece(metadata), True
-        else:
-            raise DiffbitError(f"its tokenizer is {model!r}, wanted 'gpt2' (BPE) or 'llama' (SentencePiece)")
-        options = _special_tokens(metadata, backend, add_bos)
+        with located(header.file):
+            if model == "gpt2":
+                backend, add_bos = _byte_level(header)
+            elif model == "llama":
+                backend, add_bos = _sentencepiece(header), True
+            else:
+                raise DiffbitError(f"its tokenizer is {model!r}, wanted 'gpt2' (BPE) or 'llama' (SentencePiece)")
+            options = _special_tokens(header, backend, add_bos)
     except ModuleNotFoundError:
         raise MissingDependency("tokenizers", "cpu", "reading the tokenizer of a GGUF file") from None
-    except DiffbitError as error:
-        raise DiffbitError(f"{header.file}: {error}") from None
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise DiffbitError(f"{header.file}: its tokenizer is damaged ({error!r}); copy the file again") from None
     texts = {TOKENIZER: backend.to_str(pretty=True), "tokenizer_config.json": json.dumps(options, indent=2)}
     if template:
         texts["chat_template.jinja"] = template
     return {name: text.encode() for name, text in texts.items()}
 
 
-def _byte_level(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
+def _byte_level(header: GGUF) -> tuple[Tokenizer, bool]:
     """A byte-level BPE (bytes are written as letters, as in GPT-2), and whether bos is added by default."""
     from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 
-    pre = metadata.get("ggml.pre")
+    pre = header.get("tokenizer.ggml.pre", str)
     if pre not in WORDS:
         raise DiffbitError(f"its pre-tokenizer is {pre!r}, wanted one of {', '.join(WORDS)}")
     words, whole, add_bos = WORDS[pre]
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in metadata["ggml.merges"])]
-    backend = Tokenizer(bpe(metadata["ggml.tokens"], pairs, ignore_merges=whole))
+    merged = header.array("tokenizer.ggml.merges", str)
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merged)]
+    backend = Tokenizer(bpe(_tokens(header), pairs, ignore_merges=whole))
     cuts = [pre_tokenizers.Split(Regex(expression), behavior="isolated") for expression in words]
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -174,32 +171,51 @@ def _byte_level(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
     return backend, add_bos
 
 
-def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
+def _sentencepiece(header: GGUF) -> Tokenizer:
     """SentencePiece's BPE, in which the scores order the merges."""
     from tokenizers import Tokenizer
 
-    pieces, unknown = metadata["ggml.tokens"], metadata.get("ggml.unknown_token_id")
-    pairs = merges(pieces, [float(score) for score in metadata["ggml.scores"]])
-    extra = {} if unknown is None else {"unk_token": pieces[unknown]}
-    backend = Tokenizer(bpe(pieces, pairs, fuse_unk=True, byte_fallback=True, **extra))
-    spaces(backend, prefix=bool(metadata.get("ggml.add_space_prefix", True)), legacy=False)
+    pieces, unknown = _tokens(header), _special(header, "unknown")
+    scores = header.array("tokenizer.ggml.scores", float)
+    if len(scores) != len(pieces):
+        raise DiffbitError(
+            f"tokenizer.ggml.scores has {len(scores)} entries, wanted one for each of {len(pieces)} tokens"
+        )
+    extra = {} if unknown is None else {"unk_token": unknown}
+    backend = Tokenizer(bpe(pieces, merges(pieces, scores), fuse_unk=True, byte_fallback=True, **extra))
+    spaces(backend, prefix=header.get("tokenizer.ggml.add_space_prefix", bool, True), legacy=False)
     return backend
 
 
-def _special_tokens(metadata: Mapping[str, Any], backend: Tokenizer, add_bos: bool) -> dict[str, Any]:
+def _tokens(header: GGUF) -> list[str]:
+    tokens = header.array("tokenizer.ggml.tokens", str)
+    if not tokens:
+        raise DiffbitError("tokenizer.ggml.tokens is missing, wanted a list of texts; copy the file again")
+    return tokens
+
+
+def _special(header: GGUF, name: str) -> str | None:
+    """The text of the token that the metadata name, such as "eos"."""
+    tokens = _tokens(header)
+    id = header.get(f"tokenizer.ggml.{name}_token_id", Annotated[int, bounds(0, len(tokens) - 1)])
+    return None if id is None else tokens[id]
+
+
+def _special_tokens(header: GGUF, backend: Tokenizer, add_bos: bool) -> dict[str, Any]:
     """Add the special tokens to the tokenizer. Returns the fields of tokenizer_config.json."""
     from tokenizers import AddedToken
 
-    tokens = metadata["ggml.tokens"]
-    for token, kind in zip(tokens, metadata.get("ggml.token_type", ()), strict=False):
+    for token, kind in zip(_tokens(header), header.array("tokenizer.ggml.token_type", int), strict=False):
         if kind in (CONTROL, USER_DEFINED):
             backend.add_tokens([AddedToken(token, normalized=False, special=bool(kind == CONTROL))])
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    ids = {name: metadata.get(f"ggml.{key}_token_id") for name, key in names.items()}
-    options = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    options |= {f"{name}_token": tokens[id] for name, id in ids.items() if id is not None}
-    add = {"bos": metadata.get("ggml.add_bos_token", add_bos), "eos": metadata.get("ggml.add_eos_token", False)}
-    around = {name: tokens[ids[name]] for name, added in add.items() if added and ids[name] is not None}
+    special = {name: _special(header, key) for name, key in names.items()}
+    given = {name: token for name, token in special.items() if token is not None}
+    options: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    options |= {f"{name}_token": token for name, token in given.items()}
+    defaults = {"bos": add_bos, "eos": False}
+    add = {name: header.get(f"tokenizer.ggml.add_{name}_token", bool, default) for name, default in defaults.items()}
+    around = {name: given[name] for name, added in add.items() if added and name in given}
     options |= {f"add_{name}_token": name in around for name in add}
     put_around(backend, around)
     return options

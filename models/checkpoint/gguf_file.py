@@ -1,7 +1,8 @@
 """Reads the tensors of a GGUF file as floats, dequantized if necessary (github.com/ggml-org/llama.cpp, gguf-py).
 
-F16 and BF16 are kept; every quantized type that the package `gguf` supports becomes float32. Rows are read and
-dequantized a few MB at a time, so reading a tensor takes little more memory than the tensor itself.
+F16 and BF16 are kept; every quantized type that the package `gguf` dequantizes becomes float32, and so do two that it
+does not (`LEVELS`). Rows are read and dequantized a few MB at a time, so reading a tensor takes little more memory than
+the tensor itself.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from torch import Tensor
 from ...io.errors import DiffbitError, MissingDependency
 from ...io.fields import located
 from ...io.gguf import GGUF, read_gguf
-from ...io.safetensors import Entry, read_bytes
+from ...io.safetensors import Entry, stamp
 from ..families._gguf import ROPE_FREQS, fields
 
 FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml's type numbers
 CHUNK = 8 << 20  # bytes of float32
+# Q1_0 and Q2_0 (ggml-quants.c): a block is an F16 scale and the codes of its weights, the first in the lowest bits of a
+# byte; a weight is scale * level. {type: (weights in a block, level of each code)}
+LEVELS = {41: (128, (-1, 1)), 42: (64, (-1, 0, 1, 2))}
 
 
 @dataclass(frozen=True)
@@ -34,17 +38,31 @@ class GGUFEntry(Entry):
     def read(self) -> Tensor:
         if self.type in FLOATS:
             return super().read()
-        from gguf.constants import GGMLQuantizationType
-        from gguf.quants import dequantize
-
         columns = self.shape[-1]
         rows = math.prod(self.shape[:-1])
-        stored = read_bytes(self.file, self.begin, self.end).view(rows, -1).numpy()
+        stored = self.stored_bytes().view(rows, -1).numpy()
         out = torch.empty(rows, columns)
         step = max(1, CHUNK // (4 * columns))
         for i in range(0, rows, step):
-            out[i : i + step] = torch.from_numpy(dequantize(stored[i : i + step], GGMLQuantizationType(self.type)))
+            out[i : i + step] = torch.from_numpy(_dequantize(stored[i : i + step], self.type))
         return out.view(self.shape)
+
+
+def _dequantize(rows: np.ndarray, type: int) -> np.ndarray:
+    """Return the weights float32 [rows, columns] of blocks uint8 [rows, bytes]."""
+    if type not in LEVELS:
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        return dequantize(rows, GGMLQuantizationType(type))
+    weights, levels = LEVELS[type]
+    bits = (len(levels) - 1).bit_length()
+    blocks = rows.reshape(-1, 2 + weights * bits // 8)
+    of_codes = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little").reshape(-1, weights, bits)
+    codes = of_codes @ (1 << np.arange(bits))
+    scales = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32)
+    with np.errstate(invalid="ignore"):  # of a scale that is infinite: the reader of a checkpoint refuses the result
+        return (scales * np.array(levels, np.float32)[codes]).reshape(len(rows), -1)
 
 
 def open_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
@@ -77,16 +95,20 @@ def _entry(header: GGUF, name: str) -> GGUFEntry:
             "copy the file again"
         )
     end = info.begin + math.prod(info.shape) // block * nbytes
-    if end > header.size:
+    if end > header.status.st_size:
         raise DiffbitError(
-            f"{file}: is cut short: tensor {name} ends at byte {end}, the file at byte {header.size}; copy it again"
+            f"{file}: is cut short: tensor {name} ends at byte {end}, the file at byte {header.status.st_size}; "
+            "copy it again"
         )
-    return GGUFEntry(file, dtype, info.shape, info.begin, end, info.type)
+    return GGUFEntry(file, dtype, info.shape, info.begin, end, stamp(header.status), info.type)
 
 
 @cache
 def _block(type: int, where: str) -> tuple[int, int]:
     """Return (weights, bytes) of a block."""
+    if type in LEVELS:
+        weights, levels = LEVELS[type]
+        return weights, 2 + weights * (len(levels) - 1).bit_length() // 8
     try:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
         from gguf.quants import dequantize

@@ -60,6 +60,7 @@ class Checkpoint:
             with located(source):
                 family = family_of(values)
         self._source = source
+        self._described = source if gguf is None else "its metadata"  # by what
         with located(source):
             self.quantization: dict[str, Any] | None = get(values, "quantization_config", Mapping[str, Any], None)
             family = family.opened(values, stored)
@@ -103,8 +104,8 @@ class Checkpoint:
         for name, entry in stored.items():
             if name not in expected and not self._is_part(name, expected):
                 raise DiffbitError(
-                    f"{entry.file}: holds tensor {name}, which a {self.config.attention} model of {self.path}/"
-                    "config.json does not have; config and weights do not belong together" + self._family.hint(name)
+                    f"{entry.file}: holds tensor {name}, which a {self.config.attention} model of {self._described} "
+                    "does not have; config and weights do not belong together" + self._family.hint(name)
                 )
         for name, shape in expected.items():
             if name not in stored:
@@ -119,7 +120,7 @@ class Checkpoint:
                 continue
             if entry.shape != shape:
                 raise DiffbitError(
-                    f"{entry.file}: tensor {name} has shape {entry.shape}, wanted {shape} from config.json"
+                    f"{entry.file}: tensor {name} has shape {entry.shape}, wanted {shape} from {self._described}"
                 )
             if entry.dtype not in FLOATS:
                 raise DiffbitError(

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from ...io.errors import DiffbitError
-from ...io.fields import one_of, read
+from ...io.fields import one_of
 from ...io.gguf import GGUF
 from ..config import ModelConfig
 from ..layers.rope import interleaved
@@ -84,17 +84,15 @@ def fields(header: GGUF, rope_factors: np.ndarray | None) -> dict[str, Any]:
 
     Raises DiffbitError (without a file name) for an unknown architecture or an unsupported property.
     """
-    metadata = header.metadata
-    architecture = read(Annotated[str, one_of(*ARCHITECTURES)], metadata.get(ARCHITECTURE), ARCHITECTURE)
+    if not header.get(ARCHITECTURE, str):
+        raise DiffbitError(f"holds no {ARCHITECTURE}, wanted one of {', '.join(ARCHITECTURES)}")
+    architecture = header.get(ARCHITECTURE, Annotated[str, one_of(*ARCHITECTURES)])
 
     def get(key: str, default: Any = None) -> Any:
-        value = metadata.get(f"{architecture}.{key}", default)
-        if isinstance(value, list | np.ndarray):
-            raise DiffbitError(f"{architecture}.{key} differs from layer to layer, which diffbit does not read")
-        return read(int | float | None, value, f"{architecture}.{key}")
+        return header.get(f"{architecture}.{key}", int | float, default)
 
-    if get("expert_count"):
-        raise DiffbitError(f"has {get('expert_count')} experts per layer, wanted a model without experts")
+    if experts := header.get(f"{architecture}.expert_count", int):
+        raise DiffbitError(f"has {experts} experts per layer, wanted a model without experts")
     values = {field: get(key) for field, key in FIELDS.items()}
     head_dim = values["head_dim"] = values["head_dim"] or _ratio(values["hidden_size"], values["num_attention_heads"])
     if (get("attention.sliding_window") or math.inf) < (values["max_position_embeddings"] or 0):

@@ -109,6 +109,12 @@ class Weights:
             if str(error).startswith(str(checkpoint.path)):
                 raise
             raise DiffbitError(f"{checkpoint.path}: {module}: {error}") from None
+        # rounded inputs of 8 bits and codes are summed as integers before they are scaled
+        if not (weight.scale.float().abs().amax() * 127 * weight.shape[1] * format.codes).isfinite():
+            raise DiffbitError(
+                f"{checkpoint.path}: {module}: its scale of {weight.scale.abs().amax():.1e} makes its products "
+                "infinite; the checkpoint is damaged"
+            )
         order = checkpoint.row_order(name)
         return weight if order is None else weight.rows(order)
 

@@ -9,6 +9,7 @@ import json
 import math
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -155,11 +156,25 @@ def damage_safetensors(data: bytes, random: Random) -> bytes:
     return length.to_bytes(8, "little") + header + data[start:]
 
 
-def gguf_places(data: bytes) -> list[tuple[int, int]]:
-    """(offset, bytes) of each number of a GGUF header that is right: counts, lengths, types, dimensions, values."""
+GGUF_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # of a number, by its type
+GGUF_STRING, GGUF_ARRAY = 8, 9
+
+
+@dataclass
+class Header:
+    """Of a GGUF file that is right, as offsets and bytes: its numbers (counts, lengths, types, dimensions, values), the
+    metadata (each from its type to its end), and where tensors begin; `end` is that of the header."""
+
+    numbers: list[tuple[int, int]]
+    values: list[tuple[int, int]]
+    offsets: list[tuple[int, int]]
+    end: int = 0
+
+
+def gguf_header(data: bytes) -> Header:
     places: list[tuple[int, int]] = [(4, 4)]
+    header = Header(places, [], [])
     at = 8
-    sizes = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
     def number(size: int) -> int:
         nonlocal at
@@ -174,32 +189,61 @@ def gguf_places(data: bytes) -> list[tuple[int, int]]:
 
     def value(kind: int) -> None:
         nonlocal at
-        if kind == 8:
+        if kind == GGUF_STRING:
             text()
-        elif kind == 9:
+        elif kind == GGUF_ARRAY:
             of, count = number(4), number(8)
             for _ in range(count):
                 value(of)
         else:
-            number(sizes[kind])
+            number(GGUF_SIZES[kind])
 
     tensors, pairs = number(8), number(8)
     for _ in range(pairs):
         text()
+        begin = at
         value(number(4))
+        header.values.append((begin, at - begin))
     for _ in range(tensors):
         text()
         for _ in range(number(4)):
             number(8)
         number(4)
         number(8)
-    return places
+        header.offsets.append(places[-1])
+    header.end = at
+    return header
+
+
+def gguf_value(random: Random, kind: int) -> bytes:
+    """A value of a type, any."""
+    if kind == GGUF_STRING:
+        text = random.choice(TEXTS).encode("utf-8", "surrogatepass")
+        return struct.pack("<Q", len(text)) + text
+    if kind == GGUF_ARRAY:
+        of, count = random.choice((*GGUF_SIZES, GGUF_STRING)), random.choice((0, 1, 2, 300))
+        return struct.pack("<IQ", of, count) + b"".join(gguf_value(random, of) for _ in range(count))
+    return (random.choice(INTEGERS) % (1 << 64)).to_bytes(8, "little")[: GGUF_SIZES[kind]]
 
 
 def damage_gguf(data: bytes, random: Random) -> bytes:
-    if random.random() < 0.2:
+    """Its bytes; metadata of another type, the tensors in their right places; where a tensor begins; or any number."""
+    kind, header, result = random.random(), gguf_header(data), bytearray(data)
+    if kind < 0.2:
         return damage_bytes(data, random)
-    places, result = gguf_places(data), bytearray(data)
+    if kind < 0.5:
+        at, size = random.choice(header.values)
+        of = random.choice((*GGUF_SIZES, GGUF_STRING, GGUF_ARRAY))
+        result[at : at + size] = struct.pack("<I", of) + gguf_value(random, of)
+        end = header.end + len(result) - len(data)
+        result[end : -(-header.end // 32) * 32 + len(result) - len(data)] = bytes(-end % 32)
+        return bytes(result)
+    if kind < 0.6:
+        (at, _), (other, _) = random.choice(header.offsets), random.choice(header.offsets)
+        (before,) = struct.unpack_from("<Q", data, other)
+        struct.pack_into("<Q", result, at, max(0, before + random.choice((0, 0, 1, 4, 32, -32))))
+        return bytes(result)
+    places = header.numbers
     for _ in range(random.choice((1, 1, 2, 4))):
         at, size = random.choice(places[:60] if random.random() < 0.4 else places)
         before = int.from_bytes(data[at : at + size], "little")

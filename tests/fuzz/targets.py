@@ -129,7 +129,12 @@ def _gguf(file: Path, tokenizer: dict[str, Any]) -> None:
     writer.add_token_merges(
         [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]]
     )
-    writer.add_eos_token_id(0)
+    for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_eot_token_id, writer.add_pad_token_id):
+        add(0)
+    writer.add_add_bos_token(True)
+    writer.add_chat_template("{{ messages[0].content }}")
+    writer.add_string("llama.rope.scaling.type", "linear")
+    writer.add_float32("llama.rope.scaling.factor", 2.0)
     generator = np.random.default_rng(0)
     shapes = {
         "attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32), "attn_output": (32, 32), "ffn_gate": (64, 32),

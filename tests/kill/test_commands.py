@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from diffbit.apps.convert.differential import convert
 from diffbit.apps.evaluate.compare import compare
 from diffbit.apps.methods import learned
 from diffbit.apps.train import trainer as trainer_module
@@ -64,6 +65,10 @@ def exported(models: Path, out: Path, overwrite: bool) -> None:
     export_artifact(models / "quantized", out, overwrite=overwrite)
 
 
+def converted(models: Path, out: Path, overwrite: bool) -> None:
+    convert(models / "plain", out, overwrite=overwrite)
+
+
 def trained(models: Path, out: Path, overwrite: bool) -> None:
     """Go on where there is a checkpoint, as somebody would whose run was killed; else from the beginning."""
     config = TrainConfig(
@@ -96,6 +101,7 @@ COMMANDS = {
     "gptq": Command(quantized("gptq"), every=15),
     "learned": Command(quantized("learned"), every=40),
     "export": Command(exported, every=5),
+    "convert": Command(converted),
     "train": Command(trained, 9, ("config.json", "model.safetensors", "master/model.safetensors"), False),
     "compare": Command(compared, 3, same=("comparison.json", "comparison.csv"), whole=False),  # the report says when
 }  # fmt: skip
@@ -117,6 +123,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     save(Decoder(model()), folder / "float", tokenizer_from=folder / "tokenizer")
     quantize_checkpoint(folder / "float", folder / "quantized", SCHEME)
+    save(Decoder(model(attention="softmax")), folder / "plain", tokenizer_from=folder / "tokenizer")
     quantize_checkpoint(folder / "float", folder / "old", Scheme(weights=parse_format("int8")))
     (folder / "old" / "log.jsonl").touch()  # so that `train` takes it for a run of its own
     return folder

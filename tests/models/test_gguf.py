@@ -25,6 +25,7 @@ from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.io.tokenizer_files import WORDS, tokenizer_files
 from diffbit.models import Checkpoint
+from diffbit.models.checkpoint.gguf_file import open_gguf
 from diffbit.models.families import read_config
 from diffbit.models.families._gguf import NAMES
 from diffbit.models.families._huggingface import common_fields
@@ -139,6 +140,32 @@ def test_every_type_is_read_as_the_package_dequantizes_it(type: str, tmp_path: P
         np.testing.assert_array_equal(mine, there.reshape(mine.shape))
 
 
+def test_codes_of_one_and_two_bits(tmp_path: Path) -> None:
+    """Types that llama.cpp writes and the package does not dequantize, by the formula of ggml-quants.c."""
+    generator, weights = np.random.default_rng(0), {41: 128, 42: 64}
+    shape, scales = (6, 256), np.array([0, -0.0, 0.02, -1.5, 6e-8, 65504], np.float16)
+    for type, count in weights.items():
+        blocks = generator.integers(0, 256, (shape[0], shape[1] // count, 18), dtype=np.uint8)
+        blocks[..., :2] = scales.view(np.uint8).reshape(6, 1, 2)
+        data = np.ascontiguousarray(blocks).reshape(shape[0], -1)
+        copy_with(write(tmp_path / "m.gguf"), tmp_path / "x.gguf", "x", data)
+        file = (tmp_path / "x.gguf").read_bytes()
+        at = file.index(b"\x01\0\0\0\0\0\0\0x") + 9 + 4  # its dimensions and type, of bytes
+        assert struct.unpack("<2QI", file[at : at + 20]) == (data.shape[1], shape[0], TYPES.I8)
+        (tmp_path / "x.gguf").write_bytes(file[:at] + struct.pack("<2QI", shape[1], shape[0], type) + file[at + 20 :])
+        read = open_gguf(tmp_path / "x.gguf")[1]["x"].read().numpy()
+        bits, codes = 128 // count, np.empty(shape, int)
+        for row, column in np.ndindex(*shape):
+            block, index = blocks[row, column // count], column % count * (128 // count)
+            codes[row, column] = block[2 + index // 8] >> index % 8 & (1 << bits) - 1
+        factors = 2 * codes - 1 if type == 41 else codes - 1
+        expected = factors.astype(np.float32) * scales.astype(np.float32)[:, None]
+        np.testing.assert_array_equal(read, expected)
+        assert len(np.unique(codes)) == 1 << bits
+        with pytest.raises(DiffbitError, match="holds tensor x, which a softmax model of its metadata does not have"):
+            Checkpoint(tmp_path / "x.gguf")
+
+
 @pytest.mark.parametrize("architecture, tied", [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False)])
 def test_logits_are_those_of_transformers(architecture: str, tied: bool, tmp_path: Path) -> None:
     more = {} if architecture == "llama" else {"attention.key_length": WIDTH, "attention.value_length": WIDTH}
@@ -182,7 +209,7 @@ def copy_with(source: Path, out: Path, name: str, tensor: np.ndarray) -> None:
             writer.add_key_value(field.name, field.contents(), field.types[0])
     for other in reader.tensors:
         writer.add_tensor(other.name, np.array(other.data))
-    writer.add_tensor(name, tensor)
+    writer.add_tensor(name, tensor.view(np.int8) if tensor.dtype == np.uint8 else tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -321,7 +348,10 @@ def test_models_that_are_refused(changes: dict[str, Any], message: str, tmp_path
 
 
 TEXTS = "llama.rope.scaling.type", "tokenizer.ggml.model", "tokenizer.chat_template"
-NUMBERS = "split.count", "general.alignment", "tokenizer.ggml.bos_token_id", "tokenizer.ggml.eot_token_id"
+NUMBERS = (
+    "split.count", "general.alignment", "tokenizer.ggml.bos_token_id", "tokenizer.ggml.eot_token_id",
+    "llama.expert_count",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -351,6 +381,15 @@ def test_tensors_that_overlap_or_are_not_aligned_are_refused(tmp_path: Path) -> 
             Checkpoint(file)
 
 
+def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
+    file, other = write(tmp_path / "m.gguf", TYPES.F16), write(tmp_path / "other" / "m.gguf", TYPES.F16, tied=False)
+    checkpoint = Checkpoint(file)
+    checkpoint.read("model.embed_tokens.weight")
+    other.replace(file)
+    with pytest.raises(DiffbitError, match=r"m\.gguf: was changed while diffbit read it; run the command again"):
+        checkpoint.read("model.embed_tokens.weight")
+
+
 def test_tokenizers_that_are_refused(tmp_path: Path) -> None:
     train_tokenizer([TEXT], 300, tmp_path)
     good = of_byte_level(tmp_path, "gpt-2")
@@ -360,7 +399,15 @@ def test_tokenizers_that_are_refused(tmp_path: Path) -> None:
         ({"ggml.model": "rwkv"}, "tokenizer is 'rwkv'"),
         ({"ggml.tokens": ["a"] * 300}, "holds the token 'a' twice"),
         ({"ggml.merges": ["zz yy"]}, "is damaged"),
-        ({"ggml.bos_token_id": 1000}, "is damaged"),
+        ({"ggml.bos_token_id": 1000}, "bos_token_id is 1000, wanted a whole number from 0 to 299"),
+        ({"ggml.eos_token_id": -1}, "eos_token_id is -1, wanted a whole number from 0 to 299"),
+        ({"ggml.tokens": [1, 2, 3]}, r"tokens is \[1, 2, 3\], wanted a list of texts"),
+        ({"ggml.merges": "a b"}, "merges is 'a b', wanted a list of texts"),
+        ({"ggml.token_type": ["a"]}, r"token_type is \['a'\], wanted a list of whole numbers"),
+        ({"ggml.add_bos_token": 3}, "add_bos_token is 3, wanted true or false"),
+        ({"ggml.pre": ["gpt-2"]}, r"pre is \['gpt-2'\], wanted text"),
+        ({"ggml.model": "llama", "ggml.scores": [1.0, float("nan")]}, "scores is .*, wanted a list of finite numbers"),
+        ({"ggml.model": "llama", "ggml.scores": [1.0]}, "scores has 1 entries, wanted one for each of 300 tokens"),
     ):
         with pytest.raises(DiffbitError, match=message):
             load_tokenizer(write(tmp_path / "m.gguf", tokenizer=good | changes))

@@ -298,6 +298,16 @@ def test_an_extreme_weight_is_named(tmp_path: Path):
     assert not (tmp_path / "q").exists()
 
 
+@pytest.mark.parametrize("scale", [1e34, 3e38])
+def test_scales_that_make_products_infinite_are_refused(scale: float, quantized: Path, tmp_path: Path):
+    shutil.copytree(quantized, tmp_path / "q")
+    tensors = load_file(tmp_path / "q" / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.scale"].fill_(scale)  # ternary
+    save_file(tensors, tmp_path / "q" / "model.safetensors")
+    with pytest.raises(DiffbitError, match=r"q: model\.layers\.1\.mlp\.down_proj: its scale of .* infinite"):
+        load(tmp_path / "q")
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
