@@ -7,10 +7,12 @@ so `diffbit run` needs no torch. Commands of apps live with them (apps/NAME/comm
     app.py      the application, its commands, and `main`
     options.py  options that several commands share, and the functions that read their values
     scheme_options.py   those that say how to quantize; apps import them from there
+    artifacts.py   checkpoints in the place of artifacts
     output.py   tables, JSON, remarks, errors
     quantize.py, run.py, ...  one command each, with its EXAMPLES
 """
 
+from .artifacts import Quantize, as_artifacts
 from .options import (
     CALIBRATION_WINDOWS,
     ArtifactPath,
@@ -24,7 +26,6 @@ from .options import (
     Quiet,
     Seed,
     TorchDevice,
-    as_artifacts,
     completion,
     dtype_for,
     of_formats,
@@ -46,6 +47,7 @@ __all__ = [
     "Length",
     "MaxWindows",
     "Overwrite",
+    "Quantize",
     "Quiet",
     "Seed",
     "TorchDevice",

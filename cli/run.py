@@ -10,18 +10,14 @@ import typer
 
 from ..io.errors import DiffbitError
 from ..settings import Sampling, SessionOptions
-from .options import (
-    ArtifactPath,
-    Json,
-    Quiet,
-    as_artifacts,
-    with_settings,
-)
+from .artifacts import Quantize, as_artifacts
+from .options import ArtifactPath, Json, Quiet, with_settings
 from .output import print_error, print_json, remark, speed
 
 EXAMPLES = (
     'diffbit run out/demo/diff_v1-onnx "def main(" --temperature 0.8 --seed 1',
     'diffbit run examples/pico/diff_v1 "def __init__(self"',
+    'diffbit run examples/pico/diff_v1 "def __init__(self" --quantize int4_g32',
     'diffbit run out/demo/diff_v1-onnx "def main(" --device webgpu --max-tokens 16',
 )
 
@@ -40,6 +36,7 @@ def run(
     interactive: Annotated[
         bool, typer.Option("--interactive", "-i", help="Ask for prompts until the end of input (Ctrl-D).")
     ] = False,
+    quantize: Quantize = None,
     settings: SessionOptions = SessionOptions(),  # noqa: B008 (frozen)
     as_json: Json = False,
     quiet: Quiet = False,
@@ -49,13 +46,14 @@ def run(
     The text goes to stdout, the speed to stderr.
     """
     from ..runtime import Chat, Generation, Sampler, Session, Tokenizer, generate, slowdowns
+    from .terminal import messages
 
     if interactive and (prompt is not None or as_json):
         raise DiffbitError("--interactive asks for prompts and prints plain text; leave out the prompt and --json")
     if sys.stdin is None and (interactive or prompt in (None, "-")):
         raise DiffbitError("there is no prompt and stdin is closed; pass the prompt as an argument")
     sampler = Sampler(sampling)
-    with as_artifacts([artifact], settings.device) as (opened,):
+    with as_artifacts([artifact], settings.device, quantize) as (opened,):
         session = Session(opened, settings)
         tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))
         for sentence in slowdowns(session.artifact, settings):
@@ -81,11 +79,7 @@ def run(
             answer(sys.stdin.read() if prompt in (None, "-") else str(prompt))
             return
         remark(f"{session.artifact.name}: type a prompt and press return; Ctrl-D ends")
-        while True:
-            try:
-                text = input("> " if sys.stdin.isatty() else "")
-            except EOFError:
-                return
+        for text in messages():
             try:
                 answer(text)
             except DiffbitError as error:  # about this prompt, such as one that is too long; the next may work

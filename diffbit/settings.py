@@ -39,6 +39,13 @@ class SessionOptions:
             "flag": "no_native",
         },
     )
+    reproducible: bool = field(
+        default=False,
+        metadata={
+            "help": "Give the same answer whether tokens of the prompt were cached or not: of a cache, use only whole "
+            "blocks of prompts, not generated tokens (docs/serve.md has the price)."
+        },
+    )
 
     def __post_init__(self) -> None:
         check(self)

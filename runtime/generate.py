@@ -148,13 +148,13 @@ class TextOutput:
             end = len(self.text)
         elif not last:
             pending = self.text[self._given :]  # what was given begins none
-            end -= max((_overlap(pending, stop) for stop in self._stop), default=0)
+            end -= max((overlap(pending, stop) for stop in self._stop), default=0)
         new, self._given = self.text[self._given : end], end
         if new and self._on_text is not None:
             self._on_text(new)
         return self.stopped
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
