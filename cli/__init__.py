@@ -14,7 +14,6 @@ so `diffbit run` needs no torch. Commands of apps live with them (apps/NAME/comm
 
 from .artifacts import Quantize, as_artifacts
 from .options import (
-    CALIBRATION_WINDOWS,
     ArtifactPath,
     ArtifactPaths,
     Data,
@@ -33,11 +32,10 @@ from .options import (
     torch_device,
     with_settings,
 )
-from .output import json_of, print_json, print_table, remark
+from .output import json_of, print_error, print_json, print_table, remark
 from .quantize import LAYER_ERRORS
 
 __all__ = [
-    "CALIBRATION_WINDOWS",
     "LAYER_ERRORS",
     "ArtifactPath",
     "ArtifactPaths",
@@ -56,6 +54,7 @@ __all__ = [
     "dtype_for",
     "json_of",
     "of_formats",
+    "print_error",
     "print_json",
     "print_table",
     "read_windows",

@@ -21,7 +21,6 @@ from .output import remark
 if TYPE_CHECKING:
     from ..calib_data import Windows
 
-CALIBRATION_WINDOWS = 128  # default for methods that need calibration text
 FORMATS = ("int8", "int4_g128", "int4_g32", "int3_g64", "int2_g64", "nf4", "ternary", "none")  # common ones, for help
 
 ArtifactPath = Annotated[

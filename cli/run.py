@@ -12,7 +12,7 @@ from ..io.errors import DiffbitError
 from ..settings import Sampling, SessionOptions
 from .artifacts import Quantize, as_artifacts
 from .options import ArtifactPath, Json, Quiet, with_settings
-from .output import print_error, print_json, remark, speed
+from .output import print_error, print_json, remark
 
 EXAMPLES = (
     'diffbit run out/demo/diff_v1-onnx "def main(" --temperature 0.8 --seed 1',
@@ -46,7 +46,6 @@ def run(
     The text goes to stdout, the speed to stderr.
     """
     from ..runtime import Chat, Generation, Sampler, Session, Tokenizer, generate, slowdowns
-    from .terminal import messages
 
     if interactive and (prompt is not None or as_json):
         raise DiffbitError("--interactive asks for prompts and prints plain text; leave out the prompt and --json")
@@ -73,13 +72,17 @@ def run(
                 print_json({"prompt": text, **vars(result)})
             else:
                 print()
-            remark(speed(result))
+            remark(result.summary())
 
         if not interactive:
             answer(sys.stdin.read() if prompt in (None, "-") else str(prompt))
             return
         remark(f"{session.artifact.name}: type a prompt and press return; Ctrl-D ends")
-        for text in messages():
+        while True:
+            try:
+                text = input("> " if sys.stdin.isatty() else "")
+            except EOFError:
+                return
             try:
                 answer(text)
             except DiffbitError as error:  # about this prompt, such as one that is too long; the next may work

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from .devices import ANY, DEVICES, DeviceName
 from .io.fields import Rule, bounds, check
 
+CALIBRATION_WINDOWS = 128  # of text, by default, for methods that need it
 MAX_THREADS = 512  # ONNX Runtime does not limit the number, and hangs with too many
 
 

@@ -34,6 +34,17 @@ class Generation:
     tokens_per_s: float | None  # of the tokens after the first; None if there are none
     total_s: float
 
+    def summary(self) -> str:
+        """The tokens, latency and speed in words."""
+        cached = f", {self.cached_tokens} of them cached" if self.cached_tokens else ""
+        first = self.time_to_first_token_s
+        after = f", first token after {1000 * first:.0f} ms" if first is not None else ""
+        rate = f", {self.tokens_per_s:.1f} tokens/s" if self.tokens_per_s else ""
+        return (
+            f"{self.prompt_tokens} prompt tokens{cached}{after}; {len(self.token_ids)} tokens{rate}; stopped by "
+            f"{self.finish_reason}"
+        )
+
 
 def generate(
     session: Session,
@@ -148,13 +159,13 @@ class TextOutput:
             end = len(self.text)
         elif not last:
             pending = self.text[self._given :]  # what was given begins none
-            end -= max((overlap(pending, stop) for stop in self._stop), default=0)
+            end -= max((_overlap(pending, stop) for stop in self._stop), default=0)
         new, self._given = self.text[self._given : end], end
         if new and self._on_text is not None:
             self._on_text(new)
         return self.stopped
 
 
-def overlap(text: str, stop: str) -> int:
+def _overlap(text: str, stop: str) -> int:
     """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 
 from rich.cells import cell_len
 
-from ..runtime.generate import overlap
-from .output import remark
+from ...cli import remark
 
+MOST_HELD = 24  # characters of a word that are held back until it is complete
 QUOTES = '"""'  # before and after a message of several lines
 SECTIONS = {"<think>": ("</think>", "thinking"), "<tool_call>": ("</tool_call>", "calling a tool")}
 MARKER = re.compile(r"\s*(?:(?:[-*+•>]|\d{1,3}[.)])\s+)?")  # of an item of a list; the item goes on under its text
@@ -61,14 +61,17 @@ def _is_open(text: str) -> bool:
 
 @contextmanager
 def hidden_keys() -> Iterator[None]:
-    """Do not show what is typed meanwhile; it begins the next message."""
+    """Do not show what is typed while nothing is asked for; it begins the next message.
+
+    Without lines (ICANON), too: Linux shows what it has of a line to no reader that asks for keys, until the next key.
+    """
     try:
         import termios
     except ModuleNotFoundError:  # Windows
         yield
         return
     before = termios.tcgetattr(sys.stdin)
-    hidden = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    hidden = [*before[:3], before[3] & ~(termios.ECHO | termios.ICANON), *before[4:]]
     termios.tcsetattr(sys.stdin, termios.TCSANOW, hidden)
     try:
         yield
@@ -85,6 +88,7 @@ class Wrapped:
     """Passes text on to `write` as it comes, each word when it is complete, and breaks lines at the terminal's width.
 
     Markdown stays as the model wrote it: code and tables keep their lines, and a list's item goes on under its text.
+    A word of more than MOST_HELD characters, such as an address, is passed on as it comes and has no break.
     """
 
     def __init__(self, write: Callable[[str], object]) -> None:
@@ -93,6 +97,7 @@ class Wrapped:
         self._space, self._word = "", ""  # what comes next
         self._column = 0
         self._is_code = False
+        self._is_long = False  # whether a part of the word is written
 
     def push(self, text: str) -> None:
         for character in text:
@@ -101,12 +106,17 @@ class Wrapped:
                 self._end_line()
             elif character.isspace():
                 self._place()
-                self._space += character
+                self._is_long = False
+                self._space += character if self._is_code else character.expandtabs(4)
             elif cell_len(character) == 2:  # Chinese and Japanese have no spaces between words
                 self._place()
+                self._is_long = False
                 self._word = character
             else:
                 self._word += character
+                if self._is_long or len(self._word) > MOST_HELD:
+                    self._place()
+                    self._is_long = True
 
     def finish(self) -> None:
         """Write what is left, and end the line."""
@@ -118,10 +128,12 @@ class Wrapped:
         if not self._word:
             return
         added = cell_len(self._space + self._word)
-        verbatim = self._is_code or self._line.lstrip().startswith(("|", "```"))
+        verbatim = self._is_code or self._is_long or self._line.lstrip().startswith(("|", "```"))
         if verbatim or self._column + added <= width() or not self._line:
             self._write(self._space + self._word)
             self._column += added
+            if self._is_long:
+                self._column %= width()
         else:
             marker = MARKER.match(self._line)
             indent = min(cell_len(marker[0]) if marker else 0, width() // 2)
@@ -135,7 +147,7 @@ class Wrapped:
         if self._line.lstrip().startswith("```"):
             self._is_code = not self._is_code
         self._line = self._space = ""
-        self._column = 0
+        self._column, self._is_long = 0, False
 
 
 class Folded:
@@ -181,7 +193,8 @@ class Folded:
 
     def _pending(self) -> int:
         """Characters at the end that may begin a tag."""
-        return max((overlap(self._text, tag) for tag in self._tags), default=0)
+        beginnings = [tag[:count] for tag in self._tags for count in range(1, len(tag))]
+        return max((len(part) for part in beginnings if self._text.endswith(part)), default=0)
 
     def _pass_on(self, text: str) -> None:
         text = text.lstrip("\n") if self._is_fresh else text

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from diffbit.cli.terminal import Folded, Wrapped
+from diffbit.apps.chat.terminal import Folded, Wrapped
 
 
 def wrapped(text: str, columns: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -60,8 +60,7 @@ def function(argument_one, argument_two):
 | a table | stays, too, however wide |
 日本語の文章は空白が
 ない。ですね。
-https://example.org/a/long/address
-and on
+https://example.org/a/long/address and on
 """
     assert wrapped(text, 20, piece, monkeypatch) == shown
 

@@ -15,23 +15,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..io.errors import DiffbitError
-from ..io.fields import Count, get, located, read
-from ..io.files import read_json, write_json
-from ..settings import Sampling, SessionOptions
-from .artifacts import Quantize, as_artifacts
-from .options import ArtifactPath, Quiet, with_settings
-from .output import print_error, remark, speed
+from ...cli import ArtifactPath, Quantize, Quiet, as_artifacts, print_error, remark, with_settings
+from ...io.errors import DiffbitError
+from ...io.fields import Count, get, located, read
+from ...io.files import read_json, write_json
+from ...settings import Sampling, SessionOptions
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from ..runtime import Artifact, Chat
+    from ...runtime import Artifact, Chat
 
-EXAMPLES = (
-    'diffbit chat out/smollm2-int8 --system "You answer in one sentence."',
-    "diffbit chat out/smollm2-int8 --temperature 0.8 --seed 1 --max-tokens 100",
-)
+EXAMPLES = {
+    "chat": (
+        'diffbit chat out/smollm2-int8 --system "You answer in one sentence."',
+        "diffbit chat out/smollm2-int8 --temperature 0.8 --seed 1 --max-tokens 100",
+    )
+}
 COMMANDS = {
     "/reset": "forget the conversation; the system prompt stays",
     "/undo": "forget the last message and its answer",
@@ -87,12 +87,14 @@ def chat(
     answer, Ctrl-D the conversation. Sampling settings come from the model's generation_config.json unless options
     override them.
     """
-    from ..runtime import Artifact, Chat, ChatTemplate, Sampler, Session, slowdowns
-    from .terminal import SECTIONS, messages
+    from ...runtime import Artifact, Chat, ChatTemplate, Sampler, Session, slowdowns
+    from .terminal import SECTIONS, hidden_keys, messages
 
     if sys.stdin is None:
         raise DiffbitError("there are no messages: stdin is closed")
-    with as_artifacts([artifact], settings.device, quantize) as (path,):
+    interactive = sys.stdin.isatty()
+    keys = hidden_keys() if interactive else contextlib.nullcontext()
+    with keys, as_artifacts([artifact], settings.device, quantize) as (path,):
         opened = Artifact.open(path)
         chat_template = ChatTemplate.read(opened, template)  # its process starts while the model is loaded
         session = Session(opened, settings)
@@ -102,7 +104,7 @@ def chat(
         sampler = Sampler.of(opened, **changes)
         conversation = Chat(session, None, chat_template, system=system, sampler=sampler, max_tokens=max_tokens)
         talk = _Talk(conversation, opened, changes, max_tokens, [], None)
-        if interactive := sys.stdin.isatty():
+        if interactive:
             _say(f"{opened.name}: type a message and press return; /help lists the commands, Ctrl-D ends")
             talk.tags = [tag for tag in SECTIONS if tag in chat_template.source]
             prompt = chat_template.render([{"role": "user", "content": "x"}]).rstrip() if talk.tags else ""
@@ -130,7 +132,8 @@ def _say(sentence: str, title: str = "") -> None:
 
 def _answer(talk: _Talk, text: str, as_json: bool, interactive: bool, stats: bool) -> None:
     conversation = talk.chat
-    show, finish = _shown(talk) if interactive and sys.stdout.isatty() else (partial(print, end="", flush=True), print)
+    wraps = interactive and sys.stdout.isatty() and not as_json
+    show, finish = _shown(talk) if wraps else (partial(print, end="", flush=True), print)
     with _ctrl_c(conversation) if interactive else contextlib.nullcontext():
         reply = conversation.send(text, None if as_json else show)
     if as_json:
@@ -144,7 +147,7 @@ def _answer(talk: _Talk, text: str, as_json: bool, interactive: bool, stats: boo
     if reply.finish_reason == "context":
         _say(f"the answer ends here: the context of {capacity} tokens is full")
     if stats:
-        _say(speed(reply))
+        _say(reply.summary())
 
 
 def _shown(talk: _Talk) -> tuple[Callable[[str], None], Callable[[], None]]:
@@ -168,8 +171,7 @@ def _shown(talk: _Talk) -> tuple[Callable[[str], None], Callable[[], None]]:
 
 @contextlib.contextmanager
 def _ctrl_c(conversation: Chat) -> Iterator[None]:
-    """Make Ctrl-C end the answer, and a second Ctrl-C the program; other keys are for the next message."""
-    from .terminal import hidden_keys
+    """Make Ctrl-C end the answer, and a second Ctrl-C the program."""
 
     def end_answer(number: int, frame: FrameType | None) -> None:
         conversation.halt()
@@ -177,8 +179,7 @@ def _ctrl_c(conversation: Chat) -> Iterator[None]:
 
     before = signal.signal(signal.SIGINT, end_answer)
     try:
-        with hidden_keys():
-            yield
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -228,7 +229,7 @@ def _command(line: str, talk: _Talk) -> bool:
 
 def _set(talk: _Talk, name: str | None = None, value: str | None = None) -> None:
     """Change a field of Sampling, or the maximum of tokens; show them all without a name."""
-    from ..runtime import Sampler
+    from ...runtime import Sampler
 
     chat, sampler = talk.chat, talk.chat.sampler
     assert isinstance(sampler, Sampler)
