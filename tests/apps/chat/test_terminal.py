@@ -60,7 +60,8 @@ def function(argument_one, argument_two):
 | a table | stays, too, however wide |
 日本語の文章は空白が
 ない。ですね。
-https://example.org/a/long/address and on
+https://example.org/a/long/address and
+on
 """
     assert wrapped(text, 20, piece, monkeypatch) == shown
 
