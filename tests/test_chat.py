@@ -195,6 +195,7 @@ class Terminal:
             self.interrupt()
 
 
+PROMPT = "\x1b[?2004h"  # which turns bracketed paste on; a terminal that is not dumb may draw "> " in other ways
 SLOW = (  # 0.2 s for each token
     "import time; import diffbit.runtime.session as s; step = s.Session.step; "
     "s.Session.step = lambda self, ids: (time.sleep(.2), step(self, ids))[1]; "
@@ -227,7 +228,7 @@ def test_messages_of_several_lines(tmp_path: Path) -> None:
     model = write_chat_model(tmp_path / "toy", follows(":abc defg", end=257), context=60)
     saved = tmp_path / "talk.json"
     with Terminal(model, code=SLOW) as terminal:
-        terminal.until("> ")
+        terminal.until(PROMPT)
         terminal.type("\x1b[200~two\n\n  lines\n\x1b[201~")
         terminal.until("lines")
         terminal.type("\r")
@@ -235,7 +236,7 @@ def test_messages_of_several_lines(tmp_path: Path) -> None:
         terminal.type('"""b\n/of"""\n')
         assert "/of" not in terminal.until("defg")
         terminal.until("defg")
-        terminal.until("> ")
+        terminal.until(PROMPT)
         terminal.type("\x1b[200~/save \x1b[201~" + f"{saved}\r")
         terminal.until("4 messages")
         terminal.type("\x04")
@@ -249,7 +250,7 @@ def test_a_narrow_terminal_breaks_lines_between_words(tmp_path: Path) -> None:
     model = write_chat_model(tmp_path / "toy", follows(":abc defghi\tjklm"), context=60)
     with Terminal(model, "-n", "45", columns=20) as terminal:
         terminal.until("/help lists")
-        terminal.until("> ")
+        terminal.until(PROMPT)
         terminal.type("x\r")
         terminal.until("\n")
         terminal.until("abc")
