@@ -7,12 +7,13 @@ so `diffbit run` needs no torch. Commands of apps live with them (apps/NAME/comm
     app.py      the application, its commands, and `main`
     options.py  options that several commands share, and the functions that read their values
     scheme_options.py   those that say how to quantize; apps import them from there
+    artifacts.py   checkpoints in the place of artifacts
     output.py   tables, JSON, remarks, errors
     quantize.py, run.py, ...  one command each, with its EXAMPLES
 """
 
+from .artifacts import Quantize, as_artifacts
 from .options import (
-    CALIBRATION_WINDOWS,
     ArtifactPath,
     ArtifactPaths,
     Data,
@@ -24,7 +25,6 @@ from .options import (
     Quiet,
     Seed,
     TorchDevice,
-    as_artifacts,
     completion,
     dtype_for,
     of_formats,
@@ -32,11 +32,10 @@ from .options import (
     torch_device,
     with_settings,
 )
-from .output import json_of, print_json, print_table, remark
+from .output import json_of, print_error, print_json, print_table, remark
 from .quantize import LAYER_ERRORS
 
 __all__ = [
-    "CALIBRATION_WINDOWS",
     "LAYER_ERRORS",
     "ArtifactPath",
     "ArtifactPaths",
@@ -46,6 +45,7 @@ __all__ = [
     "Length",
     "MaxWindows",
     "Overwrite",
+    "Quantize",
     "Quiet",
     "Seed",
     "TorchDevice",
@@ -54,6 +54,7 @@ __all__ = [
     "dtype_for",
     "json_of",
     "of_formats",
+    "print_error",
     "print_json",
     "print_table",
     "read_windows",

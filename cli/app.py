@@ -22,7 +22,7 @@ from ..io.errors import DiffbitError, MissingDependency
 from ..io.hub import download, is_hub_name
 from ..io.processes import leave, speaks
 from ..version import __version__
-from . import bench, chat, export, quantize, run, verify
+from . import bench, export, quantize, run, verify
 from .output import print_error
 
 LAB_PACKAGES = {
@@ -134,7 +134,7 @@ def _add(module: ModuleType, name: str, examples: Iterable[str]) -> None:
     app.command(cls=Command, short_help=summary, epilog=f"Examples:\n\n{lines}")(command)
 
 
-for _module in (quantize, export, verify, run, chat, bench):
+for _module in (quantize, export, verify, run, bench):
     _add(_module, _module.__name__.rpartition(".")[2], _module.EXAMPLES)
 for _name in plugins.names("diffbit.apps"):
     if find_spec(_file := f"diffbit.apps.{_name}.command") is not None:  # else it has no command

@@ -9,7 +9,8 @@ import typer
 from ..io.files import parse_size
 from ..io.progress import track
 from ..settings import SessionOptions
-from .options import ArtifactPaths, Json, Quiet, as_artifacts, with_settings
+from .artifacts import as_artifacts
+from .options import ArtifactPaths, Json, Quiet, with_settings
 from .output import print_json, print_table, remark
 
 EXAMPLES = (
@@ -18,7 +19,7 @@ EXAMPLES = (
 )
 
 
-@with_settings(SessionOptions, "settings")
+@with_settings(SessionOptions, "settings", without=["reproducible"])
 def bench(
     artifacts: ArtifactPaths,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens in the prompt (prefill).")] = 64,

@@ -6,25 +6,21 @@ import dataclasses
 import inspect
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from ..devices import device_of
-from ..io.errors import DiffbitError, how_to_install
+from ..io.errors import DiffbitError
 from ..io.fields import FieldError
-from ..io.files import folder_name
 from ..io.progress import set_quiet
 from .output import remark
 
 if TYPE_CHECKING:
     from ..calib_data import Windows
 
-CALIBRATION_WINDOWS = 128  # default for methods that need calibration text
 FORMATS = ("int8", "int4_g128", "int4_g32", "int3_g64", "int2_g64", "nf4", "ternary", "none")  # common ones, for help
 
 ArtifactPath = Annotated[
@@ -232,32 +228,3 @@ def torch_device(name: str) -> str:
 def dtype_for(device: str) -> str:
     """Return the precision of an artifact for a device: fp16 for a GPU, whose tensor cores multiply 16-bit numbers."""
     return "fp16" if device == "cuda" else "fp32"
-
-
-@contextmanager
-def as_artifacts(paths: Sequence[Path], device: str) -> Iterator[list[Path]]:
-    """Yield the artifacts; checkpoints among `paths` are exported to a temporary folder while the command runs."""
-    from ..io.gguf import find_gguf
-    from ..runtime.artifact import MANIFEST
-
-    target = device_of(device).target
-    with TemporaryDirectory(prefix="diffbit-") as folder:
-        artifacts = []
-        for index, path in enumerate(paths):
-            if (path / MANIFEST).is_file() or not (any(path.glob("*.safetensors")) or find_gguf(path)):
-                artifacts.append(path)  # any other folder raises an error when it is opened
-                continue
-            try:
-                from ..export import export_artifact
-            except ModuleNotFoundError as error:
-                raise DiffbitError(
-                    f"{path}: is a checkpoint, and exporting it needs {error.name}, which is not installed: "
-                    f"{how_to_install('lab')}, or run `diffbit export {path} -o ARTIFACT` on another machine and pass "
-                    "ARTIFACT"
-                ) from None
-            artifact = Path(folder) / str(index) / folder_name(path)
-            export_artifact(path, artifact, dtype=dtype_for(target), target=target)
-            command = f"diffbit export {path} -o FOLDER{'' if target == 'cpu' else f' --target {target}'}"
-            remark(f"{path}: exported to a temporary folder; to keep the artifact: {command}")
-            artifacts.append(artifact)
-        yield artifacts

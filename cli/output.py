@@ -21,7 +21,7 @@ from ..runtime.child_process import python
 MOST_CHARACTERS = 2000  # in an error message
 
 if TYPE_CHECKING:
-    from ..runtime import Generation, Verification
+    from ..runtime import Verification
 
 
 def print_error(message: str) -> None:
@@ -114,18 +114,6 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else escape(str(value))
-
-
-def speed(result: Generation) -> str:
-    """Describe the tokens, latency and speed of a generated text, for a remark."""
-    cached = f", {result.cached_tokens} of them cached" if result.cached_tokens else ""
-    first = result.time_to_first_token_s
-    after = f", first token after {1000 * first:.0f} ms" if first is not None else ""
-    rate = f", {result.tokens_per_s:.1f} tokens/s" if result.tokens_per_s else ""
-    return (
-        f"{result.prompt_tokens} prompt tokens{cached}{after}; {len(result.token_ids)} tokens{rate}; stopped by "
-        f"{result.finish_reason}"
-    )
 
 
 def attention_name(attention: Mapping[str, Any]) -> str:

@@ -10,18 +10,14 @@ import typer
 
 from ..io.errors import DiffbitError
 from ..settings import Sampling, SessionOptions
-from .options import (
-    ArtifactPath,
-    Json,
-    Quiet,
-    as_artifacts,
-    with_settings,
-)
-from .output import print_error, print_json, remark, speed
+from .artifacts import Quantize, as_artifacts
+from .options import ArtifactPath, Json, Quiet, with_settings
+from .output import print_error, print_json, remark
 
 EXAMPLES = (
     'diffbit run out/demo/diff_v1-onnx "def main(" --temperature 0.8 --seed 1',
     'diffbit run examples/pico/diff_v1 "def __init__(self"',
+    'diffbit run examples/pico/diff_v1 "def __init__(self" --quantize int4_g32',
     'diffbit run out/demo/diff_v1-onnx "def main(" --device webgpu --max-tokens 16',
 )
 
@@ -40,6 +36,7 @@ def run(
     interactive: Annotated[
         bool, typer.Option("--interactive", "-i", help="Ask for prompts until the end of input (Ctrl-D).")
     ] = False,
+    quantize: Quantize = None,
     settings: SessionOptions = SessionOptions(),  # noqa: B008 (frozen)
     as_json: Json = False,
     quiet: Quiet = False,
@@ -55,7 +52,7 @@ def run(
     if sys.stdin is None and (interactive or prompt in (None, "-")):
         raise DiffbitError("there is no prompt and stdin is closed; pass the prompt as an argument")
     sampler = Sampler(sampling)
-    with as_artifacts([artifact], settings.device) as (opened,):
+    with as_artifacts([artifact], settings.device, quantize) as (opened,):
         session = Session(opened, settings)
         tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))
         for sentence in slowdowns(session.artifact, settings):
@@ -75,7 +72,7 @@ def run(
                 print_json({"prompt": text, **vars(result)})
             else:
                 print()
-            remark(speed(result))
+            remark(result.summary())
 
         if not interactive:
             answer(sys.stdin.read() if prompt in (None, "-") else str(prompt))

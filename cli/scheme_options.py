@@ -10,7 +10,8 @@ import typer
 
 from ..io import plugins
 from ..io.errors import DiffbitError
-from .options import CALIBRATION_WINDOWS, Field, Length, completion, of_formats, read_windows, window_length
+from ..settings import CALIBRATION_WINDOWS
+from .options import Field, Length, completion, of_formats, read_windows, window_length
 from .output import remark
 
 if TYPE_CHECKING:

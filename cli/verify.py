@@ -25,7 +25,7 @@ EXAMPLES = (
 )
 
 
-@with_settings(SessionOptions, "settings")
+@with_settings(SessionOptions, "settings", without=["reproducible"])
 def verify(
     artifact: Annotated[Path, typer.Argument(help="Folder written by `diffbit export`.")],
     checkpoint: Annotated[

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from .devices import ANY, DEVICES, DeviceName
 from .io.fields import Rule, bounds, check
 
+CALIBRATION_WINDOWS = 128  # of text, by default, for methods that need it
 MAX_THREADS = 512  # ONNX Runtime does not limit the number, and hangs with too many
 
 
@@ -37,6 +38,13 @@ class SessionOptions:
         metadata={
             "help": "Run portable ONNX functions instead of the native library's operators.",
             "flag": "no_native",
+        },
+    )
+    reproducible: bool = field(
+        default=False,
+        metadata={
+            "help": "Give the same answer whether tokens of the prompt were cached or not: of a cache, use only whole "
+            "blocks of prompts, not generated tokens (docs/serve.md has the price)."
         },
     )
 

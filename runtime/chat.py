@@ -42,7 +42,8 @@ class Chat:
 
     Tokenizer, template and sampler default to the model's own: `Sampler.of` reads generation_config.json.
     An answer ends after `max_tokens`, at one of the model's end tokens, the tokenizer's eos_token or a `stop` string.
-    Raises DiffbitError for a model without a chat template.
+    `sampler`, `max_tokens`, `system` and `turns` can be changed between messages. Raises DiffbitError for a model
+    without a chat template.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class Chat:
         self.template = ChatTemplate.read(artifact) if template is None else template
         self.system = system
         self.turns: list[Message] = []
-        self._sampler = Sampler.of(artifact) if sampler is None else sampler
-        self._max_tokens, self._stop = max_tokens, stop
+        self.sampler = Sampler.of(artifact) if sampler is None else sampler
+        self.max_tokens, self._stop = max_tokens, stop
         eos = self.tokenizer.token_id(self.template.special_tokens.get("eos_token", ""))
         self._end_tokens = {*artifact.eos_token_ids, *(() if eos is None else (eos,))}
         self._halted = False
@@ -76,6 +77,10 @@ class Chat:
     def reset(self) -> None:
         """Forget the turns; the system prompt stays."""
         self.turns = []
+
+    def undo(self) -> None:
+        """Forget the last message and its answer."""
+        self.turns = self.turns[:-2]
 
     def halt(self) -> None:
         """End the answer that `send` is generating; for a signal handler, or another thread."""
@@ -93,7 +98,7 @@ class Chat:
             before = [*self.turns, Message(role="user", content=text)]
             turns, token_ids = self._fitting(before)
             generation = generate(
-                self.session, self.tokenizer, token_ids, max_tokens=self._max_tokens, sampler=self._sampler,
+                self.session, self.tokenizer, token_ids, max_tokens=self.max_tokens, sampler=self.sampler,
                 stop=self._stop, on_text=on_text, end_tokens=self._end_tokens, reuse=True,
                 interrupted=lambda: self._halted,
             )  # fmt: skip
@@ -105,7 +110,7 @@ class Chat:
         """The turns and their tokens, without the oldest turns if they leave no room for an answer."""
         capacity = self.session.capacity
         token_ids = self._encoded(turns)
-        if len(token_ids) + min(self._max_tokens, capacity // ROOM) > capacity:
+        if len(token_ids) + min(self.max_tokens, capacity // ROOM) > capacity:
             begins = [index for index, message in enumerate(turns) if message["role"] == "user"]
             last = len(begins) - 1
             fits = bisect_left(

@@ -34,6 +34,17 @@ class Generation:
     tokens_per_s: float | None  # of the tokens after the first; None if there are none
     total_s: float
 
+    def summary(self) -> str:
+        """The tokens, latency and speed in words."""
+        cached = f", {self.cached_tokens} of them cached" if self.cached_tokens else ""
+        first = self.time_to_first_token_s
+        after = f", first token after {1000 * first:.0f} ms" if first is not None else ""
+        rate = f", {self.tokens_per_s:.1f} tokens/s" if self.tokens_per_s else ""
+        return (
+            f"{self.prompt_tokens} prompt tokens{cached}{after}; {len(self.token_ids)} tokens{rate}; stopped by "
+            f"{self.finish_reason}"
+        )
+
 
 def generate(
     session: Session,

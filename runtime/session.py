@@ -129,6 +129,8 @@ class Session:
         self._ids: Ids = np.zeros((0, 0), np.int64)  # [B, C], of the cached tokens
         self._tokens: Ids = np.zeros(0, np.int64)  # [B], real tokens per row
         self._length = 0
+        self._reproducible = options.reproducible
+        self._whole = 0  # tokens in whole blocks of a prompt, from the beginning
 
     @property
     def capacity(self) -> int:
@@ -153,7 +155,7 @@ class Session:
     @_exclusively
     def reset(self) -> None:
         """Forget all tokens. In-place buffers stay allocated and are overwritten."""
-        self._length = 0
+        self._length = self._whole = 0
 
     @_exclusively
     def reuse(self, token_ids: Sequence[int]) -> int:
@@ -166,12 +168,21 @@ class Session:
             self.reset()
         most = min(self._length, len(token_ids) - 1)
         equal = self._ids[:1, :most] == np.asarray(token_ids[:most], np.int64)
-        kept = most if equal.all() else int(equal.argmin())
+        kept = self.reusable(most if equal.all() else int(equal.argmin()), self._whole)
         if kept < self._length:
             can_be_cut = all(self._in_place) and self.artifact.cache.holds(kept, self._length)
             self._length = kept if can_be_cut else 0
+            self._whole = min(self._whole, self._length)
             self._tokens = np.full(1, self._length, np.int64)
         return self._length
+
+    def reusable(self, equal: int, whole: int) -> int:
+        """How many of the `equal` tokens at the beginning of a cached text and of a prompt are reused.
+
+        With the option `reproducible`, those in the blocks of `chunk` tokens in which the prompt is computed without a
+        cache: kernels for other numbers of tokens may sum in another order. whole: tokens that were computed so.
+        """
+        return min(equal, whole) // self.chunk * self.chunk if self._reproducible else equal
 
     @_exclusively
     def prefill(
@@ -258,6 +269,8 @@ class Session:
             self._ids[:, start:stop] = ids
             self._tokens = self._tokens + mask.sum(axis=1)
             self._length = stop
+            if start == self._whole and stop - start == self.chunk:
+                self._whole = stop
         except BaseException as error:  # also Ctrl-C, after which a state may be ahead of the tokens
             self._batch, self._past = 0, []
             self.reset()

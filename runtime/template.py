@@ -52,7 +52,7 @@ class ChatTemplate:
         """`name`: the template's name in error messages. `special_tokens`: such as {"bos_token": "<s>"}."""
         self.name = name
         self.special_tokens = special_tokens or {}
-        self._source = source
+        self.source = source
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = self._start()  # it imports Jinja while a model is loaded
 
@@ -130,7 +130,7 @@ class ChatTemplate:
                 start_new_session=True,  # Ctrl-C is for this process
             )  # fmt: skip
             assert process.stdin is not None
-            process.stdin.write(json.dumps({"template": self._source, "variables": self.special_tokens}) + "\n")
+            process.stdin.write(json.dumps({"template": self.source, "variables": self.special_tokens}) + "\n")
         except OSError as error:
             raise DiffbitError(f"{self.name}: no process can be started to render it ({error.strerror})") from None
         self._owner = os.getpid()  # a fork of this process has the same pipes, but the renderer is not its own

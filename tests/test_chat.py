@@ -20,6 +20,7 @@ from .runtime.test_chat import write_chat_model
 from .runtime.toy import follows
 
 ROOT = Path(__file__).parents[1]
+PATIENCE = 300  # seconds to wait for what a busy machine shows
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def test_lines_of_a_pipe(
 ) -> None:
     saved = tmp_path / "talk.json"
     lines = f"hey\n\n//x\n/save {saved}\n/system Be\n/save {saved}\n/reset\nyes\n/help\n/exit\nnot read\n"
-    code, out, err = chat([model, "--system", "S"], lines, monkeypatch, capfd)
+    code, out, err = chat([model, "--system", "S", "--stats"], lines, monkeypatch, capfd)
     assert (code, out) == (0, "é!\n" * 3)
     assert "8 of them cached" not in err and "of them cached, first token after" in err and "/system TEXT" in err
     assert json.loads(saved.read_text()) == {
@@ -63,7 +64,25 @@ def test_lines_of_a_pipe(
     assert rows[1]["text"] == "é!" and rows[1]["cached_tokens"] > 0 and rows[1]["finish_reason"] == "eos"
     long = "x" * 25 + "\n"
     code, out, err = chat([model], long * 3, monkeypatch, capfd)
-    assert code == 0 and err.count("oldest 2 messages were dropped") == 2
+    assert code == 0 and err.count("oldest 2 messages were dropped") == 2 and "tokens/s" not in err
+
+
+def test_commands_change_the_conversation_and_its_settings(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    lines = f"one\n/save {first}\ntwo\n/undo\n/undo\n/undo\n/load {first}\nthree\n/save {second}\n"
+    code, out, _ = chat([model, "--system", "S"], lines, monkeypatch, capfd)
+    assert (code, out) == (0, "é!\n" * 3)
+    texts = [[message["content"] for message in json.loads(file.read_text())["messages"]] for file in (first, second)]
+    assert texts == [["S", "one", "é!"], ["S", "one", "é!", "three", "é!"]]
+    lines = "/set temperature 0.2\n/set max_tokens 1\n/set\nx\n/set temperature\n/set max_tokens\n/set\nx\n/unfold\n"
+    code, out, err = chat([model, "--top-k", "7"], lines, monkeypatch, capfd)
+    assert code == 0
+    shown = [line.split() for line in err.splitlines()]
+    values = [[row[-1] for row in shown if row[0] == name] for name in ("temperature", "max_tokens", "top_k")]
+    assert values == [["0.2", "0.0"], ["1", "1024"], ["7", "7"]]
+    assert out.splitlines()[1:] == ["é!", "é!"]
 
 
 @pytest.mark.parametrize(
@@ -72,6 +91,14 @@ def test_lines_of_a_pipe(
         ("/bye", [], ["/bye is not a command", "/help", "//"]),
         ("/save", [], ["/save needs the name of a file"]),
         ("/save {tmp}/taken", [], ["taken: already exists"]),
+        ("/load", [], ["/load needs the name of a file"]),
+        ("/load {tmp}/none", [], ["none: no such file"]),
+        ("/load {tmp}/roles", [], ["roles: its messages are no conversation"]),
+        ("/load {tmp}/content", [], ["content: messages[0]['content'] is 1, wanted text"]),
+        ("/set none 1", [], ["none is not a setting", "temperature", "max_tokens"]),
+        ("/set temperature hot", [], ["temperature is 'hot', wanted 0 (greedy)"]),
+        ("/set max_tokens 0", [], ["max_tokens is 0"]),
+        ("/unfold", [], ["there is no answer yet"]),
         ("/save {tmp}/none/a/x\n/save {tmp}/taken/x", [], ["taken/x: cannot be written"]),
         ("x" * 99, [], ["the context holds 60"]),
         ("x", ["--template", "{tmp}/none"], ["none: cannot be read"]),
@@ -90,6 +117,8 @@ def test_bad_input_is_refused(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "taken").write_text("{{ raise_exception('no!') }}")
+    (tmp_path / "roles").write_text('{"messages": [{"role": "assistant", "content": "x"}]}')
+    (tmp_path / "content").write_text('{"messages": [{"role": "user", "content": 1}]}')
     arguments = [argument.format(tmp=tmp_path) for argument in arguments]
     code, _, err = chat([model, *arguments, "-q"], lines.format(tmp=tmp_path), monkeypatch, capfd)
     assert code == 2 and err.startswith("error: ") and err.count("\n") == 1
@@ -109,54 +138,123 @@ def test_a_model_without_a_template_and_run_with_one(
     assert (stopped.value.code, capfd.readouterr().out) == (0, "é!\n")
 
 
+class Terminal:
+    """`diffbit chat` in a pseudo-terminal. code: Python to run before it."""
+
+    def __init__(self, *arguments: str | Path, code: str = "", columns: int = 80, term: str = "xterm") -> None:
+        import fcntl
+        import pty
+        import struct
+        import termios
+
+        program = (
+            "import signal, sys; "
+            "signal.signal(signal.SIGINT, signal.default_int_handler); "  # a shell's background ignores it
+            f"{code}from diffbit.cli.app import main; main(sys.argv[1:])"
+        )
+        self.end, child_end = pty.openpty()
+        fcntl.ioctl(child_end, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+        environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program, "chat", *map(str, arguments)],
+            stdin=child_end, stdout=child_end, stderr=child_end, start_new_session=True, cwd=ROOT,
+            env=environment | {"TERM": term, "PROMPT_TOOLKIT_NO_CPR": "1"},
+        )  # fmt: skip
+        os.close(child_end)
+        self.shown = ""
+        self.at = 0  # characters that `until` has passed
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.end)
+
+    def until(self, text: str) -> str:
+        """Read until the terminal shows `text`, from where the last call ended; what comes before."""
+        while text not in self.shown[self.at :]:
+            assert select.select([self.end], [], [], PATIENCE)[0], self.shown
+            self.shown += os.read(self.end, 1000).decode()
+        before, _, _ = self.shown[self.at :].partition(text)
+        self.at += len(before) + len(text)
+        return before
+
+    def type(self, keys: str) -> None:
+        os.write(self.end, keys.encode())
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def interrupt_prompt(self) -> None:
+        """Ctrl-C until something is shown: one between the prompt and the wait for keys may be lost."""
+        self.interrupt()
+        while not select.select([self.end], [], [], 10)[0]:
+            self.interrupt()
+
+
+PROMPT = "\x1b[?2004h"  # which turns bracketed paste on; a terminal that is not dumb may draw "> " in other ways
+SLOW = (  # 0.2 s for each token
+    "import time; import diffbit.runtime.session as s; step = s.Session.step; "
+    "s.Session.step = lambda self, ids: (time.sleep(.2), step(self, ids))[1]; "
+)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="no pty")
 def test_a_terminal(tmp_path: Path) -> None:
-    """A prompt, Ctrl-C during an answer and at the prompt, a command that fails, Ctrl-D."""
-    import pty
+    """A prompt, Ctrl-C during an answer and at the prompt, a command that fails, /exit."""
+    model = write_chat_model(tmp_path / "toy", follows(":ab cdefg"), context=60)  # it never ends by itself
+    with Terminal(model, "--stats", code=SLOW, term="dumb") as terminal:
+        terminal.until("> ")
+        terminal.type("hey\r")
+        terminal.until("cdefg")
+        terminal.interrupt()
+        terminal.until("interrupted")
+        terminal.until("> ")
+        terminal.interrupt_prompt()
+        terminal.until("Ctrl-D ends")
+        terminal.until("> ")
+        terminal.type("/nothing\r")
+        terminal.until("error: /nothing is not a command")
+        terminal.type("/exit\r")
+        assert terminal.process.wait(PATIENCE) == 0
 
-    model = write_chat_model(tmp_path / "toy", follows(":abcdefg"), context=60)  # it never ends by itself
-    slow = (  # 0.1 s for each token: an answer of 5 s
-        "import signal, sys, time; import diffbit.runtime.session as s; step = s.Session.step; "
-        "signal.signal(signal.SIGINT, signal.default_int_handler); "  # a shell's background ignores it
-        "s.Session.step = lambda self, ids: (time.sleep(.1), step(self, ids))[1]; "
-        "from diffbit.cli.app import main; main(sys.argv[1:])"
-    )
-    main_end, child_end = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", slow, "chat", str(model)], stdin=child_end, stdout=child_end, stderr=child_end,
-        start_new_session=True, cwd=ROOT, env=os.environ | {"TERM": "dumb"},
-    )  # fmt: skip
-    os.close(child_end)
-    shown = ""
 
-    def until(text: str, after: int = 0) -> int:
-        """Read until the terminal shows `text` behind its first `after` characters; where it ends."""
-        nonlocal shown
-        while text not in shown[after:]:
-            assert select.select([main_end], [], [], 60)[0], shown
-            shown += os.read(main_end, 1000).decode()
-        return shown.index(text, after) + len(text)
+@pytest.mark.skipif(sys.platform == "win32", reason="no pty")
+def test_messages_of_several_lines(tmp_path: Path) -> None:
+    """A paste, a block between quotes, and what is typed during an answer, which the answer does not show."""
+    model = write_chat_model(tmp_path / "toy", follows(":abc defg", end=257), context=60)
+    saved = tmp_path / "talk.json"
+    with Terminal(model, code=SLOW) as terminal:
+        terminal.until(PROMPT)
+        terminal.type("\x1b[200~two\n\n  lines\n\x1b[201~")
+        terminal.until("lines")
+        terminal.type("\r")
+        terminal.until("abc")
+        terminal.type('"""b\n/of"""\n')
+        assert "/of" not in terminal.until("defg")
+        terminal.until("defg")
+        terminal.until(PROMPT)
+        terminal.type("\x1b[200~/save \x1b[201~" + f"{saved}\r")
+        terminal.until("4 messages")
+        terminal.type("\x04")
+        assert terminal.process.wait(PATIENCE) == 0
+    texts = [message["content"] for message in json.loads(saved.read_text())["messages"]]
+    assert texts == ["two\n\n  lines", "abc defg", "b\n/of", "abc defg"]
 
-    def interrupt() -> None:
-        """Ctrl-C until something is shown: one between the prompt and the wait for a line is seen after that line."""
-        os.killpg(process.pid, signal.SIGINT)
-        while not select.select([main_end], [], [], 10)[0]:  # a second one may not come while the first is handled
-            os.killpg(process.pid, signal.SIGINT)
 
-    try:
-        at = until("> ")
-        os.write(main_end, b"hey\n")
-        at = until("bc", at)
-        interrupt()
-        at = until("stopped by interrupted", at)
-        at = until("> ", at)
-        interrupt()
-        at = until("Ctrl-D or /exit ends the conversation", at)
-        at = until("> ", at)
-        os.write(main_end, b"/nothing\n")
-        at = until("error: /nothing is not a command", at)
-        os.write(main_end, b"/exit\n")
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        os.close(main_end)
+@pytest.mark.skipif(sys.platform == "win32", reason="no pty")
+def test_a_narrow_terminal_breaks_lines_between_words(tmp_path: Path) -> None:
+    model = write_chat_model(tmp_path / "toy", follows(":abc defghi\tjklm"), context=60)
+    with Terminal(model, "-n", "45", columns=20) as terminal:
+        terminal.until("/help lists")
+        terminal.until(PROMPT)
+        terminal.type("x\r")
+        terminal.until("\n")
+        terminal.until("abc")
+        lines = ("abc" + terminal.until("\x1b")).replace("\r", "").splitlines()
+    words = " ".join(lines).split()
+    assert len(words) > 6 and set(words[:-1]) <= {"abc", "defghi", "jklm:abc"} and max(map(len, lines)) <= 20
+    assert any(len(line) > 11 for line in lines)

@@ -174,6 +174,7 @@ def test_the_example_works(
     if "webgpu" in line:
         request.getfixturevalue("webgpu")
     monkeypatch.chdir(workplace)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(workplace / "cache"))
     monkeypatch.setattr(sys, "stdin", io.StringIO("def add(a, b):\n"))
     arguments = shlex.split(line)[1:]
     with pytest.raises(SystemExit) as stopped:

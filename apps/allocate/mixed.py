@@ -34,6 +34,7 @@ import torch
 
 from ...formats import parse_format
 from ...io.errors import DiffbitError
+from ...io.files import size_text
 from ...io.resources import available_memory
 from ...models import Checkpoint, Decoder, ModelConfig, load, num_parameters
 from ...quantize import EMBEDDING_MODULE, HEAD_MODULE, Scheme, apply, linear_shapes, sizes
@@ -363,7 +364,7 @@ def _check_memory(checkpoint: Checkpoint, windows: Tokens, copies: int) -> None:
     needed = 4 * (numbers + max(activations, 2 * sample * config.vocab_size)) + num_parameters(config)
     if free is not None and needed > free:
         raise DiffbitError(
-            f"{checkpoint.path}: mixed precision needs the float model in memory, about {needed / 1e9:.1f} GB, and "
-            f"{free / 1e9:.1f} GB are free; choose the formats yourself (--weights, --override), which streams the "
+            f"{checkpoint.path}: mixed precision needs the float model in memory, about {size_text(needed)}, and "
+            f"{size_text(free)} are free; choose the formats yourself (--weights, --override), which streams the "
             "model layer by layer, or use a machine with more memory"
         )

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ...cli import (
-    CALIBRATION_WINDOWS,
     LAYER_ERRORS,
     Data,
     Field,
@@ -34,6 +33,7 @@ from ...cli import (
 from ...io import plugins
 from ...io.errors import DiffbitError
 from ...io.files import folder_name, locked, read_json
+from ...settings import CALIBRATION_WINDOWS
 
 if TYPE_CHECKING:
     from ...calib_data import NeedleWindows

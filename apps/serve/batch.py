@@ -85,6 +85,7 @@ class _Batch(Rows):
         self._caches = RowCaches(session, count)
         self._ids = np.full((count, self.capacity), HOLE, np.int64)
         self._used = np.zeros(count, np.int64)  # number of the text that last took each row
+        self._whole = np.zeros(count, np.int64)  # tokens in whole blocks of a prompt, from the beginning
         self._texts = 0
         self._end = 0  # from this slot on, every taken row is free
 
@@ -104,6 +105,8 @@ class _Batch(Rows):
                 slice(row, row + 1), part, np.ones((1, end), np.int64), np.arange(start, end)[None]
             )
             self._ids[row, start:end] = part
+            if part.shape[1] == self.session.chunk and start == self._whole[row]:
+                self._whole[row] = end
         assert logits is not None
         self._taken[row] = True
         self._end = int(self._ends()[self._taken].max())
@@ -148,7 +151,8 @@ class _Batch(Rows):
     def _common(self, row: int, ids: NDArray[np.int64]) -> int:
         cached = self._ids[row][self._ids[row] != HOLE][: len(ids)]
         differ = cached != ids[: len(cached)]
-        return int(differ.argmax()) if differ.any() else len(cached)
+        equal = int(differ.argmax()) if differ.any() else len(cached)
+        return self.session.reusable(equal, int(self._whole[row]))
 
     def _keep(self, row: int, source: int, count: int) -> None:
         """Copy the first `count` tokens of `source` to the start of `row`, as its only tokens."""
@@ -160,3 +164,4 @@ class _Batch(Rows):
         ids = self._ids[source, slots]
         self._ids[row] = HOLE
         self._ids[row, :count] = ids
+        self._whole[row] = min(count, int(self._whole[source]))

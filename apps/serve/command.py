@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ...cli import ArtifactPaths, Quiet, as_artifacts, remark, with_settings
+from ...cli import ArtifactPaths, Quantize, Quiet, as_artifacts, remark, with_settings
 from ...io.errors import DiffbitError, MissingDependency
 from ...settings import SessionOptions
 
@@ -46,6 +46,7 @@ def serve(
         list[str] | None,
         typer.Option(help="Origin whose web pages may use the server, such as https://example.org, or *; repeatable."),
     ] = None,
+    quantize: Quantize = None,
     settings: SessionOptions = SessionOptions(),  # noqa: B008 (frozen)
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the address as a line of JSON, once the server listens there.")
@@ -71,7 +72,7 @@ def serve(
     key = os.environ.get(KEY) if api_key is None else api_key  # typer takes an empty variable for none
     if key is not None and not key.strip():
         raise DiffbitError(f"the API key is empty, so that every request would be served; set one, or unset {KEY}")
-    with _bound(host, port) as listening, as_artifacts(artifacts, settings.device) as opened:
+    with _bound(host, port) as listening, as_artifacts(artifacts, settings.device, quantize) as opened:
         models = [Served(Artifact.open(path), settings, rows=rows, queue=queue) for path in opened]
         server = Server(models, key, hosts=host_name or (), origins=allow_origin or ())
         for model in models:

@@ -6,6 +6,8 @@ found, what was wanted and what to do. The command line prints it and exits with
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class DiffbitError(Exception):
     """Bad input or an impossible request, in one sentence."""
@@ -19,5 +21,8 @@ class MissingDependency(DiffbitError):
 
 
 def how_to_install(extra: str) -> str:
-    """The command that installs an extra. diffbit is not on PyPI, so it is installed from a clone."""
-    return f"pip install '.[{extra}]' in a clone of diffbit"
+    """The command that installs an extra: in a clone, or, where diffbit is not run from one, of what is installed."""
+    clone = Path(__file__).parents[2]
+    if (clone / "pyproject.toml").is_file():
+        return f"pip install '.[{extra}]' in {clone}"
+    return f"pip install 'diffbit[{extra}]'"

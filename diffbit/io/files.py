@@ -285,6 +285,12 @@ def sha256_file(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def size_text(nbytes: float) -> str:
+    """A size with the unit in which it is at least 1, such as "1.5 GB" or "20.3 kB"."""
+    unit = next((unit for unit in ("gb", "mb", "kb") if nbytes >= UNITS[unit]), None)
+    return f"{nbytes:.0f} bytes" if unit is None else f"{nbytes / UNITS[unit]:.1f} {unit.upper().replace('K', 'k')}"
+
+
 def parse_size(text: str) -> int:
     """Bytes of a size such as "40MB" (40,000,000), "40MiB" (41,943,040), "1.2GB" or "800kB". Raises DiffbitError for
     other text."""

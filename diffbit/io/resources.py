@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from .errors import DiffbitError
+from .files import size_text
 
 GROUP = Path("/sys/fs/cgroup")  # this process's control group
 SAFE = 0.85  # share of an estimate that must be free for a run to start
@@ -48,7 +49,7 @@ def require(what: str, memory: int, disk: int, output: str | Path, *, processes:
     if free is not None and SAFE * memory * processes > free:
         times = f", {processes} times on this machine," if processes > 1 else ""
         raise DiffbitError(
-            f"{what}{times} takes about {processes * memory / 1e9:.1f} GB of memory, but {free / 1e9:.1f} GB are free; "
+            f"{what}{times} takes about {size_text(processes * memory)} of memory, but {size_text(free)} are free; "
             f"use a machine with more memory{advice}"
         )
     folder = Path(output).absolute()
@@ -57,6 +58,6 @@ def require(what: str, memory: int, disk: int, output: str | Path, *, processes:
     space = shutil.disk_usage(folder).free
     if SAFE * disk > space:
         raise DiffbitError(
-            f"{what} writes about {disk / 1e9:.1f} GB to {folder}, but {space / 1e9:.1f} GB are free there; choose "
-            "another disk for the output"
+            f"{what} writes about {size_text(disk)} to {folder}, but {size_text(space)} are free there; choose another "
+            "disk for the output"
         )

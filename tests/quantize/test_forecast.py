@@ -146,10 +146,10 @@ def test_what_cannot_fit_is_refused(
         ("quantizing", lambda: quantize_checkpoint(model, tmp_path / "q", SCHEME)),
         ("exporting", lambda: export_artifact(quantized, tmp_path / "a")),
     ):
-        with pytest.raises(DiffbitError, match=rf"{what} .* GB of memory, but 0\.0 GB are free; use a machine"):
+        with pytest.raises(DiffbitError, match=rf"{what} .* MB of memory, but 100\.0 kB are free; use a machine"):
             run()
     monkeypatch.setattr(resources, "available_memory", lambda: None)
     monkeypatch.setattr(resources.shutil, "disk_usage", lambda folder: resources.shutil._ntuple_diskusage(1, 1, 1))
-    with pytest.raises(DiffbitError, match=r"writes about .* GB to .*; choose another disk"):
+    with pytest.raises(DiffbitError, match=r"writes about .* kB to .*, but 1 bytes are free there"):
         quantize_checkpoint(model, tmp_path / "q", SCHEME)
     assert list(tmp_path.iterdir()) == []
