@@ -86,16 +86,21 @@ def bits(array: np.ndarray) -> bytes:
     return array.tobytes()
 
 
-def equal(*expected: np.ndarray) -> Callable[[list[np.ndarray]], None]:
+@dataclass(frozen=True)
+class Equal:
     """A check for the same bits."""
 
-    def check(got: list[np.ndarray]) -> None:
-        for a, b in zip(got, expected, strict=True):
+    expected: tuple[np.ndarray, ...]
+
+    def __call__(self, got: list[np.ndarray]) -> None:
+        for a, b in zip(got, self.expected, strict=True):
             assert a.shape == b.shape, f"shape {a.shape}, wanted {b.shape}"
             assert a.dtype == b.dtype, f"{a.dtype}, wanted {b.dtype}"
             assert bits(a) == bits(b), f"other bits: {a.ravel()[:4]}..., wanted {b.ravel()[:4]}..."
 
-    return check
+
+def equal(*expected: np.ndarray) -> Equal:
+    return Equal(expected)
 
 
 def ternary(case: TernaryCase) -> Node:
