@@ -1,5 +1,5 @@
-"""Compiles csrc/ to WebAssembly: `python -m diffbit.apps.wasm.build FILE.wasm`. It needs only the package ziglang, a C++
-compiler with a library for WebAssembly; zig keeps its objects, so the next build compiles only what changed."""
+"""Compiles csrc/ to WebAssembly: `python -m diffbit.apps.wasm.build`. It needs only the package ziglang, a
+C++ compiler with a library for WebAssembly; zig keeps its objects, so the next build compiles only what changed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ...io.errors import DiffbitError
 
+MODULE = Path(__file__).parent / "runtime" / "runtime.wasm"
 SOURCE = Path(__file__).resolve().parents[2] / "csrc"
 ROOMS = ("cpu", "ort", "wasm")
 FLAGS = (
@@ -19,8 +20,8 @@ FLAGS = (
 )
 
 
-def build(output: Path) -> None:
-    """Write the module to `output`. Raises DiffbitError without the sources or ziglang, or with the compiler's message."""
+def build(output: Path = MODULE) -> None:
+    """Write the module to `output`. Raises DiffbitError without the sources or the compiler, or with its message."""
     sources = sorted(path.relative_to(SOURCE) for room in ROOMS for path in (SOURCE / room).rglob("*.cpp"))
     if not sources:
         raise DiffbitError(f"{SOURCE}: has no sources; the module is compiled in a clone of diffbit")
@@ -33,4 +34,4 @@ def build(output: Path) -> None:
 
 
 if __name__ == "__main__":
-    build(Path(sys.argv[1]))
+    build()

@@ -1,5 +1,6 @@
-// A graph in WebAssembly: values, nodes, and the memory that values share. apps/wasm/runtime.js reads model.onnx and builds
-// it with the functions that graph.cpp exports; the nodes are diffbit's ops (host.cpp) and ONNX's (onnx_ops.cpp).
+// A graph in WebAssembly: values, nodes, and the memory that values share. apps/wasm/runtime reads model.onnx in JavaScript
+// and builds the graph with the functions that graph.cpp exports; nodes are diffbit's ops (host.cpp) and ONNX's
+// (onnx_ops.cpp).
 #pragma once
 
 #include <cstddef>

@@ -10,7 +10,7 @@ import { BYTES, readGraph } from "./onnx.js";
 export { Unsupported };
 
 const CHUNK = 128; // prompt tokens per run, to limit memory
-const ROOM = 256; // tokens that a cache has room for at first
+const ROOM = 128; // tokens that a cache has room for at first
 const BLOCK = 32; // capacities are multiples of it: low-bit caches hold whole blocks
 const INT64 = 7;
 

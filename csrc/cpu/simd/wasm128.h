@@ -22,12 +22,14 @@ DIFFBIT_INLINE F32 load(const float* from) { return floats(wasm_v128_load(from))
 /// subnormals. Infinity and NaN come out above the largest half, and get their exponent.
 DIFFBIT_INLINE F32 load(const uint16_t* from) {
   const v128_t wide = wasm_i32x4_shl(wasm_i32x4_extend_low_i16x8(wasm_v128_load64_zero(from)), 13);
-  const v128_t value = raw(floats(wasm_v128_and(wide, wasm_i32x4_const_splat(static_cast<int32_t>(0x8fffe000u)))) * splat(0x1p112f));
+  const v128_t small = wasm_v128_and(wide, wasm_i32x4_const_splat(static_cast<int32_t>(0x8fffe000u)));
+  const v128_t value = raw(floats(small) * splat(0x1p112f));
   const v128_t special = wasm_f32x4_ge(wasm_f32x4_abs(value), wasm_f32x4_const_splat(65536.0f));
   return floats(wasm_v128_or(value, wasm_v128_and(special, wasm_i32x4_const_splat(0x7f800000))));
 }
 DIFFBIT_INLINE F32 load(const int8_t* from) {
-  return floats(wasm_f32x4_convert_i32x4(wasm_i32x4_extend_low_i16x8(wasm_i16x8_extend_low_i8x16(wasm_v128_load32_zero(from)))));
+  const v128_t wide = wasm_i16x8_extend_low_i8x16(wasm_v128_load32_zero(from));
+  return floats(wasm_f32x4_convert_i32x4(wasm_i32x4_extend_low_i16x8(wide)));
 }
 DIFFBIT_INLINE void store(float* to, F32 a) { wasm_v128_store(to, raw(a)); }
 DIFFBIT_INLINE void store(uint16_t* to, F32 a) {
@@ -57,7 +59,9 @@ DIFFBIT_INLINE float largest(F32 a) {
 DIFFBIT_INLINE v128_t evens(v128_t a, v128_t b) { return wasm_i32x4_shuffle(a, b, 0, 2, 4, 6); }
 DIFFBIT_INLINE v128_t odds(v128_t a, v128_t b) { return wasm_i32x4_shuffle(a, b, 1, 3, 5, 7); }
 DIFFBIT_INLINE F32 pair_sums(F32 a, F32 b) { return floats(evens(raw(a), raw(b))) + floats(odds(raw(a), raw(b))); }
-DIFFBIT_INLINE void store_sums(float* to, F32 a, F32 b, F32 c, F32 d) { store(to, pair_sums(pair_sums(a, b), pair_sums(c, d))); }
+DIFFBIT_INLINE void store_sums(float* to, F32 a, F32 b, F32 c, F32 d) {
+  store(to, pair_sums(pair_sums(a, b), pair_sums(c, d)));
+}
 
 DIFFBIT_INLINE F32 clipped(F32 a, float low, float high) {
   return floats(wasm_f32x4_pmax(wasm_f32x4_splat(low), wasm_f32x4_pmin(wasm_f32x4_splat(high), raw(a))));
@@ -114,8 +118,9 @@ DIFFBIT_INLINE Partial dot(Partial partial, Bytes codes, Four activations) {
           wasm_i32x4_add(partial.high, wasm_i32x4_dot_i16x8(high_of(codes), activations.v))};
 }
 DIFFBIT_INLINE Partial dot(Partial partial, Bytes codes, Bytes activations) {
-  return {wasm_i32x4_add(partial.low, wasm_i32x4_dot_i16x8(low_of(codes), wasm_i16x8_extend_low_i8x16(activations.v))),
-          wasm_i32x4_add(partial.high, wasm_i32x4_dot_i16x8(high_of(codes), wasm_i16x8_extend_high_i8x16(activations.v)))};
+  const v128_t low = wasm_i16x8_extend_low_i8x16(activations.v), high = wasm_i16x8_extend_high_i8x16(activations.v);
+  return {wasm_i32x4_add(partial.low, wasm_i32x4_dot_i16x8(low_of(codes), low)),
+          wasm_i32x4_add(partial.high, wasm_i32x4_dot_i16x8(high_of(codes), high))};
 }
 DIFFBIT_INLINE void store(void* to, Bytes a) { wasm_v128_store(to, a.v); }
 DIFFBIT_INLINE void store(int32_t* to, Ints a) { wasm_v128_store(to, a.v); }
@@ -179,8 +184,10 @@ DIFFBIT_INLINE Ints dot_signed(Ints sums, Bytes a, Bytes b) {
 DIFFBIT_INLINE Ints start_signed(Ints sums, Bytes) { return sums; }
 
 constexpr int32_t BYTE_MIDDLE = 0;
-DIFFBIT_INLINE Ints dot_centered(Ints sums, Bytes codes, Four activations) { return flush(sums, dot(no_partial(), codes, activations)); }
-DIFFBIT_INLINE Ints dot_bytes(Ints sums, Bytes codes, Four activations) { return dot_centered(sums, codes, activations); }
+DIFFBIT_INLINE Ints dot_bytes(Ints sums, Bytes codes, Four activations) {
+  return flush(sums, dot(no_partial(), codes, activations));
+}
+DIFFBIT_INLINE Ints dot_centered(Ints sums, Bytes codes, Four activations) { return dot_bytes(sums, codes, activations); }
 
 constexpr int TERNARY_ROWS = 2, TERNARY_COLUMNS = 2, TERNARY_CHAINS = 1;
 constexpr TernaryPass TERNARY_PASSES[4] = {{2, 0, 0x30, true}, {1, 0, 0x0c, true}, {3, 6, 3, false}, {0, 0, 3, false}};
