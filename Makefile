@@ -6,6 +6,7 @@
 # make build       compiles the native library again after a change in csrc/; the targets above do so by themselves. With an
 #                  NVIDIA card it has kernels for that card; SKBUILD_CMAKE_DEFINE=DIFFBIT_CUDA=ON compiles them without one
 #                  (docs/gpu.md)
+# make wasm        compiles the runtime for WebAssembly again after a change in csrc/: apps/wasm/runtime/runtime.wasm
 # make arm64       an ARM Python with ONNX Runtime, with which the tests run whole artifacts on qemu-aarch64
 # make fuzz        reads 50,000 damaged files (tests/fuzz); CI reads 1,500 of them
 # make kill        kills commands before every step that changes the disk (tests/kill); CI before some of them
@@ -38,7 +39,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
 # Targets that install share one environment
 .NOTPARALLEL:
-.PHONY: demo demo-smollm2 test test-all fuzz kill lint build arm64 null-test bench-kernels models accuracy wheels docs clean
+.PHONY: demo demo-smollm2 test test-all fuzz kill lint build wasm arm64 null-test bench-kernels models accuracy wheels docs clean
 
 demo: $(BUILT)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh out/demo
@@ -87,6 +88,9 @@ $(BUILT): $(INSTALLED) $(shell find csrc -type f)
 
 build: $(BUILT)
 
+wasm: $(DEVELOP)
+	$(BIN)/python -m diffbit.apps.wasm.build
+
 arm64: $(INSTALLED)
 	bash tests/native/arm64.sh build/native/arm64 $(BIN)/python
 
@@ -102,7 +106,7 @@ accuracy: $(BUILT)
 	$(BIN)/python benchmarks/runs.py --work out/runs --json out/runs.json --markdown
 	$(BIN)/python benchmarks/calibration.py --work out/smollm2 --markdown
 
-wheels: $(DEVELOP)
+wheels: wasm
 	SKBUILD_CMAKE_DEFINE='DIFFBIT_CUDA=ON;DIFFBIT_CUDA_ARCHITECTURES=all' \
 	  bash deploy/wheel.sh x86_64 dist $(BIN)/python
 	bash deploy/wheel.sh aarch64 dist $(BIN)/python

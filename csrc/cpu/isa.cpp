@@ -21,6 +21,7 @@ namespace {
 struct Processor {
   bool avx2 = false, avxvnni = false, avx512vnni = false;
   bool neon = false;
+  bool wasm128 = false;
 
 #if defined(__x86_64__) || defined(_M_X64)
   Processor() {
@@ -41,6 +42,8 @@ struct Processor {
   Processor() : neon(getauxval(AT_HWCAP) & HWCAP_ASIMDDP) {}
 #elif defined(__aarch64__)
   Processor() : neon(true) {}  // all of Apple's have it
+#elif defined(__wasm__)
+  Processor() : wasm128(true) {}  // a module with SIMD128 loads only where there is SIMD128
 #endif
 };
 

@@ -86,16 +86,16 @@ class Build:
     def _run(self, nodes: Iterable[Node], *arguments: str, **environment: str) -> dict[str, list[np.ndarray] | str]:
         with tempfile.TemporaryDirectory() as folder:
             recorded, results = Path(folder) / "nodes", Path(folder) / "results"
-            recorded.write_bytes(b"".join(map(_recorded, nodes)))
+            recorded.write_bytes(b"".join(map(record, nodes)))
             done = self._call(str(recorded), str(results), *arguments, **environment)
-            results_of = _results(results.read_bytes()) if results.exists() else {}
+            results_of = read_results(results.read_bytes()) if results.exists() else {}
             if done.returncode != 0 or done.stderr:
                 last = list(results_of)[-1] if results_of else "none"
                 pytest.fail(f"exit status {done.returncode} in the node {last}:\n{done.stderr[:6000]}")
             return results_of
 
 
-def _recorded(node: Node) -> bytes:
+def record(node: Node) -> bytes:
     lines = [f"node {node.name} {node.op}\n".encode()]
     for name, value in node.attributes.items():
         text = f"integer {name} {value}" if isinstance(value, int) else f"number {name} {float(value).hex()}"
@@ -115,7 +115,7 @@ def _recorded(node: Node) -> bytes:
     return b"".join([*lines, b"end\n"])
 
 
-def _results(data: bytes) -> dict[str, list[np.ndarray] | str]:
+def read_results(data: bytes) -> dict[str, list[np.ndarray] | str]:
     outputs_of: dict[str, list[np.ndarray] | str] = {}
     at = 0
     outputs: list[np.ndarray] = []

@@ -86,16 +86,21 @@ def bits(array: np.ndarray) -> bytes:
     return array.tobytes()
 
 
-def equal(*expected: np.ndarray) -> Callable[[list[np.ndarray]], None]:
+@dataclass(frozen=True)
+class Equal:
     """A check for the same bits."""
 
-    def check(got: list[np.ndarray]) -> None:
-        for a, b in zip(got, expected, strict=True):
+    expected: tuple[np.ndarray, ...]
+
+    def __call__(self, got: list[np.ndarray]) -> None:
+        for a, b in zip(got, self.expected, strict=True):
             assert a.shape == b.shape, f"shape {a.shape}, wanted {b.shape}"
             assert a.dtype == b.dtype, f"{a.dtype}, wanted {b.dtype}"
             assert bits(a) == bits(b), f"other bits: {a.ravel()[:4]}..., wanted {b.ravel()[:4]}..."
 
-    return check
+
+def equal(*expected: np.ndarray) -> Equal:
+    return Equal(expected)
 
 
 def ternary(case: TernaryCase) -> Node:
@@ -272,8 +277,8 @@ def attention(case: AttentionCase, in_place: bool = False, roundings: int = 1) -
     )
 
 
-def nodes() -> Iterator[Node]:
-    """Every case of every op that the library holds."""
+def nodes(roundings: int = 1) -> Iterator[Node]:
+    """Every case of every op that the library holds; roundings: of `attention`."""
     yield from map(ternary, TERNARY_CASES)
     yield from map(int4, INT4_CASES + INT8_CASES)
     yield from map(gather, TABLE_CASES)
@@ -295,8 +300,9 @@ def nodes() -> Iterator[Node]:
     for name, batch, steps in (("no_steps", 2, 0), ("no_batch", 0, 3)):
         for op in (causal_conv, selective_scan):
             yield mamba(op, MambaCase(name, batch=batch, steps=steps, before=2))
-    yield from map(attention, ATTENTION_CASES)
-    yield from (attention(case, in_place=True) for case in ATTENTION_CASES if case.beyond is not None)
+    for case in ATTENTION_CASES:
+        yield attention(case, roundings=roundings)
+    yield from (attention(case, True, roundings) for case in ATTENTION_CASES if case.beyond is not None)
     nothing = AttentionCase("no_steps", steps=0, past=3, beyond=2)
     yield from map(attention, (nothing, replace(nothing, name="no_batch", batch=0, steps=2)))
 

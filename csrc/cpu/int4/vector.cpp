@@ -125,7 +125,7 @@ void tiles(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_
           codes[t] += STEP_BYTES;
           DIFFBIT_UNROLL
           for (int r = 0; r < ROWS; ++r) {
-            const Bytes four = splat4(q + 4 * r);
+            const auto four = splat4(q + 4 * r);
             DIFFBIT_UNROLL
             for (int v = 0; v < VECTORS; ++v) sums[t][r][v] = dot_bytes(sums[t][r][v], weights[v], four);
           }
@@ -154,7 +154,7 @@ void tiles(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_
           codes[t] += STEP_BYTES;
           DIFFBIT_UNROLL
           for (int r = 0; r < ROWS; ++r) {
-            const Bytes even = splat4(q + 4 * r), odd = splat4(q + 4 * (ROWS + r));
+            const auto even = splat4(q + 4 * r), odd = splat4(q + 4 * (ROWS + r));
             DIFFBIT_UNROLL
             for (int v = 0; v < VECTORS; ++v) partial[t][r][v] = dot(partial[t][r][v], low[v], even);
             DIFFBIT_UNROLL

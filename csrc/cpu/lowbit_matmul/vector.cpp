@@ -120,7 +120,7 @@ void tiles(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, int6
             }
             DIFFBIT_UNROLL
             for (int r = 0; r < ROWS; ++r) {
-              const Bytes four = splat4(q + 4 * r);
+              const auto four = splat4(q + 4 * r);
               DIFFBIT_UNROLL
               for (int v = 0; v < VECTORS; ++v) {
                 if constexpr (TABLE) {

@@ -6,6 +6,8 @@
 
 #if defined(__aarch64__)
 #include <arm_neon.h>
+#elif defined(__wasm__)
+#include <wasm_simd128.h>
 #else
 #if !defined(__clang__)  // GCC 12 warns of its own _mm512_undefined_epi32 (its bug 105593)
 #pragma GCC diagnostic push
@@ -36,7 +38,7 @@ struct TernaryPass {
   bool quarter;
 };
 
-#if !defined(__aarch64__)
+#if defined(__x86_64__)
 /// Splits eight bytes: those at even positions to `even`, the others to `odd`.
 DIFFBIT_INLINE void store_parted(const int8_t* from, int8_t* even, int8_t* odd) {
   const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 9, 10, 11, 12, 13, 14, 15);

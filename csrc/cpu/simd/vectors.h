@@ -43,6 +43,8 @@ static_assert(F32_LANES == WIDTH / 4, "lanes of floats and of integers meet");
 
 #if defined(__aarch64__)
 #define DIFFBIT_IN_REGISTER "+w"
+#elif defined(__wasm__)
+#define DIFFBIT_IN_REGISTER "+r"
 #else
 #define DIFFBIT_IN_REGISTER "+v"
 #endif

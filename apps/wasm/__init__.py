@@ -1,0 +1,1 @@
+"""A runtime of our own for artifacts in WebAssembly; README.md."""

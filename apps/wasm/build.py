@@ -1,0 +1,37 @@
+"""Compiles csrc/ to WebAssembly: `python -m diffbit.apps.wasm.build`. It needs only the package ziglang, a
+C++ compiler with a library for WebAssembly; zig keeps its objects, so the next build compiles only what changed."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+from ...io.errors import DiffbitError
+
+MODULE = Path(__file__).parent / "runtime" / "runtime.wasm"
+SOURCE = Path(__file__).resolve().parents[2] / "csrc"
+ROOMS = ("cpu", "ort", "wasm")
+FLAGS = (
+    "-target wasm32-wasi -msimd128 -std=c++17 -O3 -ffp-contract=off -fno-math-errno -Wall -Wextra "
+    '-DDIFFBIT_ISA=wasm128 -DDIFFBIT_SIMD="wasm128.h" '
+    "-mexec-model=reactor -Wl,-z,stack-size=1048576 -Wl,--strip-all"
+)
+
+
+def build(output: Path = MODULE) -> None:
+    """Write the module to `output`. Raises DiffbitError without the sources or the compiler, or with its message."""
+    sources = sorted(path.relative_to(SOURCE) for room in ROOMS for path in (SOURCE / room).rglob("*.cpp"))
+    if not sources:
+        raise DiffbitError(f"{SOURCE}: has no sources; the module is compiled in a clone of diffbit")
+    if importlib.util.find_spec("ziglang") is None:
+        raise DiffbitError("compiling for WebAssembly needs a compiler: pip install ziglang")
+    command = [sys.executable, "-m", "ziglang", "c++", *FLAGS.split(), "-Iwasm", *map(str, sources)]
+    done = subprocess.run([*command, "-o", str(output.resolve())], cwd=SOURCE, capture_output=True, text=True)
+    if done.returncode:
+        raise DiffbitError(f"ziglang cannot compile {SOURCE}:\n{done.stderr[-4000:]}")
+
+
+if __name__ == "__main__":
+    build()

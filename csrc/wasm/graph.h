@@ -1,0 +1,110 @@
+// A graph in WebAssembly: values, nodes, and the memory that values share. apps/wasm/runtime reads model.onnx in JavaScript
+// and builds the graph with the functions that graph.cpp exports; nodes are diffbit's ops (host.cpp) and ONNX's
+// (onnx_ops.cpp).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "../ort/abi.h"
+
+namespace diffbit::wasm {
+
+/// Leaves WebAssembly with a JavaScript Error; printf-style. Nothing is cleaned up: the instance is of no more use.
+[[noreturn]] __attribute__((format(printf, 1, 2))) void fail(const char* format, ...);
+
+/// Memory that values use one after the other. It grows and never shrinks.
+struct Memory {
+  void* data = nullptr;
+  size_t bytes = 0;
+};
+
+int64_t element_bytes(int type);
+
+}  // namespace diffbit::wasm
+
+/// A tensor. JavaScript reads and writes this struct.
+struct OrtValue {
+  static constexpr int MOST_DIMENSIONS = 8;
+
+  int32_t type = 0;  // as ONNX numbers it
+  int32_t rank = 0;
+  void* data = nullptr;
+  diffbit::wasm::Memory* memory = nullptr;  // null: data is given, and the shape is fixed
+  int64_t shape[MOST_DIMENSIONS] = {};
+
+  int64_t size() const { return size(0, rank); }
+  /// The product of the dimensions first ... last - 1.
+  int64_t size(int first, int last) const {
+    int64_t product = 1;
+    for (int i = first; i < last; ++i) product *= shape[i];
+    return product;
+  }
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data);
+  }
+  /// Gives it a shape, and the memory for that; fails if the shape is fixed and another one.
+  void resize(const int64_t* dimensions, int count);
+};
+
+/// The attributes of a node.
+struct OrtKernelInfo {
+  std::map<std::string, int64_t> integers;
+  std::map<std::string, float> numbers;
+  std::map<std::string, std::vector<int64_t>> lists;
+};
+
+/// A node's inputs and outputs; null: omitted.
+struct OrtKernelContext {
+  std::vector<OrtValue*> inputs, outputs;
+};
+
+namespace diffbit::wasm {
+
+struct Node : OrtKernelInfo, OrtKernelContext {
+  std::string domain, op;
+  void (*run)(Node&) = nullptr;
+
+  const OrtCustomOp* custom = nullptr;  // one of diffbit's ops
+  void* kernel = nullptr;
+
+  /// An input that must be there; one that may be null.
+  const OrtValue& in(size_t index) const {
+    if (index >= inputs.size() || !inputs[index]) fail("%s lacks input %zu", op.c_str(), index);
+    return *inputs[index];
+  }
+  const OrtValue* maybe(size_t index) const { return index < inputs.size() ? inputs[index] : nullptr; }
+  OrtValue& out(size_t index) const {
+    if (index >= outputs.size() || !outputs[index]) fail("%s lacks output %zu", op.c_str(), index);
+    return *outputs[index];
+  }
+  int64_t integer(const char* name, int64_t otherwise) const {
+    const auto at = integers.find(name);
+    return at == integers.end() ? otherwise : at->second;
+  }
+  float number(const char* name, float otherwise) const {
+    const auto at = numbers.find(name);
+    return at == numbers.end() ? otherwise : at->second;
+  }
+};
+
+/// One of ONNX's operators. `prepare` checks the types that are known and sets those of the outputs; null: the outputs have
+/// the first input's type.
+struct OnnxOp {
+  const char* domain;
+  const char* name;
+  void (*run)(Node&);
+  void (*prepare)(Node&);
+  bool is_view;  // its output is its first input's memory
+};
+
+/// The operator that the node names; null: there is none.
+const OnnxOp* find_onnx_op(const Node& node);
+/// Creates the kernel of one of diffbit's ops and sets the types of the outputs; false: there is no such op.
+bool create_custom(Node& node);
+
+}  // namespace diffbit::wasm

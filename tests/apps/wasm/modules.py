@@ -1,0 +1,42 @@
+"""The WebAssembly module as its sources are now, and Node.js to run it."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import importlib.util
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from diffbit.apps.wasm.build import build
+
+ROOT = Path(__file__).resolve().parents[3]
+HERE = Path(__file__).parent
+
+
+@functools.cache
+def module() -> Path:
+    """The module, brought up to date in build/native/wasm; skips, or fails in CI, without the tools."""
+    lacking = [] if shutil.which("node") else ["node"]
+    if importlib.util.find_spec("ziglang") is None:
+        lacking.append("ziglang (pip install ziglang)")
+    if lacking:
+        (pytest.fail if os.environ.get("DIFFBIT_REQUIRE_WEB") else pytest.skip)(f"needs {' and '.join(lacking)}")
+    folder = ROOT / "build" / "native" / "wasm"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        build(folder / "runtime.wasm")
+    return folder / "runtime.wasm"
+
+
+def node(script: str, *arguments: object) -> str:
+    """What a script here prints."""
+    command = ["node", str(HERE / script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return done.stdout
