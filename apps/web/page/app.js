@@ -1,16 +1,24 @@
 // The page: a conversation with the model in worker.js, or a text that it continues.
+const PATIENCE = 2000;
 const at = (id) => document.getElementById(id);
 const worker = new Worker("worker.js", { type: "module" });
 let chat = false;
 let busy = true;
 let writing; // the element that receives the answer
 
+// Threads need two headers. If the server does not send them, a service worker adds them after a reload. Where service
+// workers are blocked or do not start within PATIENCE ms, the page goes on with one thread
 async function isolate() {
-  // Threads need two headers. If the server does not send them, a service worker adds them after a reload
-  if (crossOriginIsolated || !navigator.serviceWorker || sessionStorage.isolated) return;
-  await navigator.serviceWorker.register("sw.js");
-  await navigator.serviceWorker.ready;
-  sessionStorage.isolated = "tried";
+  if (crossOriginIsolated) return;
+  try {
+    if (sessionStorage.isolated) return;
+    await navigator.serviceWorker.register("sw.js");
+    const late = new Promise((_, fail) => setTimeout(fail, PATIENCE));
+    await Promise.race([navigator.serviceWorker.ready, late]);
+    sessionStorage.isolated = "tried";
+  } catch {
+    return;
+  }
   location.reload();
   await new Promise(() => {});
 }

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from diffbit.apps.web.site import PACKAGES, write_site
+from diffbit.cli.app import app
 from diffbit.export import export_artifact
 from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
@@ -117,6 +119,19 @@ def test_the_page_writes_on_webgpu_what_run_writes(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/apps/web/node_modules")
+@pytest.mark.parametrize(
+    "worker", ["throw 1", "addEventListener('install', (e) => e.waitUntil(new Promise(() => {})))"]
+)
+def test_the_page_starts_without_service_workers(worker: str, artifacts: dict[str, Path], tmp_path: Path) -> None:
+    """One that fails at registration, and one that is never ready."""
+    write_site(artifacts["text"], tmp_path / "site", packages=MODULES)
+    (tmp_path / "site" / "sw.js").write_text(worker)
+    page = drive(tmp_path / "site", "import ")
+    assert "1 thread," in page["about"] and len(page["answers"][0]) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/apps/web/node_modules")
 def test_a_changed_file_is_refused(artifacts: dict[str, Path], tmp_path: Path) -> None:
     write_site(artifacts["text"], tmp_path / "site", packages=MODULES)
     weights = tmp_path / "site" / "model" / "model.onnx.data"
@@ -146,6 +161,8 @@ def test_the_files_of_a_site(artifacts: dict[str, Path], tmp_path: Path) -> None
     with pytest.raises(DiffbitError, match="already exists"):
         write_site(artifacts["text"], tmp_path / "site", packages=modules)
     assert write_site(artifacts["text"], tmp_path / "site", packages=modules, overwrite=True) == sizes
+    command = ["web", str(artifacts["text"]), "-o", str(tmp_path / "site"), "--packages", str(modules), "--quiet"]
+    assert CliRunner().invoke(app, [*command, "--overwrite"]).exit_code == 0
 
 
 def test_packages_that_are_others(artifacts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
