@@ -23,6 +23,7 @@ from diffbit.models import Decoder, ModelConfig, load, save
 from diffbit.runtime import native, verify
 
 from . import forks
+from .apps.web.test_site import MODULES, READY
 from .configs import resized
 from .native import cuda
 from .native.host import emulated
@@ -308,6 +309,22 @@ def test_frontier_intervals_cover_windows_and_samples(frontier: Callable[[str], 
     assert difference.high < 0 and ratio.low == pytest.approx(0.5) == ratio.high
     difference, _ = report.compare(result("other", (2,), window + 0.05), three)  # on the sample that both have
     assert difference.low == pytest.approx(0, abs=1e-12) == difference.high
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/apps/web/node_modules")
+def test_web(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    export_artifact(trained("diff_v1"), tmp_path / "diff-onnx")
+    (tmp_path / "npm").mkdir()
+    (tmp_path / "npm" / "node_modules").symlink_to(MODULES)
+    done = run("web.py", "--work", str(tmp_path), "--quick", "--json", str(tmp_path / "web.json"))
+    assert done.code == 0, done.error
+    assert "left out: wllama, Q4_0" in done.error and "| diffbit, differential" in done.output
+    numbers = json.loads((tmp_path / "web.json").read_text())
+    (row,) = numbers["rows"]
+    (times,) = row["runs"]
+    assert times["tokens"] == 4 and min(times.values()) > 0 and times["memory"] > 30e6 and numbers["prompt"] > 5
+    assert run("web.py", "--work", str(tmp_path / "none"), "--quick").code
 
 
 @pytest.mark.slow

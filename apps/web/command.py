@@ -19,6 +19,9 @@ def web(
         Path | None,
         typer.Option(help="A node_modules folder with the page's libraries; default: npm gets them.", metavar="FOLDER"),
     ] = None,
+    license: Annotated[
+        str | None, typer.Option(help="License of the model, such as apache-2.0, for the page to show.")
+    ] = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -27,12 +30,12 @@ def web(
 
     The page uses WebGPU if the browser has it, else WebAssembly, in several threads if the browser allows it. A
     checkpoint is exported for WebGPU first (`diffbit export --target webgpu`); that artifact runs on both.
-    The page checks the files' hashes and keeps them in the browser's cache.
+    The page checks the files' hashes and keeps them in the browser; a download that was interrupted goes on.
     """
     from .site import write_site
 
     with as_artifacts([artifact], "webgpu") as (path,):
-        sizes = write_site(path, output, packages=packages, overwrite=overwrite)
+        sizes = write_site(path, output, packages=packages, license=license, overwrite=overwrite)
     if as_json:
         print_json({"output": str(output), "files": {name: {"bytes": size} for name, size in sizes.items()}})
     else:

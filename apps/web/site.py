@@ -1,8 +1,9 @@
 """Writes a static site that runs an artifact in the browser: the page in page/, the artifact's files, and npm packages.
 
-The site needs only a server of static files. The page loads nothing from elsewhere; its content security policy
-forbids it. The npm packages are onnxruntime-web and Hugging Face's tokenizers and Jinja in JavaScript, in the releases
-whose hashes are below. They come from npm (its cache or registry) or from a node_modules folder.
+The page is built on the files of the npm package in js/. The site needs only a server of static files. The page loads
+nothing from elsewhere; its content security policy forbids it. The npm packages are onnxruntime-web and Hugging Face's
+tokenizers and Jinja in JavaScript, in the releases whose hashes are below. They come from npm (its cache or registry)
+or from a node_modules folder.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from ...io.tokenizer_files import TOKENIZER
 from ...runtime import FILE_BYTES, MANIFEST, Artifact
 
 PAGE = Path(__file__).parent / "page"
-MODEL_FOLDER, LIBRARIES = "model", "lib"
+PACKAGE = Path(__file__).parent / "js"  # the npm package: `npm pack` makes it of this folder
+ENTRY = "index.js"  # of the package, which imports by names that only node and bundlers resolve
+MODEL_FOLDER, LIBRARIES, RUNNER = "model", "lib", "diffbit"
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,18 @@ PACKAGES = (
 
 
 def write_site(
-    artifact: str | Path, output: str | Path, *, packages: str | Path | None = None, overwrite: bool = False
+    artifact: str | Path,
+    output: str | Path,
+    *,
+    packages: str | Path | None = None,
+    license: str | None = None,
+    overwrite: bool = False,
 ) -> dict[str, int]:
     """Write the site into a new folder -> {file: size in bytes}.
 
-    packages: a node_modules folder with PACKAGES in these versions; None: `npm pack` gets them. Raises DiffbitError
-    if the artifact is damaged or too large for a browser, or a package is not available.
+    packages: a node_modules folder with PACKAGES in these versions; None: `npm pack` gets them. license: the model's,
+    for the page to show. Raises DiffbitError if the artifact is damaged or too large for a browser, or a package is not
+    available.
     """
     opened = Artifact.open(artifact)
     opened.check_files()
@@ -85,6 +94,10 @@ def write_site(
     with new_folder(output, overwrite=overwrite) as folder:
         for file in PAGE.iterdir():
             shutil.copyfile(file, folder / file.name)
+        (folder / RUNNER).mkdir()
+        for file in PACKAGE.glob("*.js"):
+            if file.name != ENTRY:
+                shutil.copyfile(file, folder / RUNNER / file.name)
         (folder / MODEL_FOLDER).mkdir()
         for name in (MANIFEST, *opened.files):
             (folder / MODEL_FOLDER / name).parent.mkdir(exist_ok=True)
@@ -95,7 +108,8 @@ def write_site(
             for name, data in read.items():
                 (folder / LIBRARIES / name).write_bytes(data)
         versions = {package.name: {"version": package.version, "sha512": package.sha512} for package in PACKAGES}
-        write_json(folder / "site.json", {"artifact": opened.name, "sha256": opened.sha256, "packages": versions})
+        about = {"artifact": opened.name, "sha256": opened.sha256, "license": license, "packages": versions}
+        write_json(folder / "site.json", about)
     return {
         str(path.relative_to(output)): path.stat().st_size for path in sorted(Path(output).rglob("*")) if path.is_file()
     }

@@ -1,46 +1,86 @@
-// Opens a site of `diffbit web` in Chromium, types texts and prints what the page wrote, as JSON.
+// Opens a site of `diffbit web` in Chromium, takes steps in it, and prints what the page wrote, as JSON.
 //
-//     node drive.mjs NODE_MODULES/x CHROMIUM ADDRESS PICTURE|- none|software MOST TEXT...
+//     node drive.mjs NODE_MODULES/x CHROMIUM '{"address": ..., "steps": [["ask", "def "]], ...}'
 //
-// software: with WebGPU, on SwiftShader, which computes on the CPU.
+// adapter: none, or software: with WebGPU, on SwiftShader, which computes on the CPU; most: tokens of an answer. Steps:
+//   ["ask", TEXT]     types a text, sends it and waits for the end of the answer
+//   ["stop", TEXT]    sends a text by the keyboard, and stops the answer by it once it has begun
+//   ["pause", BYTES]  pauses the download once the page has this many
+//   ["visit"]         opens the page in another tab, and closes this one
+//   ["press", SELECTOR] clicks on an element
+//   ["view", [WIDTH, HEIGHT, "light" or "dark"]] changes the window
+//   ["picture", FILE] takes a screenshot
 import { createRequire } from "node:module";
 
 const ADAPTERS = { none: ["--disable-gpu"], software: ["--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan"] };
-const [puppeteer, executablePath, address, picture, adapter, most, ...texts] = process.argv.slice(2);
+const [puppeteer, executablePath, request] = process.argv.slice(2);
+const { address, adapter = "none", most = 24, steps = [] } = JSON.parse(request);
 const { launch } = createRequire(puppeteer)("puppeteer-core");
-const patience = { timeout: 120_000 };  // other tests may have all processors
-const browser = await launch({ executablePath, args: ["--no-sandbox", ...ADAPTERS[adapter]], ...patience });
-const page = await browser.newPage();
-const said = [], asked = [];
-page.on("console", (message) => said.push(message.text()));
-page.on("pageerror", (error) => said.push(String(error)));
-page.on("request", (request) => asked.push(request.url()));
-await page.setViewport({ width: 760, height: 560 });
-await page.goto(address, patience);
-const ready = () =>
-  page.waitForFunction(
-    () => document.getElementById("state").textContent.startsWith("Error") || (!document.getElementById("form").hidden && document.getElementById("send").textContent === "Send"),
-    patience,
-  );
-await ready();
-const answers = [];
-await page.evaluate((most) => (document.getElementById("most").value = most), most);
-for (const text of texts) {
-  const before = await page.evaluate(() => document.getElementById("talk").dataset.ids);
-  await page.type("#text", text);
-  await page.click("#send");
-  await page.waitForFunction(  // a short answer may be over before anyone looks
-    (before) =>
-      document.getElementById("send").textContent === "Stop" ||
-      document.getElementById("talk").dataset.ids !== before ||
-      document.getElementById("state").textContent.startsWith("Error"),
-    patience,
-    before,
-  );
-  await ready();
-  answers.push(await page.evaluate(() => JSON.parse(document.getElementById("talk").dataset.ids ?? "null")));
+const patience = { timeout: 300_000 }; // other tests may have all processors
+const browser = await launch({ executablePath, args: ["--no-sandbox", ...ADAPTERS[adapter]], protocolTimeout: 300_000, ...patience });
+const said = [], asked = [], answers = [];
+let page;
+
+async function visit() {
+  const before = page;
+  page = await browser.newPage();
+  page.on("console", (message) => said.push(message.text()));
+  page.on("pageerror", (error) => said.push(String(error)));
+  page.on("request", (request) => asked.push(request.url()));
+  await view([760, 560, "light"]);
+  await page.goto(address, patience);
+  await before?.close();
 }
-if (picture !== "-") await page.screenshot({ path: picture });
-const text = (id) => page.evaluate((id) => document.getElementById(id).innerText, id);
-console.log(JSON.stringify({ about: await text("about"), state: await text("state"), talk: await text("talk"), answers, said, asked }));
+
+async function view([width, height, scheme]) {
+  await page.setViewport({ width, height });
+  await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: scheme }]);
+}
+
+const until = (...phases) =>
+  page.waitForFunction((phases) => phases.includes(document.body.dataset.phase), patience, [...phases, "paused"]);
+const write = async (text) => {
+  await page.evaluate(() => delete document.getElementById("talk").dataset.ids);
+  await page.evaluate((most) => (document.getElementById("maxTokens").value = most), most);
+  await page.type("#text", text);
+};
+const answered = async () => {
+  await page.waitForFunction(() => document.getElementById("talk").dataset.ids || document.querySelector("#state.wrong"), patience);
+  answers.push(await page.evaluate(() => JSON.parse(document.getElementById("talk").dataset.ids ?? "null")));
+};
+const take = {
+  async ask(text) {
+    await write(text);
+    await page.click("#send");
+    await answered();
+  },
+  async stop(text) {
+    await write(text);
+    await page.keyboard.press("Enter");
+    await page.waitForFunction(() => document.querySelector("#talk span, #talk .assistant")?.textContent, patience);
+    await page.keyboard.press("Escape");
+    await answered();
+  },
+  async pause(bytes) {
+    await page.waitForFunction((bytes) => document.getElementById("progress").value >= bytes, patience, bytes);
+    await page.click("#pause");
+    await until();
+  },
+  async visit() {
+    await visit();
+    await until("ready");
+  },
+  press: (selector) => page.click(selector),
+  view,
+  picture: (path) => page.screenshot({ path }),
+};
+
+await visit();
+if (steps[0]?.[0] !== "pause") await until("ready");
+for (const [name, argument] of steps) await take[name](argument);
+const text = (id) => page.evaluate((id) => document.getElementById(id).textContent, id);
+const shown = { about: await text("about"), state: await text("state"), facts: await text("facts") };
+const talk = await page.evaluate(() => document.getElementById("talk").innerText);
+const overflow = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
+console.log(JSON.stringify({ ...shown, talk, overflow, answers, said, asked }));
 await browser.close();

@@ -16,11 +16,13 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from typer.testing import CliRunner
 
 from diffbit.apps.web.site import PACKAGES, write_site
+from diffbit.cli.app import app
 from diffbit.export import export_artifact
 from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
@@ -54,22 +56,60 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def served(folder: Path) -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=folder)) as server:
+def served(folder: Path, handler: type[Quiet] = Quiet) -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(handler, directory=folder)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
 
 
-def drive(site: Path, *texts: str, adapter: str = "none") -> dict[str, Any]:
-    with served(site) as address:
-        chromium = str(MODULES / "x"), str(CHROMIUM)
-        command = ["node", str(HERE / "drive.mjs"), *chromium, address, "-", adapter, "24", *texts]
+def drive(site: Path | str, *steps: tuple[object, ...], adapter: str = "none", most: int = 24) -> dict[str, Any]:
+    """What the page in a folder, or at an address, showed after the steps (drive.mjs has their names)."""
+    with served(site) if isinstance(site, Path) else contextlib.nullcontext(site) as address:
+        request = json.dumps({"address": address, "adapter": adapter, "most": most, "steps": steps})
+        command = ["node", str(HERE / "drive.mjs"), str(MODULES / "x"), str(CHROMIUM), request]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert not done.returncode, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
     assert all(url.startswith((address, "data:", "blob:")) for url in report["asked"])  # no other network
     return report
+
+
+def evaluate(site: Path, module: str, *arguments: object) -> Any:
+    """What the default function of a module returns in Chromium, on the page of a folder."""
+    (site / "run.js").write_text(module)
+    with served(site) as address:
+        command = ["node", str(HERE / "evaluate.mjs"), str(MODULES / "x"), str(CHROMIUM), address, "/run.js"]
+        done = subprocess.run([*command, json.dumps(arguments)], capture_output=True, text=True, timeout=600)
+    assert not done.returncode, done.stderr
+    return json.loads(done.stdout)
+
+
+class Breaking(Quiet):
+    """Sends parts of files (HTTP Range). The first answer with the model's weights breaks off after `breaks` bytes; the
+    second waits there until the page hangs up."""
+
+    breaks = 400_000
+    begins: ClassVar[list[int]] = []  # of the parts that were asked for
+
+    def do_GET(self) -> None:
+        path = Path(self.translate_path(self.path))
+        if path.name != "model.onnx.data":
+            return super().do_GET()
+        wanted, data = self.headers.get("Range"), path.read_bytes()
+        begin = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted else 0
+        self.begins.append(begin)
+        self.send_response(206 if wanted else 200)
+        self.send_header("Content-Length", str(len(data) - begin))
+        self.send_header("Content-Range", f"bytes {begin}-{len(data) - 1}/{len(data)}")
+        self.end_headers()
+        self.wfile.write(data[begin : begin + self.breaks] if len(self.begins) < 3 else data[begin:])
+        if len(self.begins) == 2:
+            self.wfile.flush()
+            with contextlib.suppress(OSError):
+                self.connection.recv(1)
+        self.close_connection = True
+        return None
 
 
 def test_what_this_needs_is_there_in_ci() -> None:
@@ -79,18 +119,37 @@ def test_what_this_needs_is_there_in_ci() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/apps/web/node_modules")
 def test_the_page_writes_what_run_writes(artifacts: dict[str, Path], tmp_path: Path) -> None:
-    """Text, and a conversation of two turns; with the threads that a service worker brings."""
+    """Text, and a conversation of two turns; with the threads that a service worker brings. An answer can be stopped,
+    and the page fits a narrow window."""
     session, tokenizer = Session(artifacts["text"]), Tokenizer(artifacts["text"] / "tokenizer.json")
     write_site(artifacts["text"], tmp_path / "text", packages=MODULES)
-    page = drive(tmp_path / "text", "def __init__(self", "import é😀 ")
+    page = drive(tmp_path / "text", ("ask", "def __init__(self"), ("ask", "import é😀 "))
     expected = [generate(session, tokenizer, text, max_tokens=24) for text in ("def __init__(self", "import é😀 ")]
     assert page["answers"] == [list(one.token_ids) for one in expected]
     assert page["talk"] == "import é😀 " + expected[1].text.rstrip("\n")
-    assert "sha256" in page["about"] and not page["said"]
-    write_site(artifacts["chat"], tmp_path / "chat", packages=MODULES)
-    page = drive(tmp_path / "chat", "class Stack:", "And now?")
-    chat = Chat(Session(artifacts["chat"]), max_tokens=24)
-    assert page["answers"] == [list(chat.send(text).token_ids) for text in ("class Stack:", "And now?")]
+    assert "threads" in page["about"] and not page["said"]
+    assert "differential, version 1" in page["facts"] and "Licensenot stated" in page["facts"]
+    write_site(artifacts["chat"], tmp_path / "chat", packages=MODULES, license="apache-2.0")
+    texts, narrow = ("class Stack:", "And now?"), ("view", (360, 640, "dark"))
+    page = drive(tmp_path / "chat", *(("ask", text) for text in texts), narrow, ("stop", "More?"), most=60)
+    chat = Chat(Session(artifacts["chat"]), max_tokens=60)
+    assert page["answers"][:2] == [list(chat.send(text).token_ids) for text in texts]
+    assert len(page["answers"][2]) < 60 and ": stopped." in page["state"]
+    assert "Licenseapache-2.0" in page["facts"] and page["overflow"] <= 0 and not page["said"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/apps/web/node_modules")
+def test_a_download_goes_on(artifacts: dict[str, Path], tmp_path: Path) -> None:
+    """After a connection that broke, and after a pause and a new visit, which keeps what had come. A third has all."""
+    write_site(artifacts["text"], tmp_path / "site", packages=MODULES)
+    Breaking.begins.clear()
+    with served(tmp_path / "site", Breaking) as address:
+        steps = ("pause", Breaking.breaks + 60_000), ("visit",), ("ask", "import "), ("visit",), ("ask", "import ")
+        page = drive(address, *steps)  # the other files have 69,000 bytes
+    first, broken, kept = Breaking.begins
+    assert first == 0 <= broken <= Breaking.breaks and kept > 390_000
+    assert len(page["answers"][0]) > 1 and page["answers"][0] == page["answers"][1]
 
 
 @pytest.mark.slow
@@ -105,14 +164,27 @@ def test_the_page_writes_on_webgpu_what_run_writes(
     write_site(artifact, tmp_path / "site", packages=MODULES)
     text = "class Stack: push = lambda self, item: self.items.append(item); pop = lambda self: self."
     texts = text, f"{text}items.pop()"
-    page = drive(tmp_path / "site", *texts, adapter="software")
-    assert ", GPU, " in page["about"]
+    page = drive(tmp_path / "site", *(("ask", text) for text in texts), adapter="software")
+    assert "on GPU." in page["about"]
     session, tokenizer = Session(artifact), Tokenizer(artifact / "tokenizer.json")
     assert len(tokenizer.encode(text)) > 32
     answers = [list(generate(session, tokenizer, text, max_tokens=24).token_ids) for text in texts]
     assert page["answers"] == answers
-    page = drive(tmp_path / "site", text)  # the same site without WebGPU
+    page = drive(tmp_path / "site", ("ask", text))  # the same site without WebGPU
     assert "thread" in page["about"] and page["answers"] == answers[:1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/apps/web/node_modules")
+@pytest.mark.parametrize(
+    "worker", ["throw 1", "addEventListener('install', (e) => e.waitUntil(new Promise(() => {})))"]
+)
+def test_the_page_starts_without_service_workers(worker: str, artifacts: dict[str, Path], tmp_path: Path) -> None:
+    """One that fails at registration, and one that is never ready."""
+    write_site(artifacts["text"], tmp_path / "site", packages=MODULES)
+    (tmp_path / "site" / "sw.js").write_text(worker)
+    page = drive(tmp_path / "site", ("ask", "import "))
+    assert "on 1 thread." in page["about"] and len(page["answers"][0]) > 1
 
 
 @pytest.mark.slow
@@ -123,7 +195,7 @@ def test_a_changed_file_is_refused(artifacts: dict[str, Path], tmp_path: Path) -
     data = bytearray(weights.read_bytes())
     data[1000] ^= 1
     weights.write_bytes(data)
-    assert drive(tmp_path / "site")["state"].startswith("Error: model.onnx.data: its hash is")
+    assert drive(tmp_path / "site")["state"].startswith("Error: model.onnx.data is not the file that was exported")
 
 
 def fake_modules(folder: Path) -> Path:
@@ -138,14 +210,17 @@ def fake_modules(folder: Path) -> Path:
 def test_the_files_of_a_site(artifacts: dict[str, Path], tmp_path: Path) -> None:
     modules = fake_modules(tmp_path / "node_modules")
     sizes = write_site(artifacts["text"], tmp_path / "site", packages=modules)
-    assert {"index.html", "app.js", "worker.js", "model.js", "sw.js", "model/diffbit.json", "model/model.onnx.data",
-            "lib/ort.wasm.min.mjs", "lib/jinja.js", "site.json"} <= set(sizes)  # fmt: skip
+    assert {"index.html", "app.js", "worker.js", "diffbit/model.js", "sw.js", "model/diffbit.json", "site.json",
+            "model/model.onnx.data", "lib/ort.wasm.min.mjs", "lib/jinja.js"} <= set(sizes)  # fmt: skip
     assert (tmp_path / "site" / "model" / "model.onnx").read_bytes() == (artifacts["text"] / "model.onnx").read_bytes()
+    assert "diffbit/index.js" not in sizes  # it imports packages by name
     about = json.loads((tmp_path / "site" / "site.json").read_text())
     assert about["packages"]["onnxruntime-web"]["version"] == PACKAGES[0].version
     with pytest.raises(DiffbitError, match="already exists"):
         write_site(artifacts["text"], tmp_path / "site", packages=modules)
     assert write_site(artifacts["text"], tmp_path / "site", packages=modules, overwrite=True) == sizes
+    command = ["web", str(artifacts["text"]), "-o", str(tmp_path / "site"), "--packages", str(modules), "--quiet"]
+    assert CliRunner().invoke(app, [*command, "--overwrite"]).exit_code == 0
 
 
 def test_packages_that_are_others(artifacts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

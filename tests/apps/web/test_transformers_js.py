@@ -3,8 +3,6 @@ needs)."""
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,13 +13,30 @@ from diffbit.io.errors import DiffbitError
 from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
 from diffbit.runtime import Session, Tokenizer, generate, verify
 
-from .test_site import CHROMIUM, HERE, MODULES, READY, served
+from .test_site import MODULES, READY, evaluate
 
 PAGE = """<!doctype html><meta charset="utf-8"><script type="importmap">{"imports": {
   "@huggingface/transformers": "/lib/@huggingface/transformers/dist/transformers.web.js",
   "onnxruntime-web/webgpu": "/lib/onnxruntime-web/dist/ort.webgpu.bundle.min.mjs",
   "onnxruntime-common": "/lib/onnxruntime-common/dist/esm/index.js"
 }}</script>"""
+RUN = """
+import { AutoModelForCausalLM, AutoTokenizer, env } from "@huggingface/transformers";
+
+export default async (texts, most) => {
+  Object.assign(env, { allowRemoteModels: false, allowLocalModels: true, localModelPath: "/", useBrowserCache: false });
+  Object.assign(env.backends.onnx.wasm, { wasmPaths: "/lib/onnxruntime-web/dist/", numThreads: 1 });
+  const tokenizer = await AutoTokenizer.from_pretrained("model");
+  const model = await AutoModelForCausalLM.from_pretrained("model");
+  const answers = [];
+  for (const text of texts) {
+    const inputs = await tokenizer(text);
+    const found = await model.generate({ ...inputs, max_new_tokens: most, do_sample: false });
+    answers.push(found.tolist()[0].slice(inputs.input_ids.dims[1]).map(Number));
+  }
+  return answers;
+};
+"""
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +74,7 @@ def test_transformers_js_writes_what_run_writes(artifact: Path) -> None:
     (site / "index.html").write_text(PAGE)
     (site / "lib").symlink_to(MODULES)
     texts = ("def __init__(self", "import é😀 ")
-    with served(site) as address:
-        command = ["node", str(HERE / "transformers.mjs"), str(MODULES / "x"), str(CHROMIUM), address, "24", *texts]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert not done.returncode, done.stderr
+    answers = evaluate(site, RUN, list(texts), 24)
     session, tokenizer = Session(artifact), Tokenizer(artifact / "tokenizer.json")
     expected = [list(generate(session, tokenizer, text, max_tokens=24).token_ids) for text in texts]
-    assert json.loads(done.stdout) == expected
+    assert answers == expected
