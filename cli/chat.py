@@ -18,8 +18,10 @@ from ..io.files import write_json
 from ..settings import Sampling, SessionOptions
 from .options import (
     ArtifactPath,
+    JsonSchema,
     Quiet,
     as_artifacts,
+    constrain,
     with_settings,
 )
 from .output import print_error, remark, speed
@@ -52,6 +54,7 @@ def chat(
     ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum tokens of an answer.")] = 1024,
     sampling: dict[str, Any] | None = None,
+    json_schema: JsonSchema = None,
     settings: SessionOptions = SessionOptions(),  # noqa: B008 (frozen)
     as_json: Annotated[bool, typer.Option("--json", help="Print each answer as one line of JSON.")] = False,
     quiet: Quiet = False,
@@ -74,6 +77,8 @@ def chat(
             remark(sentence)
         sampler = Sampler.of(opened, **sampling or {})
         conversation = Chat(session, None, chat_template, system=system, sampler=sampler, max_tokens=max_tokens)
+        if json_schema is not None:
+            constrain(sampler, json_schema, conversation.tokenizer, conversation.end_tokens)
         if interactive := sys.stdin.isatty():
             remark(f"{opened.name}: type a message and press return; /help lists the commands, Ctrl-D ends")
         saved: set[Path] = set()

@@ -16,13 +16,14 @@ import typer
 
 from ..devices import device_of
 from ..io.errors import DiffbitError, how_to_install
-from ..io.fields import FieldError
-from ..io.files import folder_name
+from ..io.fields import FieldError, located
+from ..io.files import folder_name, read_json
 from ..io.progress import set_quiet
 from .output import remark
 
 if TYPE_CHECKING:
     from ..calib_data import Windows
+    from ..runtime import Sampler, Tokenizer
 
 CALIBRATION_WINDOWS = 128  # default for methods that need calibration text
 FORMATS = ("int8", "int4_g128", "int4_g32", "int3_g64", "int2_g64", "nf4", "ternary", "none")  # common ones, for help
@@ -40,6 +41,10 @@ Quiet = Annotated[
 ]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the output folder, which stays until the new one is complete.")
+]
+JsonSchema = Annotated[
+    Path | None,
+    typer.Option("--json-schema", metavar="FILE", help="Answer with JSON of the schema in this file."),
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Random seed.")]
 TorchDevice = Annotated[
@@ -139,6 +144,15 @@ def _biases(texts: Sequence[str]) -> dict[int, float]:
         except ValueError:
             raise DiffbitError(f"--logit-bias is {text!r}, wanted ID=BIAS, such as 42=-5") from None
     return biases
+
+
+def constrain(sampler: Sampler, schema: Path, tokenizer: Tokenizer, end_tokens: Collection[int]) -> None:
+    """Let the sampler choose JSON of the schema in a file."""
+    from ..runtime import Grammars
+
+    grammars, contents = Grammars(tokenizer, end_tokens), read_json(schema)
+    with located(schema):
+        sampler.constraint = grammars.json_schema(contents)
 
 
 def completion(names: Callable[[], Iterable[str]], joined_by: str = " ") -> Callable[[str], list[str]]:

@@ -13,8 +13,10 @@ from ..settings import Sampling, SessionOptions
 from .options import (
     ArtifactPath,
     Json,
+    JsonSchema,
     Quiet,
     as_artifacts,
+    constrain,
     with_settings,
 )
 from .output import print_error, print_json, remark, speed
@@ -37,6 +39,7 @@ def run(
     chat: Annotated[
         bool, typer.Option("--chat", help="Send the prompt as a message to a chat model; for more, see `diffbit chat`.")
     ] = False,
+    json_schema: JsonSchema = None,
     interactive: Annotated[
         bool, typer.Option("--interactive", "-i", help="Ask for prompts until the end of input (Ctrl-D).")
     ] = False,
@@ -58,6 +61,8 @@ def run(
     with as_artifacts([artifact], settings.device) as (opened,):
         session = Session(opened, settings)
         tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))
+        if json_schema is not None and not chat:
+            constrain(sampler, json_schema, tokenizer, session.artifact.eos_token_ids)
         for sentence in slowdowns(session.artifact, settings):
             remark(sentence)
 
@@ -66,6 +71,8 @@ def run(
             ends = stop or []
             if chat:
                 conversation = Chat(session, tokenizer, sampler=sampler, max_tokens=max_tokens, stop=ends)
+                if json_schema is not None:
+                    constrain(sampler, json_schema, tokenizer, conversation.end_tokens)
                 result: Generation = conversation.send(text, on_text)
             else:
                 result = generate(
