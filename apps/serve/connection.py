@@ -72,7 +72,10 @@ class Connection(H11Protocol):
             self._refuse(408, f"no request has arrived within {self.header_seconds:g} seconds", "invalid_request_error")
 
     def _refuse(self, status: int, message: str, kind: str) -> None:
-        """Answer in OpenAI's form and close the connection."""
+        """Answer in OpenAI's form, unless another answer has begun, and close the connection."""
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.close()
+            return
         error = {"error": {"message": message, "type": kind, "param": None, "code": None}}
         body = json.dumps(error).encode()
         head = f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"

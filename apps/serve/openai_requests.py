@@ -119,7 +119,7 @@ class ContentPart:
 
 
 @dataclass(frozen=True)
-class Called:
+class CalledFunction:
     """The function of a call in an earlier answer; its arguments are JSON in a text."""
 
     name: str
@@ -127,8 +127,8 @@ class Called:
 
 
 @dataclass(frozen=True)
-class Call:
-    function: Called
+class MessageCall:
+    function: CalledFunction
     id: str = ""
 
 
@@ -136,7 +136,7 @@ class Call:
 class ChatMessage:
     role: Annotated[str, one_of(*ROLES)]
     content: str | tuple[ContentPart, ...] | None = None
-    tool_calls: tuple[Call, ...] | None = None
+    tool_calls: tuple[MessageCall, ...] | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
@@ -259,7 +259,7 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
     return messages
 
 
-def _arguments(call: Call, place: str) -> dict[str, Any]:
+def _arguments(call: MessageCall, place: str) -> dict[str, Any]:
     """The arguments of an earlier call, as templates take them."""
     place = f"{place}.function.arguments"
     try:

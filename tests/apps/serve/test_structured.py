@@ -17,6 +17,7 @@ from diffbit.apps.serve.engine import Engine, Piece, Request
 from diffbit.apps.serve.openai_requests import Served
 from diffbit.apps.serve.server import Server
 from diffbit.apps.serve.tools import BARE, TAGS, CallReader, Calls, calls_of
+from diffbit.cli.app import main
 from diffbit.export import export_artifact
 from diffbit.formats import parse_format
 from diffbit.quantize import Scheme, quantize_checkpoint
@@ -113,6 +114,23 @@ def test_200_schemas_give_valid_json(models: dict[str, Path]) -> None:
         texts.add(text)
     engine.close()
     assert len(texts) > 100
+
+
+def test_run_takes_a_schema(models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "city.json"
+    for schema in (CITY, {"type": "foo"}):
+        file.write_text(json.dumps(schema))
+        command = ["run", str(models["tags"]), "x = ", "--json-schema", str(file), "-n", "30", "--quiet"]
+        for arguments in (command, [*command, "--chat"]):
+            if schema is CITY:
+                main(arguments)
+                jsonschema.validate(json.loads(capsys.readouterr().out), CITY)
+                continue
+            with pytest.raises(SystemExit) as stopped:
+                main(arguments)
+            assert stopped.value.code == 2
+            sentence = f"error: {file}: the JSON schema cannot be used at #: Invalid type: foo\n"
+            assert capsys.readouterr().err == sentence
 
 
 def chat(client: TestClient, **body: Any) -> Any:
@@ -311,6 +329,65 @@ def test_fields_that_change_nothing_are_taken(client: TestClient) -> None:
     assert chat(client, **body)["status"] == 200
     whole = chat(client, max_tokens=-1)  # up to the end of the context
     assert whole["choices"][0]["finish_reason"] == "stop" or whole["usage"]["total_tokens"] == 257
+
+
+def responses(client: TestClient, **body: Any) -> Any:
+    answer = client.post("/v1/responses", json={"temperature": 0, **body})
+    return answer.json() | {"status_code": answer.status_code}
+
+
+def test_responses_are_those_of_chats(client: TestClient) -> None:
+    text = {"input": [{"role": "user", "content": [{"type": "input_text", "text": "def "}]}], "max_output_tokens": 12}
+    answer = responses(client, **text, store=False)
+    (item,) = answer["output"]
+    expected = chat(client, max_tokens=12)
+    assert item["content"][0]["text"] == expected["choices"][0]["message"]["content"] and item["role"] == "assistant"
+    assert answer["usage"]["output_tokens"] == expected["usage"]["completion_tokens"]
+    assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    form = {"type": "json_schema", "name": "c", "schema": CITY, "strict": True}
+    answer = responses(client, input="def ", instructions="Short.", text={"format": form}, max_output_tokens=40)
+    jsonschema.validate(json.loads(answer["output"][0]["content"][0]["text"]), CITY)
+    assert answer["status"] == "completed"
+    refused = responses(client, input="a", previous_response_id="resp_1")
+    assert refused["status_code"] == 400 and refused["error"]["param"] == "previous_response_id"
+
+
+def test_streamed_responses(client: TestClient) -> None:
+    """Deltas add up to what the last event has, which is what the answer without a stream has."""
+    tool = {"type": "function", "name": "weather", "parameters": CITY}
+    body = {"input": [
+        {"role": "user", "content": "a"},
+        {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "rain"},
+    ], "tools": [tool], "temperature": 0, "parallel_tool_calls": False}  # fmt: skip
+    for more in (
+        {"tool_choice": {"type": "function", "name": "weather"}},
+        {"tool_choice": "none", "max_output_tokens": 9},
+    ):
+        whole = responses(client, **body, **more)
+        lines = client.post("/v1/responses", json={**body, **more, "stream": True}).text.strip().split("\n\n")
+        events = [json.loads(line.split("\ndata: ")[1]) for line in lines]
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert [line.split("\n")[0] for line in lines] == [f"event: {event['type']}" for event in events]
+        (item,) = events[-1]["response"]["output"]
+        deltas = "".join(event["delta"] for event in events if event["type"].endswith(".delta"))
+        if "max_output_tokens" in more:
+            assert deltas == item["content"][0]["text"] == whole["output"][0]["content"][0]["text"]
+        else:
+            assert deltas == item["arguments"] == whole["output"][0]["arguments"]
+            jsonschema.validate(json.loads(deltas), CITY)
+        assert events[-1]["type"] == f"response.{whole['status']}"
+
+
+def test_tokens(client: TestClient) -> None:
+    answer = client.post("/tokenize", json={"content": "def main("}).json()
+    assert answer["count"] == len(answer["tokens"]) > 1
+    assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"content": "def main("}
+    messages = [{"role": "user", "content": "def "}]
+    of_chat = client.post("/tokenize", json={"messages": messages, "tools": TOOLS}).json()
+    assert of_chat["count"] == chat(client, tools=TOOLS, max_tokens=1)["usage"]["prompt_tokens"]
+    for path, body, param in (("tokenize", {}, "content"), ("detokenize", {"tokens": [10**6]}, "tokens[0]")):
+        assert client.post(f"/{path}", json=body).json()["error"]["param"] == param
 
 
 def test_n_and_echo(client: TestClient) -> None:
