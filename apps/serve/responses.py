@@ -63,7 +63,9 @@ def _messages(items: tuple[Mapping[str, Any], ...]) -> list[dict[str, Any]]:
                 messages.append({"role": "assistant", "content": None, "tool_calls": []})
             messages[-1]["tool_calls"].append(call)
         elif kind == "function_call_output":
-            messages.append({"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")})
+            messages.append(
+                {"role": "tool", "content": _content(item.get("output")), "tool_call_id": item.get("call_id")}
+            )
         elif kind == "message":
             messages.append({"role": item.get("role"), "content": _content(item.get("content"))})
         else:
