@@ -10,7 +10,6 @@ It prints what each client returns. The form is guaranteed; whether the content 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import instructor
@@ -93,9 +92,6 @@ def with_instructor(client: OpenAI, model: str) -> None:
             f"instructor, {mode.name}:",
             instructor.from_openai(client, mode=mode).create(**asked, response_model=Forecast),
         )
-    parallel = instructor.from_openai(client, mode=instructor.Mode.PARALLEL_TOOLS)
-    asked["max_tokens"] = 200
-    print("instructor, PARALLEL_TOOLS:", list(parallel.create(**asked, response_model=Iterable[Forecast])))
 
 
 if __name__ == "__main__":
