@@ -37,6 +37,10 @@ Quiet = Annotated[
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the output folder, which stays until the new one is complete.")
 ]
+JsonSchema = Annotated[
+    Path | None,
+    typer.Option("--json-schema", metavar="FILE", help="Answer with JSON of the schema in this file."),
+]
 Seed = Annotated[int, typer.Option("--seed", help="Random seed.")]
 TorchDevice = Annotated[
     Literal["auto", "cpu", "cuda"], typer.Option("--device", help="Device for torch; auto: cuda if it is available.")

@@ -11,7 +11,7 @@ import typer
 from ..io.errors import DiffbitError
 from ..settings import Sampling, SessionOptions
 from .artifacts import Quantize, as_artifacts
-from .options import ArtifactPath, Json, Quiet, with_settings
+from .options import ArtifactPath, Json, JsonSchema, Quiet, with_settings
 from .output import print_error, print_json, remark
 
 EXAMPLES = (
@@ -33,6 +33,7 @@ def run(
     chat: Annotated[
         bool, typer.Option("--chat", help="Send the prompt as a message to a chat model; for more, see `diffbit chat`.")
     ] = False,
+    json_schema: JsonSchema = None,
     interactive: Annotated[
         bool, typer.Option("--interactive", "-i", help="Ask for prompts until the end of input (Ctrl-D).")
     ] = False,
@@ -45,7 +46,7 @@ def run(
 
     The text goes to stdout, the speed to stderr.
     """
-    from ..runtime import Chat, Generation, Sampler, Session, Tokenizer, generate, slowdowns
+    from ..runtime import Chat, Generation, Grammars, Sampler, Session, Tokenizer, generate, slowdowns
 
     if interactive and (prompt is not None or as_json):
         raise DiffbitError("--interactive asks for prompts and prints plain text; leave out the prompt and --json")
@@ -55,6 +56,8 @@ def run(
     with as_artifacts([artifact], settings.device, quantize) as (opened,):
         session = Session(opened, settings)
         tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))
+        if json_schema is not None and not chat:
+            sampler.constraint = Grammars(tokenizer, session.artifact.eos_token_ids).json_schema_file(json_schema)
         for sentence in slowdowns(session.artifact, settings):
             remark(sentence)
 
@@ -63,6 +66,8 @@ def run(
             ends = stop or []
             if chat:
                 conversation = Chat(session, tokenizer, sampler=sampler, max_tokens=max_tokens, stop=ends)
+                if json_schema is not None:
+                    sampler.constraint = Grammars(tokenizer, conversation.end_tokens).json_schema_file(json_schema)
                 result: Generation = conversation.send(text, on_text)
             else:
                 result = generate(

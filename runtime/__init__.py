@@ -9,10 +9,11 @@ Importing this package needs only numpy: ONNX Runtime is loaded with the first s
 
 from __future__ import annotations
 
-from ..settings import Sampling, SessionOptions
+from ..settings import SessionOptions
 from .artifact import FILE_BYTES, MANIFEST, Artifact
 from .bench import bench
-from .chat import MAX_TOKENS, Chat, Reply
+from .chat import MAX_TOKENS, Chat
+from .constraint import Constraint, Grammars
 from .generate import FinishReason, Generation, TextOutput, generate
 from .rows import RowCaches
 from .sampler import Sampler
@@ -28,15 +29,15 @@ __all__ = [
     "Artifact",
     "Chat",
     "ChatTemplate",
+    "Constraint",
     "FinishReason",
     "Generation",
+    "Grammars",
     "Logits",
     "Message",
     "NoTemplate",
-    "Reply",
     "RowCaches",
     "Sampler",
-    "Sampling",
     "Session",
     "SessionOptions",
     "TextOutput",

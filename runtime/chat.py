@@ -65,8 +65,7 @@ class Chat:
         self.turns: list[Message] = []
         self.sampler = Sampler.of(artifact) if sampler is None else sampler
         self.max_tokens, self._stop = max_tokens, stop
-        eos = self.tokenizer.token_id(self.template.special_tokens.get("eos_token", ""))
-        self._end_tokens = {*artifact.eos_token_ids, *(() if eos is None else (eos,))}
+        self.end_tokens = self.template.end_tokens(artifact, self.tokenizer)
         self._halted = False
 
     @property
@@ -99,7 +98,7 @@ class Chat:
             turns, token_ids = self._fitting(before)
             generation = generate(
                 self.session, self.tokenizer, token_ids, max_tokens=self.max_tokens, sampler=self.sampler,
-                stop=self._stop, on_text=on_text, end_tokens=self._end_tokens, reuse=True,
+                stop=self._stop, on_text=on_text, end_tokens=self.end_tokens, reuse=True,
                 interrupted=lambda: self._halted,
             )  # fmt: skip
             if generation.token_ids:

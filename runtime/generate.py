@@ -81,7 +81,7 @@ def generate(
     prompt_ids = _prompt_ids(session, tokenizer, prompt)
     token_ids = list(prompt_ids)
     if isinstance(choose, Sampler):
-        choose.start(len(prompt_ids))
+        choose.start(len(prompt_ids), min(max_tokens, session.capacity - len(prompt_ids) + 1))
     stream, output = tokenizer.stream(prompt_ids), TextOutput(stop, on_text)
     times: list[float] = []  # when each token was chosen
     reason: FinishReason | None = None

@@ -1,7 +1,7 @@
 """Samples the next token from its logits, in numpy and float64.
 
 The order is that of llama.cpp and Hugging Face transformers: bias, penalties, temperature, top-k, top-p, min-p, then
-the draw. l is a token's logit.
+the draw. l is a token's logit. A constraint (constraint.py) chooses the tokens that temperature and filters see.
 
 - Bias b: l + b.
 - Repetition penalty r (arXiv 1909.05858, section 4.1): l of each token seen before, in the prompt too, is divided by r
@@ -27,6 +27,7 @@ from ..io.fields import located
 from ..io.files import read_json
 from ..settings import Sampling
 from .artifact import Artifact
+from .constraint import Constraint
 
 GENERATION = "generation_config.json"
 
@@ -36,26 +37,32 @@ class Sampler:
 
         Sampler(0.8, top_p=0.9, seed=1)                 # the fields of Sampling, temperature first
         Sampler(Sampling(temperature=0.8))
+        Sampler(0.8, constraint=Grammars(tokenizer, end_tokens).json_schema({"type": "object"}))
 
     Tokens after those at the last `start` count as generated. Raises DiffbitError for settings out of range.
     """
 
-    def __init__(self, temperature: float | Sampling = 0.0, **others: Any) -> None:
+    def __init__(
+        self, temperature: float | Sampling = 0.0, *, constraint: Constraint | None = None, **others: Any
+    ) -> None:
         self.sampling = temperature if isinstance(temperature, Sampling) else Sampling(temperature, **others)
+        self.constraint = constraint
         self._random = np.random.default_rng(self.sampling.seed)
         self._prompt = 0
 
     @classmethod
-    def of(cls, artifact: Artifact, **changes: Any) -> Sampler:
+    def of(cls, artifact: Artifact, *, constraint: Constraint | None = None, **changes: Any) -> Sampler:
         """The sampler of the model's generation_config.json; `changes` that are not None override it."""
         settings = read_json(artifact.file(GENERATION)) if GENERATION in artifact.files else {}
         Sampling(**{name: value for name, value in changes.items() if value is not None})  # an error without the file
         with located(artifact.path / GENERATION):
-            return cls(Sampling.of_model(settings, **changes))
+            return cls(Sampling.of_model(settings, **changes), constraint=constraint)
 
-    def start(self, prompt_tokens: int) -> None:
-        """Begin a text whose first tokens are its prompt."""
+    def start(self, prompt_tokens: int, most: int | None = None) -> None:
+        """Begin a text whose first tokens are its prompt, and that continues by at most `most` tokens."""
         self._prompt = prompt_tokens
+        if self.constraint is not None:
+            self.constraint.start(most)
 
     def __call__(self, logits: NDArray[np.floating], token_ids: Sequence[int] = ()) -> int:
         # The largest logit is finite unless one of them is NaN or +inf, or all are -inf.
@@ -64,6 +71,14 @@ class Sampler:
                 "the model returned logits that are not finite; if it was exported with --dtype fp16, export it as fp32"
             )
         logits = self._changed(logits, np.asarray(token_ids, np.int64))
+        if self.constraint is None:
+            return self._chosen(logits)
+        allowed = self.constraint.allowed()
+        allowed = allowed[allowed < len(logits)]
+        return self.constraint.accept(int(allowed[self._chosen(logits[allowed])]))
+
+    def _chosen(self, logits: NDArray[np.floating]) -> int:
+        """The index of the logit that is chosen."""
         if self.sampling.temperature == 0:
             return int(logits.argmax())
         tokens, probabilities = self.distribution(logits)

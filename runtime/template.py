@@ -14,14 +14,15 @@ import os
 import subprocess
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from ..io.errors import DiffbitError
 from ..io.files import read_json
 from .artifact import Artifact
 from .child_process import python_script
+from .tokenizer import Tokenizer
 
 FILE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
@@ -33,8 +34,11 @@ MOST_BYTES = 1 << 20  # of a template
 class Message(TypedDict):
     """One message of a conversation."""
 
-    role: str  # "system", "user" or "assistant"
+    role: str  # "system", "user", "assistant" or "tool"
     content: str
+    tool_calls: NotRequired[list[dict[str, Any]]]  # of an assistant: {"function": {"name": ..., "arguments": {...}}}
+    tool_call_id: NotRequired[str]  # of a tool's result
+    name: NotRequired[str]
 
 
 class NoTemplate(DiffbitError):
@@ -84,13 +88,20 @@ class ChatTemplate:
             raise DiffbitError(f"{config_file}: chat_template is not a text of at most {MOST_BYTES} characters")
         return cls(source, f"{config_file}: chat_template", tokens)
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """The text of a conversation. `add_generation_prompt` appends the beginning of the model's answer.
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The text of a conversation. `add_generation_prompt` appends the beginning of the model's answer. `tools`:
+        functions that the model may call, as in OpenAI's interface.
 
         Raises DiffbitError if the template refuses the conversation, fails, or takes too much time or memory.
         """
         request = {
-            "messages": list(messages), "tools": None, "documents": None,
+            "messages": list(messages), "tools": None if tools is None else list(tools), "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }  # fmt: skip
         with self._lock:
@@ -102,6 +113,11 @@ class ChatTemplate:
         if "error" in answer:
             raise DiffbitError(f"{self.name}: cannot render this conversation ({answer['error']})")
         return str(answer["text"])
+
+    def end_tokens(self, artifact: Artifact, tokenizer: Tokenizer) -> set[int]:
+        """The tokens that end an answer: the model's, and the tokenizer's eos_token."""
+        eos = tokenizer.token_id(self.special_tokens.get("eos_token", ""))
+        return {*artifact.eos_token_ids, *(() if eos is None else (eos,))}
 
     def _ask(self, request: str) -> dict[str, Any]:
         process = self._process if self._process is not None and self._owner == os.getpid() else self._start()

@@ -36,6 +36,10 @@ class Tokenizer:
         """Number of tokens, including added ones; a model's embedding may have more rows."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
+    def as_json(self) -> str:
+        """The tokenizer as text, which other libraries read."""
+        return str(self._tokenizer.to_str())
+
     def token_id(self, token: str) -> int | None:
         """The id of a token such as "<|im_end|>"; None if the vocabulary does not have it."""
         number = self._tokenizer.token_to_id(token)

@@ -72,6 +72,10 @@ def chat(
     ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum tokens of an answer.")] = 1024,
     sampling: dict[str, Any] | None = None,
+    json_schema: Annotated[
+        Path | None,
+        typer.Option("--json-schema", metavar="FILE", help="Answer with JSON of the schema in this file."),
+    ] = None,
     quantize: Quantize = None,
     settings: SessionOptions = SessionOptions(),  # noqa: B008 (frozen)
     stats: Annotated[
@@ -87,7 +91,7 @@ def chat(
     answer, Ctrl-D the conversation. Sampling settings come from the model's generation_config.json unless options
     override them.
     """
-    from ...runtime import Artifact, Chat, ChatTemplate, Sampler, Session, slowdowns
+    from ...runtime import Artifact, Chat, ChatTemplate, Grammars, Sampler, Session, slowdowns
     from .terminal import SECTIONS, hidden_keys, messages
 
     if sys.stdin is None:
@@ -103,6 +107,8 @@ def chat(
         changes = dict(sampling or {})
         sampler = Sampler.of(opened, **changes)
         conversation = Chat(session, None, chat_template, system=system, sampler=sampler, max_tokens=max_tokens)
+        if json_schema is not None:
+            sampler.constraint = Grammars(conversation.tokenizer, conversation.end_tokens).json_schema_file(json_schema)
         talk = _Talk(conversation, opened, changes, max_tokens, [], None)
         if interactive:
             _say(f"{opened.name}: type a message and press return; /help lists the commands, Ctrl-D ends")
@@ -248,7 +254,8 @@ def _set(talk: _Talk, name: str | None = None, value: str | None = None) -> None
         chat.max_tokens = talk.max_tokens if given is None else read(Count, given, name)
     else:
         changes = {**talk.changes, name: given}
-        talk.chat.sampler, talk.changes = Sampler.of(talk.artifact, **changes), changes
+        chat.sampler = Sampler.of(talk.artifact, constraint=sampler.constraint, **changes)
+        talk.changes = changes
 
 
 def _load(path: Path, chat: Chat) -> None:

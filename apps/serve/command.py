@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 from contextlib import suppress
@@ -62,9 +63,12 @@ def serve(
     from ...runtime import Artifact
 
     try:
+        import llguidance  # noqa: F401 (a request may need it)
         import uvicorn
 
-        from .server import Served, Server
+        from .connection import Connection
+        from .openai_requests import Served
+        from .server import Server
     except ModuleNotFoundError as error:
         raise MissingDependency(str(error.name), "serve", "diffbit serve") from None
     if rows < 1 or queue < 0:
@@ -79,7 +83,10 @@ def serve(
             at_once = model.engine.rows.count
             why = "" if at_once == rows else " (requests cannot share its cache)"
             remark(f"{model.name}: {at_once} requests at a time{why}, context {model.artifact.context_length}")
-        config = uvicorn.Config(server.application(), log_level="warning", timeout_graceful_shutdown=DRAIN_SECONDS)
+        config = uvicorn.Config(
+            server.application(), log_level="warning", http=Connection, timeout_graceful_shutdown=DRAIN_SECONDS
+        )
+        logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each client that leaves
         listening.listen()  # clients that connect from now on wait for the loop
         url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1"
         if as_json:

@@ -1,4 +1,5 @@
-"""An HTTP server with OpenAI's API: /v1/models, /v1/chat/completions, /v1/completions, /health and /metrics."""
+"""An HTTP server with OpenAI's API: /v1/models, /v1/chat/completions, /v1/completions and /v1/responses; and /tokenize,
+/detokenize, /health and /metrics."""
 
 from __future__ import annotations
 
@@ -6,10 +7,11 @@ import asyncio
 import hmac
 import ipaddress
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
@@ -24,11 +26,23 @@ from starlette.types import Receive, Scope, Send
 from ...io.errors import DiffbitError
 from ...io.fields import shown
 from .engine import Counts
-from .openai_api import Answers, Refused, Served, read_request
+from .openai_api import Answers
+from .openai_requests import Refused, Served, Task, detokenize, read_request, tokenize
+from .responses import Responses, read_responses
 
 MOST_BYTES, BODY_SECONDS = 4 << 20, 60.0  # of a request
+MOST_ARRIVING = 64 << 20  # bytes of all bodies that have not arrived whole
 GONE = 499, "the client disconnected"
 Answer = Callable[[Request], Awaitable[Response]]
+Result = TypeVar("Result")
+Reader = Callable[[object, Mapping[str, Served]], Result]  # (JSON of a request, models) -> what it asks for
+
+
+ANSWERS: Mapping[str, tuple[Reader[Task], type[Answers]]] = {
+    "/v1/chat/completions": (partial(read_request, chat=True), Answers),
+    "/v1/completions": (partial(read_request, chat=False), Answers),
+    "/v1/responses": (read_responses, Responses),
+}
 
 
 class _Events(StreamingResponse):
@@ -59,6 +73,7 @@ class Server:
         most_bytes: int = MOST_BYTES,
         *,
         body_seconds: float = BODY_SECONDS,
+        most_arriving: int = MOST_ARRIVING,
         hosts: Sequence[str] = (),
         origins: Sequence[str] = (),
     ) -> None:
@@ -67,6 +82,7 @@ class Server:
             names = ", ".join(model.name for model in models)
             raise DiffbitError(f"two artifacts have the same name ({names}); rename a folder")
         self._api_key, self._most_bytes, self._body_seconds = api_key, most_bytes, body_seconds
+        self._most_arriving, self._arriving = most_arriving, 0
         self._hosts, self._origins = {"localhost", *(host.lower() for host in hosts)}, tuple(origins)
 
     def application(self) -> Starlette:
@@ -76,8 +92,12 @@ class Server:
             routes=[
                 Route("/v1/models", self._checked(self._list)),
                 Route("/v1/models/{name:path}", self._checked(self._one)),
-                Route("/v1/chat/completions", self._checked(partial(self._answer, chat=True)), methods=["POST"]),
-                Route("/v1/completions", self._checked(partial(self._answer, chat=False)), methods=["POST"]),
+                *(
+                    Route(path, self._checked(partial(self._answer, read=read, kind=kind)), methods=["POST"])
+                    for path, (read, kind) in ANSWERS.items()
+                ),
+                Route("/tokenize", self._checked(self._tokenize), methods=["POST"]),
+                Route("/detokenize", self._checked(self._detokenize), methods=["POST"]),
                 Route("/health", _health),
                 Route("/metrics", self._checked(self._metrics)),
             ],
@@ -112,19 +132,41 @@ class Server:
                 "permission_error",
             )  # fmt: skip
 
-    async def _answer(self, http: Request, chat: bool) -> Response:
+    async def _answer(self, http: Request, read: Reader[Task], kind: type[Answers] = Answers) -> Response:
+        task = await self._read(http, read)
+        with self._public():
+            answers = kind(task)
+        if task.stream:
+            return _Events(answers)
+        return JSONResponse(await _unless_gone(http, answers))
+
+    async def _tokenize(self, http: Request) -> Response:
+        tokens = await self._read(http, tokenize)
+        return JSONResponse({"tokens": tokens, "count": len(tokens)})
+
+    async def _detokenize(self, http: Request) -> Response:
+        return JSONResponse({"content": await self._read(http, detokenize)})
+
+    async def _read(self, http: Request, read: Reader[Result]) -> Result:
+        """What `read` makes of the JSON of a request, in a thread: rendering a template waits for a process, and
+        tokenizing a long text or compiling a schema takes time."""
         kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # any page may send a form or plain text, without asking the server first
             raise Refused(415, f"the Content-Type is {shown(kind)}, wanted application/json")
         values = await self._body(http)
-        try:  # in a thread: rendering a template waits for a process, and tokenizing a long text takes time
-            task = await asyncio.to_thread(read_request, values, self.models, chat)
-            answers = Answers(task)
+        with self._public():
+            return await asyncio.to_thread(read, values, self.models)
+
+    @contextmanager
+    def _public(self) -> Iterator[None]:
+        """Refuse what raises a DiffbitError, with a message that names no place on this machine."""
+        try:
+            yield
         except DiffbitError as error:
-            raise Refused(400, str(error), param=getattr(error, "place", None)) from None
-        if task.stream:
-            return _Events(answers)
-        return JSONResponse(await _unless_gone(http, answers))
+            message = str(error)
+            for model in self.models.values():
+                message = model.public(message)
+            raise Refused(400, message, param=getattr(error, "place", None)) from None
 
     def _check_key(self, http: Request) -> None:
         key = http.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")  # bytes as they came
@@ -132,13 +174,16 @@ class Server:
             raise Refused(401, "the API key is missing or wrong", "authentication_error")
 
     async def _body(self, http: Request) -> object:
-        data = b""
+        data = bytearray()
         try:
             async with asyncio.timeout(self._body_seconds):
                 async for part in http.stream():
                     data += part
+                    self._arriving += len(part)
                     if len(data) > self._most_bytes:
                         raise Refused(413, f"the request is longer than {self._most_bytes:,} bytes")
+                    if self._arriving > self._most_arriving:
+                        raise Refused(503, "too many requests are arriving; try again later", "server_error")
             return json.loads(data)
         except TimeoutError:
             raise Refused(408, f"the body has not arrived within {self._body_seconds:g} seconds") from None
@@ -146,6 +191,8 @@ class Server:
             raise Refused(*GONE) from None
         except (ValueError, RecursionError) as error:
             raise Refused(400, f"the body is not JSON ({error})") from None
+        finally:
+            self._arriving -= len(data)
 
     async def _list(self, http: Request) -> Response:
         return JSONResponse({"object": "list", "data": [_about(model) for model in self.models.values()]})

@@ -28,8 +28,9 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from diffbit.apps.serve.batch import Rows
+from diffbit.apps.serve.connection import Connection
 from diffbit.apps.serve.engine import Counts, Engine, Piece, Request
-from diffbit.apps.serve.openai_api import Refused, Served
+from diffbit.apps.serve.openai_requests import Refused, Served
 from diffbit.apps.serve.server import Server, _metrics, _refuse
 from diffbit.cli.app import main
 from diffbit.export import export_artifact
@@ -343,7 +344,7 @@ def served(*paths: Path, **options: Any) -> Iterator[str]:
     for model in models if slow else ():
         slowed(model.engine)
     listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(Server(models, api_key, most_bytes=5000).application(), log_level="error")
+    config = uvicorn.Config(Server(models, api_key, most_bytes=5000).application(), log_level="error", http=Connection)
     runner = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(runner.serve([listening])))
     thread.start()
@@ -449,8 +450,10 @@ def test_completions_answer_as_generate_does(address: str, artifacts: dict[str, 
         ("chat/completions", b'{"messages": [{"role": "user", "content": 5}]}', 400, "messages[0].content is 5"),
         ("chat/completions", b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', 400, "is 'image'"),
         ("chat/completions", b'{"model": "gpt", "messages": [{"role": "user", "content": "a"}]}', 404, "no model"),
-        ("chat/completions", b'{"model": "plain-int8", "messages": [{"role": "a", "content": "a"}]}', 400, "template"),
-        ("chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', 400, "tools is [{}]"),
+        ("chat/completions", b'{"model": "plain-int8", "messages": [{"role": "user", "content": "a"}]}', 400,
+         "model plain-int8: it has no chat template; use /v1/completions"),
+        ("chat/completions", b'{"messages": [{"role": "a", "content": "a"}]}', 400, "messages[0].role is 'a', wanted"),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', 400, "tools[0].type"),
         ("completions", b'{"prompt": "a", "temperature": -1}', 400, "temperature is -1"),
         ("completions", b'{"prompt": "a", "temperature": NaN}', 400, "temperature is nan"),
         ("completions", b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b"}", 400, "temperature is 10"),

@@ -1,0 +1,384 @@
+"""OpenAI's API: reads the JSON of a request as a `Task`.
+
+A field that would change the answer and is not supported raises an error; none is ignored but those in IGNORED, which
+change no answer. `top_k`, `min_p`, `repetition_penalty`, `grammar` and `json_schema` are additional fields (the last
+two are llama.cpp's). Sampling options that a request does not set come from the model's generation_config.json. Chat
+requests need a model with a chat template.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Annotated, Any
+
+from ...io.errors import DiffbitError
+from ...io.fields import Count, FieldError, Rule, bounds, get, located, of_length, one_of, read, shown
+from ...io.files import folder_name
+from ...io.tokenizer_files import TOKENIZER
+from ...runtime import (
+    MAX_TOKENS,
+    Artifact,
+    ChatTemplate,
+    Constraint,
+    Grammars,
+    Message,
+    NoTemplate,
+    Sampler,
+    Session,
+    SessionOptions,
+    Tokenizer,
+)
+from ...settings import Sampling
+from .engine import Engine
+from .tools import TAGS, Calls, Function, Tools, calls_of, grammar, in_words
+
+TEXT_TOKENS = 16  # OpenAI's default limit of a text completion; that of a chat's answer is MAX_TOKENS
+MOST_STOPS, MOST_LOGPROBS = 4, 20
+NO_LIMIT = -1  # as clients send it in max_tokens, seed and top_k
+SAMPLING = tuple(option.name for option in fields(Sampling))
+FIELDS = (
+    *SAMPLING, "model", "stop", "stream", "stream_options", "max_tokens", "n", "logprobs", "response_format",
+    "json_schema", "grammar",
+)  # fmt: skip
+CHAT_FIELDS = ("messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls")
+TEXT_FIELDS = ("prompt", "echo")
+IGNORED = (  # about accounts, caches, logs and what a response shows
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "cache_prompt", "id_slot", "timings_per_token", "return_tokens", "return_progress",
+)  # fmt: skip
+IDLE = {  # field -> the values that request nothing
+    "best_of": (1,), "suffix": ("",), "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],),
+    "n_predict": (NO_LIMIT,), "ignore_eos": (False,), "typical_p": (1,), "mirostat": (0,), "repeat_penalty": (1,),
+    "dry_multiplier": (0,), "xtc_probability": (0,), "dynatemp_range": (0,), "add_generation_prompt": (True,),
+}  # fmt: skip
+
+
+class Refused(Exception):
+    """An error response: HTTP status, OpenAI's error type, and a message."""
+
+    def __init__(self, status: int, message: str, kind: str = "invalid_request_error", param: str | None = None):
+        super().__init__(message)
+        self.status, self.kind, self.param = status, kind, param
+
+
+class Served:
+    """A model, named after its folder, and the engine that runs it."""
+
+    def __init__(self, artifact: Artifact, options: SessionOptions, *, rows: int, queue: int) -> None:
+        self.name, self.artifact, self.created = folder_name(artifact.path), artifact, int(time.time())
+        self.tokenizer = Tokenizer(artifact.file(TOKENIZER))
+        self.template: ChatTemplate | None
+        self.calls: Calls | None = None
+        try:
+            self.template = ChatTemplate.read(artifact)
+            self.end_tokens = self.template.end_tokens(artifact, self.tokenizer)
+            self.calls = calls_of(self.template)
+        except NoTemplate:
+            self.template, self.no_template = None, "it has no chat template; use /v1/completions"
+        except DiffbitError as error:
+            self.template, self.no_template = None, self.public(str(error))
+        if self.template is None:
+            self.end_tokens = set(artifact.eos_token_ids)
+        self.engine = Engine(Session(artifact, options), self.tokenizer, rows=rows, queue=queue)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        return Grammars(self.tokenizer, self.end_tokens)
+
+    def public(self, message: str) -> str:
+        """A message without the place of the model on the server."""
+        return message.replace(str(self.artifact.path), self.name)
+
+    def prompt_of(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        if self.template is None:
+            raise Refused(400, f"model {self.name}: {self.no_template}", param="messages")
+        if tools and self.calls is None:
+            messages, tools = in_words(tools, messages), ()
+        return self.tokenizer.encode(self.template.render(messages, tools=tools or None), add_special_tokens=False)
+
+
+Stop = Annotated[str, Rule("text that is not empty", len)]
+Stops = Annotated[tuple[Stop, ...], of_length(0, MOST_STOPS)]
+Prompt = Annotated[str | tuple[int, ...], Rule("text or token ids", lambda prompt: prompt != ())]
+Logprobs = Annotated[int, bounds(0, MOST_LOGPROBS)]
+TokenKey = Annotated[str, Rule("a token id", re.compile(r"[0-9]{1,10}").fullmatch)]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class ContentPart:
+    """A part of a message's content."""
+
+    type: Annotated[str, one_of("text", words="text: other content is not supported")]
+    text: str
+
+
+@dataclass(frozen=True)
+class CalledFunction:
+    """The function of a call in an earlier answer; its arguments are JSON in a text."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class MessageCall:
+    function: CalledFunction
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    role: Annotated[str, one_of(*ROLES)]
+    content: str | tuple[ContentPart, ...] | None = None
+    tool_calls: tuple[MessageCall, ...] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+Messages = Annotated[tuple[ChatMessage, ...], Rule("at least one message", len)]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A validated request. It has one prompt and one sampler per answer."""
+
+    model: Served
+    chat: bool
+    prompts: Sequence[Sequence[int]]
+    samplers: Sequence[Sampler]
+    max_tokens: int
+    stop: Sequence[str]
+    top_logprobs: int | None
+    stream: bool
+    include_usage: bool
+    calls: Calls | None = None  # how the answers write calls, if they may
+    echoes: Sequence[str] = ()  # what each text answer begins with
+
+
+def read_request(values: object, models: Mapping[str, Served], chat: bool) -> Task:
+    """Raises Refused, or DiffbitError for a field's value."""
+    body = known_fields(values, (*FIELDS, *(CHAT_FIELDS if chat else TEXT_FIELDS)))
+    model = choose_model(body, models)
+    calls: Calls | None = None
+    constraint: Constraint | None = None
+    logprobs: int | None
+    if chat:
+        logprobs = get(body, "top_logprobs", Logprobs, 0) if get(body, "logprobs", bool, False) else None
+        limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
+        tools, choice = _tools(body)
+        prompts = [model.prompt_of(_messages(body), tools)]
+        if tools:
+            calls = model.calls or TAGS
+            constraint = _calls(body, model, calls, choice)
+    else:
+        logprobs = get(body, "logprobs", Logprobs, None)
+        limit = "max_tokens"
+        prompts = _prompts(body, model)
+    constraint = _constraint(body, model) if constraint is None else constraint
+    prompts = _repeated(body, model, prompts)
+    most = get(body, limit, Count | Annotated[int, one_of(NO_LIMIT)], MAX_TOKENS if chat else TEXT_TOKENS)
+    most = model.engine.rows.capacity if most == NO_LIMIT else most
+    samplers = [_sampler(body, model, index) for index in range(len(prompts))]
+    for sampler, prompt in zip(samplers, prompts, strict=True):
+        sampler.constraint = None if constraint is None else constraint.copy()
+        sampler.start(len(prompt), min(most, model.engine.rows.capacity - len(prompt) + 1))
+    stop = get(body, "stop", Stop | Stops, ())
+    stream = get(body, "stream", bool, False)
+    options = get(body, "stream_options", Mapping[str, Any], {})
+    usage = stream and get(options, "include_usage", bool, False, "stream_options")
+    stops = (stop,) if isinstance(stop, str) else stop
+    task = Task(model, chat, prompts, samplers, most, stops, logprobs, stream, usage, calls)
+    if not get(body, "echo", bool, False):
+        return task
+    if logprobs is not None:
+        raise Refused(400, "echo is true, which does not go together with logprobs", param="echo")
+    return replace(task, echoes=[model.tokenizer.decode(prompt) for prompt in prompts])
+
+
+def tokenize(values: object, models: Mapping[str, Served]) -> list[int]:
+    """The token ids of {"content": text}, or of {"messages": [...]} and {"tools": [...]} in the model's template."""
+    body = known_fields(values, ("model", "content", "messages", "tools", "add_special"))
+    model = choose_model(body, models)
+    if "messages" in body:
+        return model.prompt_of(_messages(body), _tools(body)[0])
+    return model.tokenizer.encode(get(body, "content", str), add_special_tokens=get(body, "add_special", bool, False))
+
+
+def detokenize(values: object, models: Mapping[str, Served]) -> str:
+    """The text of {"tokens": [...]}, without special tokens."""
+    body = known_fields(values, ("model", "tokens"))
+    model = choose_model(body, models)
+    token = Annotated[int, bounds(0, model.artifact.vocab_size - 1)]
+    return model.tokenizer.decode(get(body, "tokens", tuple[token, ...]))
+
+
+def choose_model(body: Mapping[str, Any], models: Mapping[str, Served]) -> Served:
+    name = get(body, "model", str, next(iter(models)))
+    if name not in models:
+        raise Refused(404, f"there is no model {shown(name)}; choose from {', '.join(models)}", param="model")
+    return models[name]
+
+
+def known_fields(values: object, known: Collection[str]) -> dict[str, Any]:
+    """Return a request's fields that are not null and matter. Raises Refused for one that is not known."""
+    if not isinstance(values, dict):
+        raise Refused(400, "the body is not a JSON object")
+    body = {name: value for name, value in values.items() if value is not None and name not in IGNORED}
+    for name in body.keys() - set(known):
+        value = body.pop(name)
+        if not any(value == idle and isinstance(value, bool) == isinstance(idle, bool) for idle in IDLE.get(name, ())):
+            raise Refused(400, f"{shown(name)} is {shown(value)}, which is not supported", param=name)
+    return body
+
+
+def _messages(body: Mapping[str, Any]) -> list[Message]:
+    messages = []
+    for index, given in enumerate(get(body, "messages", Messages, extra=True)):
+        place, parts = f"messages[{index}]", given.content
+        if parts is None and not given.tool_calls:
+            raise FieldError(f"{place}.content", f"{place}.content is missing, wanted text or a list of texts")
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts or ())
+        message = Message(role="system" if given.role == "developer" else given.role, content=text)
+        if given.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function",
+                 "function": {"name": call.function.name, "arguments": _arguments(call, f"{place}.tool_calls[{i}]")}}
+                for i, call in enumerate(given.tool_calls)
+            ]  # fmt: skip
+        if given.tool_call_id is not None:
+            message["tool_call_id"] = given.tool_call_id
+        if given.name is not None:
+            message["name"] = given.name
+        messages.append(message)
+    return messages
+
+
+def _arguments(call: MessageCall, place: str) -> dict[str, Any]:
+    """The arguments of an earlier call, as templates take them."""
+    place = f"{place}.function.arguments"
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise FieldError(place, f"{place} is {shown(call.function.arguments)}, wanted a JSON object in a text")
+    return arguments
+
+
+def _tools(body: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], str]:
+    """The tools that the model may call and the choice: auto, required, or a function's name."""
+    tools = get(body, "tools", Tools, (), extra=True)
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise Refused(400, "two tools have the same name", param="tools")
+    choice = body.get("tool_choice", "auto" if tools else "none")
+    if isinstance(choice, dict):
+        read(Annotated[str, one_of("function")], choice.get("type"), "tool_choice.type")
+        choice = get(get(choice, "function", Mapping[str, Any], place="tool_choice"), "name", str,
+                     place="tool_choice.function")  # fmt: skip
+        if choice not in names:
+            raise Refused(400, f"tool_choice is {shown(choice)}, but tools has no such function", param="tool_choice")
+    elif read(Annotated[str, one_of("none", "auto", "required")], choice, "tool_choice") == "none":
+        return (), choice
+    elif not tools and choice == "required":
+        raise Refused(400, "tool_choice is 'required', but there are no tools", param="tool_choice")
+    return [] if not tools else list(body["tools"]), choice
+
+
+def _calls(body: Mapping[str, Any], model: Served, calls: Calls, choice: str) -> Constraint:
+    """The constraint of answers that may have calls."""
+    functions = [tool.function for tool in get(body, "tools", Tools, extra=True)]
+    if choice not in ("auto", "required"):
+        functions = [function for function in functions if function.name == choice]
+    several = get(body, "parallel_tool_calls", bool, True) and choice in ("auto", "required")
+    text = _schema(body)
+    if "grammar" in body:
+        raise Refused(400, "grammar does not go together with tools", param="grammar")
+    try:
+        return model.grammars.grammar(grammar(calls, functions, free=choice == "auto", several=several, schema=text))
+    except DiffbitError:
+        _find_wrong(model, functions, text)
+        raise
+
+
+def _find_wrong(model: Served, functions: Sequence[Function], text: object) -> None:
+    """Raise an error that names the schema which cannot be used."""
+    for function in functions:
+        with located(f"the parameters of {function.name}"):
+            model.grammars.json_schema(function.schema)
+    if text is not None:
+        model.grammars.json_schema(text)
+
+
+def _schema(body: Mapping[str, Any]) -> object:
+    """The JSON schema of the answer; None: there is none."""
+    wanted = get(body, "response_format", Mapping[str, Any], {"type": "text"})
+    place = "response_format"
+    kind = get(wanted, "type", Annotated[str, one_of("text", "json_object", "json_schema")], place=place)
+    schema: object = None
+    if kind == "json_object":
+        schema = wanted.get("schema") or {"type": "object"}
+    elif kind == "json_schema":
+        inner = get(wanted, "json_schema", Mapping[str, Any], place=place)
+        schema = get(inner, "schema", Mapping[str, Any], place=f"{place}.json_schema")
+    if "json_schema" in body:
+        if schema is not None:
+            raise Refused(400, "response_format and json_schema are both given; leave one out", param="json_schema")
+        schema = body["json_schema"]
+    return schema
+
+
+def _constraint(body: Mapping[str, Any], model: Served) -> Constraint | None:
+    schema, rules = _schema(body), get(body, "grammar", str, "")
+    if rules and schema is not None:
+        raise Refused(400, "a grammar and a JSON schema are both given; leave one out", param="grammar")
+    try:
+        if rules:
+            return model.grammars.grammar(rules)
+        return None if schema is None else model.grammars.json_schema(schema)
+    except DiffbitError as error:
+        param = "grammar" if rules else "json_schema" if "json_schema" in body else "response_format"
+        raise FieldError(param, f"{param}: {error}") from None
+
+
+def _prompts(body: Mapping[str, Any], model: Served) -> list[list[int]]:
+    """The prompts as token ids; "prompt" is a text, a list of token ids, or a list of either."""
+    prompt = get(body, "prompt", str | tuple[int | Prompt, ...], "")
+    if isinstance(prompt, str) or (prompt and all(isinstance(item, int) for item in prompt)):
+        prompt = (prompt,)
+    if not 1 <= len(prompt) <= model.engine.most:
+        raise Refused(400, f"prompt has {len(prompt)} prompts, wanted 1 to {model.engine.most}", param="prompt")
+    bos = model.artifact.bos_token_id
+    prompts = []
+    for index, item in enumerate(prompt):
+        item = read(Prompt, item, f"prompt[{index}]")
+        ids = model.tokenizer.encode(item) if isinstance(item, str) else list(item)
+        prompts.append(ids or ([] if bos is None else [bos]))
+    return prompts
+
+
+def _repeated(body: Mapping[str, Any], model: Served, prompts: Sequence[list[int]]) -> list[list[int]]:
+    """Each prompt n times, one for each answer."""
+    n, most = get(body, "n", Count, 1), model.engine.most
+    if n * len(prompts) > most:
+        raise Refused(400, f"n is {n}, wanted at most {most // len(prompts)} answers to each prompt", param="n")
+    return [prompt for prompt in prompts for _ in range(n)]
+
+
+def _sampler(body: Mapping[str, Any], model: Served, index: int) -> Sampler:
+    """The sampler of the index-th answer; each has its own seed."""
+    options = {name: body.get(name) for name in SAMPLING}
+    if options["seed"] is not None:
+        seed = get(body, "seed", int)
+        options["seed"] = None if seed == NO_LIMIT else seed + index
+    if options["top_k"] == NO_LIMIT:
+        options["top_k"] = 0
+    biases = get(body, "logit_bias", Mapping[TokenKey, Any], None)  # JSON's keys are strings
+    options["logit_bias"] = None if biases is None else {int(token): bias for token, bias in biases.items()}
+    return Sampler.of(model.artifact, **options)
