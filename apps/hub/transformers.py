@@ -30,7 +30,7 @@ from ...formats import Format, QTensor, QuantEmbedding
 from ...io.errors import DiffbitError
 from ...io.safetensors import read_header
 from ...models.checkpoint import is_linear
-from ...models.families import families
+from ...models.families import model_types
 from ...quantize import EMBEDDING_MODULE, HEAD_MODULE, Scheme, quant_linear
 
 NAME = "diffbit"
@@ -163,7 +163,7 @@ class _Unknown(PretrainedConfig):
         )
 
 
-for _type in sorted({family.model_type for family in families()} - set(CONFIG_MAPPING)):
+for _type in sorted(model_types() - set(CONFIG_MAPPING)):
     AutoConfig.register(_type, type("_Unknown", (_Unknown,), {"model_type": _type}))
 
 with suppress(ModuleNotFoundError):  # transformers before 5.23 has no exporters

@@ -19,7 +19,7 @@ from ._huggingface import HuggingFace, attention_of, common_fields, special_toke
 
 __all__ = [
     "Family", "HuggingFace", "Stored", "attention_of", "diff_llama_v2", "diffllama", "families", "family_for",
-    "family_of", "interleaved", "special_tokens",
+    "family_of", "interleaved", "model_types", "special_tokens",
 ]  # fmt: skip
 
 GENERIC = "diffbit"  # can represent every model
@@ -32,12 +32,17 @@ def families() -> tuple[Family, ...]:
     return tuple(sorted(known, key=lambda family: (family.model_type == GENERIC, family.model_type)))
 
 
+def model_types() -> set[str]:
+    """Return the model_types that a config.json may have."""
+    return {family.model_type for family in families() if family.model_type}
+
+
 def family_of(values: Mapping[str, Any]) -> Family:
     """Return the family of a parsed config.json."""
     for family in families():
         if family.knows(values):
             return family
-    known = sorted({family.model_type for family in families()})
+    known = sorted(model_types())
     raise DiffbitError(f"model_type is {values.get('model_type')!r}, wanted one of {', '.join(known)}")
 
 

@@ -86,4 +86,4 @@ class DiffMLX(Family):
         return replace(place, rows=interleaved(heads, mixer.head_dim))
 
 
-FAMILIES = (DiffMLX("diff-mlx"),)
+FAMILIES = (DiffMLX(""),)  # no model_type
