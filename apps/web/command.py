@@ -28,11 +28,11 @@ def web(
 ) -> None:
     """Write a static site that runs a model in the browser. Any web server can serve it; it loads nothing else.
 
-    The page uses WebGPU if the browser has it, else WebAssembly, in several threads if the browser allows it. A
+    The page uses WebGPU if the browser has it, else WebAssembly. A
     checkpoint is exported for WebGPU first (`diffbit export --target webgpu`); that artifact runs on both.
     The page checks the files' hashes and keeps them in the browser; a download that was interrupted goes on.
     """
-    from .site import write_site
+    from .site import MODULE, write_site
 
     with as_artifacts([artifact], "webgpu") as (path,):
         sizes = write_site(path, output, packages=packages, license=license, overwrite=overwrite)
@@ -40,4 +40,8 @@ def web(
         print_json({"output": str(output), "files": {name: {"bytes": size} for name, size in sizes.items()}})
     else:
         print_table({"file": name, "bytes": size} for name, size in sizes.items())
+    if not MODULE.is_file():
+        remark(
+            "the page has no kernels for WebAssembly, and low-bit weights are slow there without; in a clone: make wasm"
+        )
     remark(f"serve it with: python -m http.server -d {output}")

@@ -24,9 +24,11 @@ from ...io.errors import DiffbitError
 from ...io.files import check_apart, new_folder, write_json
 from ...io.tokenizer_files import TOKENIZER
 from ...runtime import FILE_BYTES, MANIFEST, Artifact
+from .build import MODULE
 
 PAGE = Path(__file__).parent / "page"
 PACKAGE = Path(__file__).parent / "js"  # the npm package: `npm pack` makes it of this folder
+KERNELS = PACKAGE / "wasm"  # the runtime for WebAssembly
 ENTRY = "index.js"  # of the package, which imports by names that only node and bundlers resolve
 MODEL_FOLDER, LIBRARIES, RUNNER = "model", "lib", "diffbit"
 
@@ -98,6 +100,9 @@ def write_site(
         for file in PACKAGE.glob("*.js"):
             if file.name != ENTRY:
                 shutil.copyfile(file, folder / RUNNER / file.name)
+        (folder / RUNNER / KERNELS.name).mkdir()
+        for file in (*KERNELS.glob("*.js"), *([MODULE] if MODULE.is_file() else [])):
+            shutil.copyfile(file, folder / RUNNER / KERNELS.name / file.name)
         (folder / MODEL_FOLDER).mkdir()
         for name in (MANIFEST, *opened.files):
             (folder / MODEL_FOLDER / name).parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-// What JavaScript calls (apps/wasm/runtime/module.js). Pointers are numbers there; strings end with a zero.
+// What JavaScript calls (apps/web/js/wasm/module.js). Pointers are numbers there; strings end with a zero.
 #include "graph.h"
 
 #include <cstdarg>

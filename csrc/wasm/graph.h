@@ -1,4 +1,4 @@
-// A graph in WebAssembly: values, nodes, and the memory that values share. apps/wasm/runtime reads model.onnx in JavaScript
+// A graph in WebAssembly: values, nodes, and the memory that values share. apps/web/js/wasm reads model.onnx in JavaScript
 // and builds the graph with the functions that graph.cpp exports; nodes are diffbit's ops (host.cpp) and ONNX's
 // (onnx_ops.cpp).
 #pragma once

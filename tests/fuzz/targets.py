@@ -291,7 +291,7 @@ def template(folder: Path) -> None:
     module.ChatTemplate._start = lambda self: None  # type: ignore[method-assign,assignment,return-value]
     read = module.ChatTemplate.read(folder)
     try:
-        text = render.compiled(read._source).render(  # type: ignore[attr-defined]
+        text = render.compiled(read.source).render(  # type: ignore[attr-defined]
             read.special_tokens, messages=[{"role": "user", "content": " Hello "}], add_generation_prompt=True
         )
         assert isinstance(text, str)

@@ -14,6 +14,7 @@ import pytest
 from diffbit.apps.web.site import PACKAGE, PACKAGES
 from diffbit.runtime import Chat, Session, Tokenizer, generate
 
+from .modules import module
 from .test_site import MODULES, READY, artifacts, evaluate
 
 __all__ = ["artifacts"]
@@ -86,6 +87,7 @@ export default async (place, messages, maxTokens) => {
 @pytest.fixture(scope="module")
 def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A node_modules folder with the package, as npm packs it, and what it needs."""
+    module()
     folder = tmp_path_factory.mktemp("npm")
     subprocess.run(["npm", "pack", "--silent", str(PACKAGE)], cwd=folder, check=True, capture_output=True)
     (archive,) = folder.glob("diffbit-*.tgz")
@@ -122,7 +124,9 @@ def test_the_package_says_what_the_site_pins() -> None:
 @pytest.mark.skipif(not READY, reason="needs Node.js and tests/apps/web/node_modules")
 def test_what_is_packed(modules: Path) -> None:
     files = {file.name for file in (modules / "diffbit").iterdir()}
-    assert files == {file.name for file in PACKAGE.iterdir()} >= {"index.js", "index.d.ts", "README.md", "LICENSE"}
+    assert (
+        files == {file.name for file in PACKAGE.iterdir()} >= {"index.js", "index.d.ts", "README.md", "LICENSE", "wasm"}
+    )
     light = [modules / name for name in ("diffbit", *NEEDED[:2])]
     assert sum(file.stat().st_size for folder in light for file in folder.resolve().rglob("*.*")) < 3_000_000
 

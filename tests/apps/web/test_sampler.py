@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from diffbit.apps.web.site import PACKAGE
-from diffbit.runtime import Sampler, Sampling
+from diffbit.runtime import Sampler
+from diffbit.settings import Sampling
 
 DRAWS = 500
 SCRIPT = f"""

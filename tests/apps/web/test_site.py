@@ -29,6 +29,8 @@ from diffbit.io.errors import DiffbitError
 from diffbit.quantize import Scheme, quantize_checkpoint
 from diffbit.runtime import Chat, Session, Tokenizer, generate
 
+from .modules import module
+
 HERE = Path(__file__).parent
 MODULES = HERE / "node_modules"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -119,22 +121,25 @@ def test_what_this_needs_is_there_in_ci() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/apps/web/node_modules")
 def test_the_page_writes_what_run_writes(artifacts: dict[str, Path], tmp_path: Path) -> None:
-    """Text, and a conversation of two turns; with the threads that a service worker brings. An answer can be stopped,
-    and the page fits a narrow window."""
+    """Text, and a conversation of two turns; with diffbit's kernels, and with onnxruntime-web and the threads that a
+    service worker brings. An answer can be stopped, and the page fits a narrow window."""
+    module()
     session, tokenizer = Session(artifacts["text"]), Tokenizer(artifacts["text"] / "tokenizer.json")
     write_site(artifacts["text"], tmp_path / "text", packages=MODULES)
     page = drive(tmp_path / "text", ("ask", "def __init__(self"), ("ask", "import é😀 "))
     expected = [generate(session, tokenizer, text, max_tokens=24) for text in ("def __init__(self", "import é😀 ")]
     assert page["answers"] == [list(one.token_ids) for one in expected]
     assert page["talk"] == "import é😀 " + expected[1].text.rstrip("\n")
-    assert "threads" in page["about"] and not page["said"]
+    assert "on 1 thread." in page["about"] and not page["said"]
     assert "differential, version 1" in page["facts"] and "Licensenot stated" in page["facts"]
     write_site(artifacts["chat"], tmp_path / "chat", packages=MODULES, license="apache-2.0")
     texts, narrow = ("class Stack:", "And now?"), ("view", (360, 640, "dark"))
+    (tmp_path / "chat" / "diffbit" / "wasm" / "runtime.wasm").unlink()
     page = drive(tmp_path / "chat", *(("ask", text) for text in texts), narrow, ("stop", "More?"), most=60)
     chat = Chat(Session(artifacts["chat"]), max_tokens=60)
     assert page["answers"][:2] == [list(chat.send(text).token_ids) for text in texts]
     assert len(page["answers"][2]) < 60 and ": stopped." in page["state"]
+    assert "onnxruntime-web" in page["about"] and "threads" in page["about"]
     assert "Licenseapache-2.0" in page["facts"] and page["overflow"] <= 0 and not page["said"]
 
 
@@ -181,6 +186,7 @@ def test_the_page_writes_on_webgpu_what_run_writes(
 )
 def test_the_page_starts_without_service_workers(worker: str, artifacts: dict[str, Path], tmp_path: Path) -> None:
     """One that fails at registration, and one that is never ready."""
+    module()
     write_site(artifacts["text"], tmp_path / "site", packages=MODULES)
     (tmp_path / "site" / "sw.js").write_text(worker)
     page = drive(tmp_path / "site", ("ask", "import "))

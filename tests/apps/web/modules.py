@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from diffbit.apps.wasm.build import build
+from diffbit.apps.web.build import MODULE, build
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).parent
@@ -20,18 +20,20 @@ HERE = Path(__file__).parent
 
 @functools.cache
 def module() -> Path:
-    """The module, brought up to date in build/native/wasm; skips, or fails in CI, without the tools."""
+    """The module, compiled where it is used if a source has changed; skips, or fails in CI, without the tools."""
     lacking = [] if shutil.which("node") else ["node"]
     if importlib.util.find_spec("ziglang") is None:
         lacking.append("ziglang (pip install ziglang)")
     if lacking:
         (pytest.fail if os.environ.get("DIFFBIT_REQUIRE_WEB") else pytest.skip)(f"needs {' and '.join(lacking)}")
-    folder = ROOT / "build" / "native" / "wasm"
+    folder = ROOT / "build" / "native"
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as lock:
+    with open(folder / "wasm.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        build(folder / "runtime.wasm")
-    return folder / "runtime.wasm"
+        changed = max(file.stat().st_mtime for file in (ROOT / "csrc").rglob("*.*"))
+        if not MODULE.is_file() or MODULE.stat().st_mtime < changed:
+            build()
+    return MODULE
 
 
 def node(script: str, *arguments: object) -> str:

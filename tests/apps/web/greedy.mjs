@@ -1,7 +1,7 @@
 // Greedy tokens of an artifact: node greedy.mjs FOLDER MODULE COUNT BLOCK ID... -> {ids, logits, again, memory, error, seconds} as
 // JSON; BLOCK: prompt tokens a step; `again`: whether a second run after reset, and one after truncate, give the same bits.
 import { readFileSync } from "node:fs";
-import { open } from "../../../apps/wasm/runtime/runtime.js";
+import { open } from "../../../apps/web/js/wasm/runtime.js";
 
 const [folder, wasm, count, block, ...words] = process.argv.slice(2);
 const prompt = words.map(Number);

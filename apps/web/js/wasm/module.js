@@ -10,6 +10,10 @@ const POINTER = { type: 0, rank: 4, data: 8, shape: 16 }; // members of OrtValue
 async function compiled(wasm) {
   if (wasm instanceof WebAssembly.Module) return wasm;
   if (wasm instanceof ArrayBuffer || ArrayBuffer.isView(wasm)) return WebAssembly.compile(wasm);
+  if (String(wasm).startsWith("file:")) {
+    const { readFile } = await import("node:fs/promises"); // fetch in Node.js does not read files
+    return WebAssembly.compile(await readFile(new URL(wasm)));
+  }
   const answer = await fetch(wasm);
   if (!answer.ok) throw new Error(`${wasm}: the server answered ${answer.status}`);
   return WebAssembly.compile(await answer.arrayBuffer());

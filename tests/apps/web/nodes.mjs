@@ -1,8 +1,8 @@
 // Runs recorded nodes in the WebAssembly module: node nodes.mjs MODULE NODES RESULTS ISA. The files are those of
 // tests/native/host.cpp, which says how they are written.
 import { readFileSync, writeFileSync } from "node:fs";
-import { Module } from "../../../apps/wasm/runtime/module.js";
-import { BYTES } from "../../../apps/wasm/runtime/onnx.js";
+import { Module } from "../../../apps/web/js/wasm/module.js";
+import { BYTES } from "../../../apps/web/js/wasm/onnx.js";
 
 const [wasm, recorded, results, isa] = process.argv.slice(2);
 const file = readFileSync(recorded);

@@ -1,4 +1,4 @@
-"""Compiles csrc/ to WebAssembly: `python -m diffbit.apps.wasm.build`. It needs only the package ziglang, a
+"""Compiles csrc/ to WebAssembly: `python -m diffbit.apps.web.build`. It needs only the package ziglang, a
 C++ compiler with a library for WebAssembly; zig keeps its objects, so the next build compiles only what changed."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...io.errors import DiffbitError
 
-MODULE = Path(__file__).parent / "runtime" / "runtime.wasm"
+MODULE = Path(__file__).parent / "js" / "wasm" / "runtime.wasm"
 SOURCE = Path(__file__).resolve().parents[2] / "csrc"
 ROOMS = ("cpu", "ort", "wasm")
 FLAGS = (

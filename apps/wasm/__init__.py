@@ -1,1 +1,0 @@
-"""A runtime of our own for artifacts in WebAssembly; README.md."""
