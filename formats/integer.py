@@ -121,7 +121,7 @@ class IntFormat(Format):
 
     @property
     def lowest(self) -> int:
-        """What a weight of code 0 and scale 1 is, in symmetric formats."""
+        """The weight of code 0 at scale 1, in symmetric formats."""
         return -(2 ** (self.bits - 1))
 
     def bounds(self, zero: Tensor | None) -> tuple[Tensor | float, Tensor | float]:

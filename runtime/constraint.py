@@ -65,7 +65,7 @@ class Grammars:
         self.closing = [ids[0] for one, ids in singles if self.vocabulary.decode_bytes(ids[:1]) == one.encode()]
 
     def json_schema_file(self, file: Path) -> Constraint:
-        """Texts that are JSON values of the schema in a file. Raises DiffbitError as `json_schema` does."""
+        """`json_schema` of the schema in a file."""
         schema = read_json(file)
         with located(file):
             return self.json_schema(schema)

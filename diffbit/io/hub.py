@@ -79,13 +79,14 @@ def download(path: str | Path) -> Path:
         downloaded = hub.snapshot_download(
             name.repo, revision=name.revision, allow_patterns=read, ignore_patterns=unread
         )
-        if name.path is not None:
-            return _folder(name, Path(downloaded, name.path))
-        folder = Path(downloaded)
+        folder = Path(downloaded, within)
+        if not folder.is_dir():
+            raise DiffbitError(f"{name}: has no folder {name.path} with a model; check its name")
         manifest = folder / "diffbit.json"
         files = read_json(manifest).get("files") if manifest.is_file() else None
         if isinstance(files, dict) and TRANSFORMERS_JS in files:
-            hub.snapshot_download(name.repo, revision=folder.name, allow_patterns=[f"{TRANSFORMERS_JS}*"])
+            commit = Path(downloaded).name
+            hub.snapshot_download(name.repo, revision=commit, allow_patterns=[f"{within}{TRANSFORMERS_JS}*"])
         if any(folder.glob("*.safetensors")) or manifest.is_file():
             return folder
         return _gguf(hub, name, _only_gguf(hub, name, folder))
@@ -120,12 +121,6 @@ def _gguf(hub: ModuleType, name: HubName, file: str) -> Path:
     if not path.is_file():
         raise DiffbitError(f"{name}: has no file {file}; check its name")
     return path
-
-
-def _folder(name: HubName, folder: Path) -> Path:
-    if not folder.is_dir():
-        raise DiffbitError(f"{name}: has no folder {name.path} with a model; check its name")
-    return folder
 
 
 def _only_gguf(hub: ModuleType, name: HubName, folder: Path) -> str:
