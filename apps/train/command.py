@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ...cli import Data, Field, Json, Quiet, Seed, TorchDevice, completion, of_formats, print_json, print_table, remark
+from ...cli import Data, Field, Json, Quiet, Seed, TorchDevice, completion, of_formats, print_json, print_table
 from ...io import plugins
 
 EXAMPLES = {
@@ -204,11 +204,8 @@ def train(
     settings = {name: value for name, value in changes.items() if value is not None}
     settings |= {name: str(value) for name, value in settings.items() if isinstance(value, Path)}
     config = train_config(preset, attention, **settings)
-    reports = os.environ.get("RANK", "0") == "0"  # under torchrun only one process
-    if reports:
-        remark(f"training {config.model.attention} for {config.steps} steps; first the text is read and tokenized")
     result = run_training(config, output, resume=resume, overwrite=overwrite)
-    if not reports:
+    if os.environ.get("RANK", "0") != "0":  # under torchrun only one process reports
         return
     row = {
         "model": str(result.path),

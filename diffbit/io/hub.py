@@ -80,7 +80,7 @@ def download(path: str | Path) -> Path:
             name.repo, revision=name.revision, allow_patterns=read, ignore_patterns=unread
         )
         folder = Path(downloaded, within)
-        if not folder.is_dir():
+        if within and not folder.is_dir():
             raise DiffbitError(f"{name}: has no folder {name.path} with a model; check its name")
         manifest = folder / "diffbit.json"
         files = read_json(manifest).get("files") if manifest.is_file() else None

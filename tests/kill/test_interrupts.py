@@ -16,7 +16,6 @@ from .test_commands import content, models
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not sys.platform.startswith("linux"), reason="fork")]
 __all__ = ["models"]  # a fixture
 COMMANDS = {
-    "quantize": ["quantize", "float", "--weights", "int8", "--method", "rtn"],
     "convert": ["convert", "plain"],
     "export": ["export", "quantized"],
 }

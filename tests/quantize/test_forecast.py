@@ -146,7 +146,7 @@ def test_what_cannot_fit_is_refused(
         ("quantizing", lambda: quantize_checkpoint(model, tmp_path / "q", SCHEME)),
         ("exporting", lambda: export_artifact(quantized, tmp_path / "a")),
     ):
-        with pytest.raises(DiffbitError, match=rf"{what} .* MB of memory, but 100\.0 kB are free; use a machine"):
+        with pytest.raises(DiffbitError, match=rf"{what} .* kB of memory, but 100\.0 kB are free; use a machine"):
             run()
     monkeypatch.setattr(resources, "available_memory", lambda: None)
     monkeypatch.setattr(resources.shutil, "disk_usage", lambda folder: resources.shutil._ntuple_diskusage(1, 1, 1))

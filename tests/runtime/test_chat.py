@@ -159,14 +159,14 @@ def test_an_answer_that_is_ended(tmp_path: Path, in_place: bool) -> None:
     with pytest.raises(KeyboardInterrupt):
         chat.send("no", fail)
     assert chat.messages == before
-    sampler = chat._sampler
-    chat._sampler = lambda *_: pytest.fail("the prompt was to be interrupted")
+    sampler = chat.sampler
+    chat.sampler = lambda *_: pytest.fail("the prompt was to be interrupted")
     encode = chat._encoded
     chat._encoded = lambda turns: (chat.halt(), encode(turns))[1]  # type: ignore[method-assign]
     reply = chat.send("no")
     assert (reply.token_ids, reply.time_to_first_token_s) == ((), None) and chat.messages == before
     del chat._encoded
-    chat._sampler = sampler
+    chat.sampler = sampler
     check_turns(chat, Session(folder, threads=1), ["yes"])
 
 

@@ -272,7 +272,7 @@ def test_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     refuse("the overrides fix every linear layer", scheme=Scheme(overrides=(("*", parse_format("int4_g32")),)))
     refuse("matches no linear layer", scheme=Scheme(overrides=(("*.qproj", None),)))
     monkeypatch.setattr("diffbit.apps.allocate.mixed.available_memory", lambda: 10**5)
-    refuse(r"float model in memory, about .* MB, and 100\.0 kB are free; choose the formats yourself")
+    refuse(r"float model in memory, about .* kB, and 100\.0 kB are free; choose the formats yourself")
     quantize_checkpoint(folder, tmp_path / "int4", Scheme(weights=parse_format("int4_g32")))
     with pytest.raises(DiffbitError, match="is quantized already"):
         allocate(tmp_path / "int4", bits=3, calibration=IDS)
