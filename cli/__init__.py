@@ -19,6 +19,7 @@ from .options import (
     Data,
     Field,
     Json,
+    JsonSchema,
     Length,
     MaxWindows,
     Overwrite,
@@ -33,15 +34,14 @@ from .options import (
     with_settings,
 )
 from .output import json_of, print_error, print_json, print_table, remark
-from .quantize import LAYER_ERRORS
 
 __all__ = [
-    "LAYER_ERRORS",
     "ArtifactPath",
     "ArtifactPaths",
     "Data",
     "Field",
     "Json",
+    "JsonSchema",
     "Length",
     "MaxWindows",
     "Overwrite",

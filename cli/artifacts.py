@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from ..devices import device_of
 from ..io.errors import DiffbitError, how_to_install
@@ -25,9 +25,6 @@ from ..version import __version__
 from .options import dtype_for, of_formats
 from .output import remark
 from .scheme_options import SchemeOptions
-
-if TYPE_CHECKING:
-    from ..runtime import Artifact
 
 LARGE = 1 << 24  # bytes of a file whose hash is kept
 
@@ -85,9 +82,9 @@ def _quantized(checkpoint: Path, format: str, target: str) -> Path:
     sources = [[file.name, _sha256(file, cache)] for file in _sources(checkpoint)]
     about = {"sources": sources, "weights": format, "target": target, "diffbit": __version__}
     folder = cache / hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
-    if _opened(folder) is None:
+    if not _is_whole(folder):
         with locked(folder):
-            if _opened(folder) is None:  # else another process has written it since
+            if not _is_whole(folder):  # else another process has written it since
                 _write(checkpoint, format, target, folder)
     return folder
 
@@ -107,16 +104,15 @@ def _write(checkpoint: Path, format: str, target: str, folder: Path) -> None:
     remark(f"{checkpoint}: quantized to {format}; the artifact is kept in {folder}")
 
 
-def _opened(folder: Path) -> Artifact | None:
-    """The artifact, if there is one and it is whole."""
+def _is_whole(folder: Path) -> bool:
+    """Whether there is an artifact, and it has all its files."""
     from ..runtime import Artifact
 
     try:
-        artifact = Artifact.open(folder)
-        artifact.check_files(hashes=False)
+        Artifact.open(folder).check_files(hashes=False)
     except DiffbitError:
-        return None
-    return artifact
+        return False
+    return True
 
 
 def _cache() -> Path:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..io.files import parse_size, write_json
+from ..io.files import parse_size
 from .options import Json, Overwrite, Quiet, TorchDevice, with_settings
 from .output import attention_name, print_json, print_table, remark
 from .scheme_options import MaxMemory, MethodOptions, Model, SchemeOptions
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ..calib_data import Windows
     from ..quantize import Report, WeightReport
 
-LAYER_ERRORS = "quantization_report.json"
 # the options that people use first; --help shows the others below them
 FIRST = ("output", "weights", "method", "calibrate", "kv", "scheme_file", "overwrite")
 EXAMPLES = (
@@ -89,7 +88,6 @@ def quantize(
     if not here.first:
         return
     values = report.to_dict()
-    write_json(output / LAYER_ERRORS, values)
     for warning in report.warnings:
         remark(f"warning: {warning}")
     if as_json:

@@ -12,7 +12,7 @@ from .device_cache import step_bytes
 from .layer import as_exported, quant_linear
 from .layerwise import apply
 from .layouts import Weights, read_scheme, read_weight
-from .report import Report, WeightReport
+from .report import REPORT_FILE, Report, WeightReport
 from .scheme import (
     EMBEDDING_MODULE,
     HEAD_MODULE,
@@ -32,6 +32,7 @@ __all__ = [
     "KV",
     "LOGIT_BITS",
     "QK",
+    "REPORT_FILE",
     "AttentionScheme",
     "Report",
     "Scheme",

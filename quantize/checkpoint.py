@@ -28,7 +28,7 @@ from .layer import Round, assemble
 from .layerwise import Finished, quantize_layers, stored_config, tokens_for
 from .layouts import Weights
 from .methods import parse_recipe
-from .report import Report, WeightReport
+from .report import REPORT_FILE, Report, WeightReport
 from .resume import StoredLayer, Unfinished, run
 from .scheme import Scheme
 from .sizes import sizes
@@ -48,7 +48,8 @@ def quantize_checkpoint(
     max_memory: int | None = None,
     here: Processes = ALONE,
 ) -> Report:
-    """Quantize a float checkpoint into a new folder, one layer in memory at a time. Returns a report of each weight.
+    """Quantize a float checkpoint into a new folder, one layer in memory at a time. Returns a report of each weight,
+    which the folder holds, too.
 
     method: names from methods/ joined by +, such as "rotate+gptq", or a function (weight, format, stats) -> QTensor.
     calibration: token ids [n, S] (a tensor or an array) that pass through the model layer by layer; methods
@@ -101,19 +102,17 @@ def quantize_checkpoint(
     keeps = recipe.name != "rtn" or tokens is not None  # plain rounding is too fast to be worth resuming
     if not here.first:
         deque(layers_after(None), maxlen=0)
-    rows = here.on_first(lambda: _written(output, unfinished, keeps, layers_after, writer))
-    warnings = [format.warning() for format in formats.values()] + recipe.warnings(config)
-    if tokens is not None and recipe.calibrated:
-        warnings.append(tokens.unlike())
-    return Report(
-        scheme=scheme,
-        method=recipe.name,
-        weights=tuple(rows),
-        before=sizes(config, stored=dtype),
-        after=sizes(stored, scheme, stored=dtype),
-        calibration_tokens=tokens.count if tokens else 0,
-        warnings=tuple(dict.fromkeys(filter(None, warnings))),
-    )
+
+    def report(rows: list[WeightReport]) -> Report:
+        warnings = [format.warning() for format in formats.values()] + recipe.warnings(config)
+        if tokens is not None and recipe.calibrated:
+            warnings.append(tokens.unlike())
+        return Report(
+            scheme, recipe.name, tuple(rows), sizes(config, stored=dtype), sizes(stored, scheme, stored=dtype),
+            tokens.count if tokens else 0, tuple(dict.fromkeys(filter(None, warnings))),
+        )  # fmt: skip
+
+    return report(here.on_first(lambda: _written(output, unfinished, keeps, layers_after, writer, report)))
 
 
 def _formats(scheme: Scheme, config: ModelConfig) -> Mapping[str, Format]:
@@ -133,8 +132,10 @@ def _written(
     keeps: bool,
     layers_after: Callable[[int], Iterator[Finished]],
     writer: Callable[[], CheckpointWriter],
+    report: Callable[[list[WeightReport]], Report],
 ) -> list[WeightReport]:
-    """Write the finished layers of an earlier run, then `layers_after` them. keeps: save each layer for --resume."""
+    """Write the finished layers of an earlier run, then `layers_after` them, and the report of these weights. keeps:
+    save each layer for --resume."""
     rows: list[WeightReport] = []
     with files.locked(output), unfinished() as done:
         layers: Iterator[StoredLayer] = map(_stored, layers_after(done.count))  # keeps no reference to a layer
@@ -148,6 +149,7 @@ def _written(
                 whole.add_layer(tensors)
                 tensors.clear()  # frees them before the next layer is made
                 rows += its_rows
+            files.write_json(whole.folder / REPORT_FILE, report(rows).to_dict())
     return rows
 
 

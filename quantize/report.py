@@ -8,6 +8,8 @@ from typing import Any
 from .scheme import Scheme
 from .sizes import Sizes
 
+REPORT_FILE = "quantization_report.json"  # in a quantized checkpoint
+
 
 @dataclass(frozen=True)
 class WeightReport:

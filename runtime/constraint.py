@@ -42,10 +42,6 @@ SUBSCHEMAS = ("properties", "patternProperties", "$defs", "definitions")  # obje
 class Grammars:
     """Makes constraints for the texts of one tokenizer. `end_tokens` end a text; compiled schemas are not kept.
 
-        grammars = Grammars(tokenizer, session.artifact.eos_token_ids)
-        sampler = Sampler(0.8, constraint=grammars.json_schema({"type": "object"}))
-        generate(session, tokenizer, "The answer as JSON: ", max_tokens=200, sampler=sampler)
-
     Raises MissingDependency without llguidance, DiffbitError for a model without end tokens.
     """
 
@@ -159,10 +155,10 @@ class Constraint:
         self._now, self._left = self._start.deep_copy(), most
         self._way: list[int] | None = None  # tokens that lead to the end, once the limit is near
 
-    def allowed(self) -> NDArray[np.int64]:
-        """Ids of the tokens that may come next, ascending."""
+    def allowed(self, count: int) -> NDArray[np.int64]:
+        """Ids below `count`, that of the model's tokens, of those that may come next, ascending."""
         bits = np.frombuffer(self._now.compute_bitmask(), np.uint8)
-        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")[:count])
         if self._now.is_error() or not len(allowed):
             raise DiffbitError(f"the grammar became too complex for this text: {_line(self._now.get_error())}")
         return allowed

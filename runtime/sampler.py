@@ -73,8 +73,7 @@ class Sampler:
         logits = self._changed(logits, np.asarray(token_ids, np.int64))
         if self.constraint is None:
             return self._chosen(logits)
-        allowed = self.constraint.allowed()
-        allowed = allowed[allowed < len(logits)]
+        allowed = self.constraint.allowed(len(logits))
         return self.constraint.accept(int(allowed[self._chosen(logits[allowed])]))
 
     def _chosen(self, logits: NDArray[np.floating]) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...cli import ArtifactPath, Quantize, Quiet, as_artifacts, print_error, remark, with_settings
+from ...cli import ArtifactPath, JsonSchema, Quantize, Quiet, as_artifacts, print_error, remark, with_settings
 from ...io.errors import DiffbitError
 from ...io.fields import Count, get, located, read
 from ...io.files import read_json, write_json
@@ -72,10 +72,7 @@ def chat(
     ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum tokens of an answer.")] = 1024,
     sampling: dict[str, Any] | None = None,
-    json_schema: Annotated[
-        Path | None,
-        typer.Option("--json-schema", metavar="FILE", help="Answer with JSON of the schema in this file."),
-    ] = None,
+    json_schema: JsonSchema = None,
     quantize: Quantize = None,
     settings: SessionOptions = SessionOptions(),  # noqa: B008 (frozen)
     stats: Annotated[
@@ -248,7 +245,7 @@ def _set(talk: _Talk, name: str | None = None, value: str | None = None) -> None
         raise DiffbitError(f"{name} is not a setting, wanted one of {', '.join(settings)}")
     try:
         given = None if value is None else json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         given = value
     if name == MAX_TOKENS:
         chat.max_tokens = talk.max_tokens if given is None else read(Count, given, name)

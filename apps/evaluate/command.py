@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ...cli import (
-    LAYER_ERRORS,
     Data,
     Field,
     Json,
@@ -173,20 +172,24 @@ def _check_places(output: Path | None, artifacts: Sequence[Path], quantized: Seq
         raise DiffbitError("--quantized only affects the report; pass an output folder for the report with -o")
     if output is not None and output.is_file():
         raise DiffbitError(f"{output}: is a file, wanted a folder to write to; choose another name")
+    from ...quantize import REPORT_FILE
+
     for path in quantized:
-        if not (path / LAYER_ERRORS).is_file():
-            raise DiffbitError(f"{path}: has no {LAYER_ERRORS}; pass a folder that `diffbit quantize` wrote")
+        if not (path / REPORT_FILE).is_file():
+            raise DiffbitError(f"{path}: has no {REPORT_FILE}; pass a folder that `diffbit quantize` wrote")
     return [Artifact.open(path) for path in artifacts]
 
 
 def _read_reports(models: Sequence[Path], quantized: Sequence[Path]) -> dict[str, Any]:
     """What `train` and `quantize` recorded about the models, by the names of ReportData's fields."""
+    from ...quantize import REPORT_FILE
+
     reports: dict[str, dict[str, Any]] = {"training": {}, "quantization": {}}
     paths = [(model, model / "training.json") for model in models]  # no such file: another program trained the model
-    paths += [(path, path / LAYER_ERRORS) for path in quantized]
+    paths += [(path, path / REPORT_FILE) for path in quantized]
     for folder, path in paths:
         try:
-            if path.name == LAYER_ERRORS:
+            if path.name == REPORT_FILE:
                 reports["quantization"][folder_name(folder)] = {"weights": list(read_json(path)["weights"])}
             elif path.is_file():
                 reports["training"][folder_name(folder)] = _training(read_json(path))

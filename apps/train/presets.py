@@ -109,7 +109,7 @@ def model_config(
     def count(width: int, layers: int) -> int:
         return num_parameters(sized(attention, width, layers, **options))
 
-    # Shared noise heads are to be fewer parameters; everything else gets as many as the plain model has
+    # Shared noise heads may save parameters; with one for each signal head, a variant has as many as the plain model
     if abs(surplus := count(width, layers) - wanted) > SAME_SIZE * wanted:
         if each := count(width + WIDTH_STEP, layers) - count(width, layers):
             width -= WIDTH_STEP * round(surplus / each)

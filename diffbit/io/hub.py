@@ -85,8 +85,8 @@ def download(path: str | Path) -> Path:
         manifest = folder / "diffbit.json"
         files = read_json(manifest).get("files") if manifest.is_file() else None
         if isinstance(files, dict) and TRANSFORMERS_JS in files:
-            commit = Path(downloaded).name
-            hub.snapshot_download(name.repo, revision=commit, allow_patterns=[f"{within}{TRANSFORMERS_JS}*"])
+            graph = f"{within}{TRANSFORMERS_JS}*"
+            hub.snapshot_download(name.repo, revision=Path(downloaded).name, allow_patterns=[graph])
         if any(folder.glob("*.safetensors")) or manifest.is_file():
             return folder
         return _gguf(hub, name, _only_gguf(hub, name, folder))

@@ -46,7 +46,7 @@ def inside(folder: Path, name: str, named_by: Path) -> Path:
     return file
 
 
-def find_tensors(folder: Path, single: str = SINGLE) -> dict[str, Entry]:
+def find_tensors(folder: Path, single: str) -> dict[str, Entry]:
     """Return every tensor of the folder, from the file `single` or from the files in the index."""
     index = folder / INDEX
     if (folder / single).exists():

@@ -51,14 +51,13 @@ class Checkpoint:
             check_folder(self.path)
             source = inside(self.path, "config.json", self.path)
             values = files.read_json(source)
-            with located(source):
-                family = family_of(values)
-            stored = find_tensors(self.path, family.weights)
         else:
             source = gguf
             values, stored = open_gguf(gguf)
-            with located(source):
-                family = family_of(values)
+        with located(source):
+            family = family_of(values)
+        if gguf is None:
+            stored = find_tensors(self.path, family.weights)
         self._source = source
         self._described = source if gguf is None else "its metadata"  # by what
         with located(source):

@@ -34,6 +34,7 @@ class CheckpointWriter:
     dtype: the float tensors' type in config.json ("float32", "bfloat16", "float16"); tensors are stored in the dtype
     they have. shard_layers: write one file per layer as soon as it is complete, so that only one layer is in memory.
     quantization: the "quantization_config" of config.json. tokenizer_from: a folder, a tokenizer.json or a GGUF file.
+    Other files may be added to `folder`, which has another name until it is complete.
     """
 
     def __init__(
@@ -58,10 +59,10 @@ class CheckpointWriter:
         self._target = files.new_folder(folder, overwrite=overwrite)
         self._pending: dict[str, Tensor] = {}
         self._shards: list[dict[str, int]] = []  # per file: {tensor: bytes}
-        self._folder = Path()
+        self.folder = Path()
 
     def __enter__(self) -> Self:
-        self._folder = self._target.__enter__()
+        self.folder = self._target.__enter__()
         return self
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -88,7 +89,7 @@ class CheckpointWriter:
             self._flush()
 
     def _flush(self) -> None:
-        file = self._folder / f"shard-{len(self._shards)}"
+        file = self.folder / f"shard-{len(self._shards)}"
         write_tensors(file, self._pending, {"format": "pt"})
         self._shards.append({name: tensor.nbytes for name, tensor in self._pending.items()})
         self._pending = {}
@@ -108,18 +109,18 @@ class CheckpointWriter:
         if self._pending:
             self._flush()
         if len(self._shards) == 1:
-            (self._folder / "shard-0").rename(self._folder / SINGLE)
+            (self.folder / "shard-0").rename(self.folder / SINGLE)
         else:
             weight_map: dict[str, str] = {}
             for index, names in enumerate(self._shards):
                 shard = f"model-{index + 1:05d}-of-{len(self._shards):05d}.safetensors"
-                (self._folder / f"shard-{index}").rename(self._folder / shard)
+                (self.folder / f"shard-{index}").rename(self.folder / shard)
                 weight_map |= dict.fromkeys(names, shard)
             total = sum(size for names in self._shards for size in names.values())
-            files.write_json(self._folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        files.write_json(self._folder / "config.json", write_config(self.config, self.dtype, self.quantization))
+            files.write_json(self.folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        files.write_json(self.folder / "config.json", write_config(self.config, self.dtype, self.quantization))
         self._copy_tokenizer()
-        Checkpoint(self._folder)  # checks now that every tensor exists in the right shape
+        Checkpoint(self.folder)  # checks now that every tensor exists in the right shape
 
     def _copy_tokenizer(self) -> None:
         source = self.tokenizer_from
@@ -128,7 +129,7 @@ class CheckpointWriter:
         if not source.exists():
             raise DiffbitError(f"{source}: no such tokenizer file or folder")
         for name, data in tokenizer_files(source).items():
-            (self._folder / name).write_bytes(data)
+            (self.folder / name).write_bytes(data)
 
 
 def save(

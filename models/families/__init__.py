@@ -14,12 +14,13 @@ from ...io import plugins
 from ...io.errors import DiffbitError
 from ..config import ModelConfig
 from ..layers.rope import interleaved
-from ._family import Family, Stored
+from ._family import Family, Stored, parts
 from ._huggingface import HuggingFace, attention_of, common_fields, special_tokens
 
 __all__ = [
     "Family", "HuggingFace", "Stored", "attention_of", "diff_llama_v2", "diffllama", "families", "family_for",
-    "family_of", "interleaved", "model_types", "special_tokens",
+    "family_of", "interleaved", "model_types", "parts",
+    "special_tokens",
 ]  # fmt: skip
 
 GENERIC = "diffbit"  # can represent every model

@@ -2,7 +2,7 @@
 
 A family is one file in models/families/, found by listing the folder, with FAMILIES, one Family per model_type. It
 converts between the disk and a ModelConfig with tensors of canonical names and order (attention/__init__.py). Nothing
-else uses the model_type, and a layout is never guessed from a tensor's name.
+else uses the model_type, and which family a folder is of is never guessed from a tensor's name.
 """
 
 from __future__ import annotations
@@ -38,6 +38,15 @@ class Stored:
     folded_width: int = 0
     plus: float = 0.0
     times: float = 1.0
+
+
+def parts(name: str) -> tuple[str | None, str, str]:
+    """Return (layer, module, parameter) of a canonical name: ("3", "mlp.up_proj", "weight"), (None, "lm_head", ...)."""
+    module, _, parameter = name.rpartition(".")
+    if not module.startswith("model.layers."):
+        return None, module, parameter
+    index, module = module.removeprefix("model.layers.").split(".", 1)
+    return index, module, parameter
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ...io.fields import one_of
 from ...io.gguf import GGUF
 from ..config import ModelConfig
 from ..layers.rope import interleaved
-from ._family import Family, Stored
+from ._family import Family, Stored, parts
 from ._huggingface import attention_of
 
 ROPE_FREQS = "rope_freqs.weight"
@@ -67,16 +67,13 @@ class GGUFFamily(Family):
         return self.base.read(values)
 
     def stored(self, config: ModelConfig, name: str) -> Stored:
-        module, _, parameter = name.rpartition(".")
-        before, layer = "", module
-        if module.startswith("model.layers."):
-            index, layer = module.removeprefix("model.layers.").split(".", 1)
-            before = f"blk.{index}."
-        tensor = f"{before}{NAMES.get(layer, layer)}.{parameter}"
-        if not ARCHITECTURES[self.model_type] or layer not in ("self_attn.q_proj", "self_attn.k_proj"):
+        index, module, parameter = parts(name)
+        before = "" if index is None else f"blk.{index}."
+        tensor = f"{before}{NAMES.get(module, module)}.{parameter}"
+        if not ARCHITECTURES[self.model_type] or module not in ("self_attn.q_proj", "self_attn.k_proj"):
             return Stored((tensor,))
         mixer = attention_of(config)
-        return Stored((tensor,), interleaved(mixer.num_heads if "q_" in layer else mixer.num_kv_heads, mixer.head_dim))
+        return Stored((tensor,), interleaved(mixer.num_heads if "q_" in module else mixer.num_kv_heads, mixer.head_dim))
 
 
 def fields(header: GGUF, rope_factors: np.ndarray | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ....io.fields import Count, Positive, get, located
 from ....models import ModelConfig
-from ....models.families import Family, HuggingFace, Stored, attention_of, interleaved
+from ....models.families import Family, HuggingFace, Stored, attention_of, interleaved, parts
 
 FIELDS = {  # of config.json's "model": those that the base family reads
     "dim": "hidden_size",
@@ -69,20 +69,17 @@ class DiffMLX(Family):
         return self.base.read(fields)
 
     def stored(self, config: ModelConfig, name: str) -> Stored:
-        module, _, parameter = name.rpartition(".")
-        before, layer = "model.", module
-        if module.startswith("model.layers."):
-            index, layer = module.removeprefix("model.layers.").split(".", 1)
-            before = f"model.blocks.{index}."
+        index, module, parameter = parts(name)
+        before = "model." if index is None else f"model.blocks.{index}."
         parameter = "scale" if module.endswith("norm") else parameter
-        layer = NAMES.get(layer, layer.replace("self_attn", "attn", 1))
-        place = Stored((f"{before}{layer}.{parameter}",))
+        module = NAMES.get(module, module.replace("self_attn", "attn"))
+        place = Stored((f"{before}{module}.{parameter}",))
         mixer = attention_of(config)
-        if layer == "attn.o_proj" and self.base is DIFFERENTIAL:
+        if module == "attn.o_proj" and self.base is DIFFERENTIAL:
             return replace(place, folded=f"{before}attn.subln.scale", folded_width=2 * mixer.head_dim)
-        if layer not in ("attn.q_proj", "attn.k_proj"):
+        if module not in ("attn.q_proj", "attn.k_proj"):
             return place
-        heads = mixer.softmaxes if layer == "attn.q_proj" else mixer.cache_heads
+        heads = mixer.softmaxes if module == "attn.q_proj" else mixer.cache_heads
         return replace(place, rows=interleaved(heads, mixer.head_dim))
 
 
