@@ -129,7 +129,8 @@ def verdict(name: str, difference: Row) -> str:
 
 def command_line(script: str, arguments: Sequence[str]) -> str:
     """The command as another machine would give it: folders by their names in the help."""
-    names = {"--llama": "ENV", "--ik": "ENV", "--work": "DIR", "--out": "OUT", "--wikitext": "FILE", "--json": "FILE"}
+    names = {"--llama": "ENV", "--ik": "ENV", "--work": "DIR", "--out": "OUT", "--wikitext": "FILE", "--json": "FILE",
+             "--library": "FILE"}  # fmt: skip
     pairs = list(zip(["", *arguments], arguments, strict=False))
     shown = [f"{part.split('=')[0]}=ENV" if before == "--peer" else names.get(before, part) for before, part in pairs]
     return shlex.join(["python", f"benchmarks/{script}", *shown])

@@ -11,11 +11,12 @@
 //
 // Few rows (M <= 16) are limited by reading the weight: 14336 x 4096 are 33 MB with scales, 7.7 us at 4.3 TB/s. One block per
 // multiprocessor has a run of pairs of tiles, whose chunks its 8 workers take in turns, copied three ahead (7 KB per warp,
-// 56 KB per multiprocessor in flight; 4.3 TB/s in 132 parts over 1 us are 33). A chunk is 2.3 KB and, in sm_90's code for one
-// row, about 240 instructions: 48 masks and shifts, 8 products, 60 for the copies; 3.7 us of issuing in all. Its sums go into
-// shared memory, and M other warps, one per row of activations with a lane for each of the 32 rows of the weight, compute s =
-// fma(sum, d a, s) along them, one chunk per worker later. So K is split over 8 warps, and the order of the float sums is
-// still that of the reference. Up to eight rows are quantized by each block separately while its first weights arrive.
+// 56 KB per multiprocessor in flight; 4.3 TB/s in 132 parts over 1 us are 33). A worker turns its chunk's sums into floats
+// in shared memory, the groups of an output side by side. M other warps, one per row of activations with a lane for each of
+// the 32 rows of the weight, compute s = fma(sum, d a, s) along them, one chunk per worker later: for one row that is one
+// warp, whose few instructions a group bound the speed. So K is split over 8 warps, and the order of the float sums is
+// still that of the reference. Up to eight rows, of MOST_FUSED numbers, are quantized by each block separately while its first weights
+// arrive.
 //
 // Many rows: a block has 64 rows of activations, quantized before, by 64 PAIRS of the weight, one chunk of k at a time,
 // double-buffered; a warp computes a quarter. A sum starts at the bits of 1.5 * 2^23, so one subtraction converts it to
@@ -36,6 +37,7 @@ constexpr int CODES = 2 * CHUNK_SLABS * SLAB_BYTES;  // of a pair's chunk
 constexpr float SMALLEST = 1e-30f;
 constexpr int MANY_THREADS = 128, MANY_ROWS = 64;
 constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: the bits of MAGIC + i are those of MAGIC, plus i, for |i| < 2^22
+constexpr int32_t MAGIC_BITS = 0x4b400000;
 
 /// A group of a row of activations.
 struct Step {
@@ -106,19 +108,25 @@ __device__ __forceinline__ uint32_t high(uint32_t word) { return word >> 4 & 0x0
 /// Byte i of eight, as a number.
 __device__ __forceinline__ int byte(uint2 eight, int i) { return (i < 4 ? eight.x : eight.y) >> 8 * (i % 4) & 0xff; }
 
+/// What the groups of a chunk have, read and written at once.
+template <class T, int SIZE>
+struct alignas(SIZE * sizeof(T)) Vector {
+  T x[SIZE];
+};
+
 /// The shared memory of a block for few rows: the workers' rings [stages][WORKERS] of codes, scales and zeros; then, twice,
-/// [WORKERS][groups of a chunk][m][32] sums and the workers' scales and zeros; then the activations.
+/// [WORKERS][m][32][groups of a chunk] sums and [WORKERS][32][groups] scales; then the activations.
 struct Shared {
   int stages, slot;
-  int sums, parameters, q, steps;  // where they start
+  int sums, scales, q, steps;  // where they start
   size_t size;
 
   Shared(int m, const Product& p, bool fused, int stages_) : stages(stages_) {
     const int groups = CHUNK_SLABS / p.slabs, of_weight = 3 * PAIR * groups, rows = fused ? m : 0;
     slot = CODES + of_weight;
     sums = stages * WORKERS * slot;
-    parameters = sums + 2 * WORKERS * groups * m * PAIR * static_cast<int>(sizeof(int32_t));
-    q = parameters + 2 * WORKERS * of_weight;
+    scales = sums + 2 * WORKERS * groups * m * PAIR * static_cast<int>(sizeof(float));
+    q = scales + 2 * WORKERS * groups * PAIR * 2;
     const size_t row_chunks = static_cast<size_t>(p.chunks) * rows;
     steps = static_cast<int>(std::min<size_t>(q + row_chunks * CHUNK, INT32_MAX));
     size = q + row_chunks * (CHUNK + groups * sizeof(Step));
@@ -137,7 +145,7 @@ __global__ void __launch_bounds__(32 * (WORKERS + GROUP), 1)
     few_rows(const Product p, const Shared at, const Share share) {
   static_assert(!FUSED || GROUPS == 1);
   constexpr int PARTS = CHUNK_SLABS / SLABS;  // groups of a chunk
-  constexpr int SCALES = 2 * PAIR * PARTS, PARAMETERS = 3 * PAIR * PARTS;
+  constexpr int SCALES = 2 * PAIR * PARTS;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int64_t block = blockIdx.x, first_pair = block * share.pairs + min(block, share.rest);
   const int units = static_cast<int>(share.pairs + (block < share.rest)) * p.chunks;
@@ -146,8 +154,10 @@ __global__ void __launch_bounds__(32 * (WORKERS + GROUP), 1)
 
   unsigned char* shared = shared_memory();
   unsigned char* ring = shared + warp * at.slot;  // [stage][warp]
-  int32_t* sums = reinterpret_cast<int32_t*>(shared + at.sums);
-  unsigned char* parameters = shared + at.parameters;
+  Vector<float, PARTS>* sums = reinterpret_cast<Vector<float, PARTS>*>(shared + at.sums);
+  Vector<__half, PARTS>* scales_of = reinterpret_cast<Vector<__half, PARTS>*>(shared + at.scales);
+  // Of a column's row, so that neither what a worker stores nor what a row's warp reads meets in one bank
+  const auto place = [](int row, int column) { return row ^ column / 2 % 4; };
 
   // What a worker copies next: a chunk of a pair, WORKERS chunks apart. Beyond the last tile it repeats that one, and the
   // result is not stored
@@ -210,7 +220,7 @@ __global__ void __launch_bounds__(32 * (WORKERS + GROUP), 1)
   int stage = 0, chunk = warp % p.chunks;  // a worker's
   int64_t pair = first_pair;               // the others'
   int done = 0;
-  float results[GROUPS] = {};
+  float totals[GROUPS] = {};
   for (int begin = 0, turn = 0; begin < units; begin += WORKERS, turn ^= 1) {
     if (worker && begin + warp < units) {
       // All but the latest groups have arrived
@@ -218,22 +228,40 @@ __global__ void __launch_bounds__(32 * (WORKERS + GROUP), 1)
       else if (at.stages == 3) copy_async_wait<1>();
       else copy_async_wait<0>();
       __syncwarp();
-      const unsigned char* slot = ring + stage * (WORKERS * at.slot) + 16 * lane;
-      unsigned char* kept = parameters + (turn * WORKERS + warp) * PARAMETERS + 16 * lane;
+      const unsigned char* slot = ring + stage * (WORKERS * at.slot);
       uint4 words[CHUNK_SLABS], b[2][GROUPS];
 #pragma unroll
-      for (int i = 0; i < CHUNK_SLABS; ++i) words[i] = *reinterpret_cast<const uint4*>(slot + i * (2 * SLAB_BYTES));
+      for (int i = 0; i < CHUNK_SLABS; ++i) words[i] = reinterpret_cast<const uint4*>(slot + i * (2 * SLAB_BYTES))[lane];
       const uint8_t* of_chunk = q + chunk * columns * CHUNK;
 #pragma unroll
       for (int i = 0; i < GROUPS; ++i) {
         b[0][i] = *reinterpret_cast<const uint4*>(of_chunk + GROUP * i * 64);
         b[1][i] = *reinterpret_cast<const uint4*>(of_chunk + columns * 64 + GROUP * i * 64);
       }
-      if (lane < PARAMETERS / 16) *reinterpret_cast<uint4*>(kept) = *reinterpret_cast<const uint4*>(slot + CODES);
-      int32_t* to = sums + (turn * WORKERS + warp) * (PARTS * PAIR) * m + 4 * g;
+      Vector<__half, PARTS> scale;
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part)
+        scale.x[part] =
+            reinterpret_cast<const __half*>(slot + CODES)[(lane / TILE * PARTS + part) * TILE + lane % TILE];
+      scales_of[(turn * WORKERS + warp) * PAIR + lane] = scale;
+
+      Vector<float, PARTS> results[GROUPS][2][4];  // of columns 8 j + 2 t + r, rows 4 g ...
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) {
-        int32_t c[GROUPS][2][4] = {};
+        uint32_t zero = 0x01010101;
+        if (p.zeros)
+          zero = *reinterpret_cast<const uint32_t*>(slot + CODES + SCALES + (g / 4 * PARTS + part) * TILE + g % 4 * 4);
+        int32_t c[GROUPS][2][4];
+#pragma unroll
+        for (int j = 0; j < GROUPS; ++j)
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const int column = min(8 * j + 2 * t + r, m - 1);
+            const int minus = steps[(chunk * columns + column) * PARTS + part].minus;
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+              c[j][i / 2][i % 2 * 2 + r] = MAGIC_BITS + (p.zeros ? minus * static_cast<int>(zero >> 8 * i & 0xff) : minus);
+          }
 #pragma unroll
         for (int i = part * SLABS; i < (part + 1) * SLABS; ++i) {
           const uint4 w = words[i];
@@ -250,14 +278,22 @@ __global__ void __launch_bounds__(32 * (WORKERS + GROUP), 1)
 #pragma unroll
         for (int j = 0; j < GROUPS; ++j)
 #pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            if (r && m == 1) continue;
-            const int column = 8 * j + 2 * t + r;
-            if (column < m)
-              *reinterpret_cast<int4*>(to + (part * m + column) * PAIR) =
-                  make_int4(c[j][0][r], c[j][0][r + 2], c[j][1][r], c[j][1][r + 2]);
-          }
+          for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+              results[j][r][i].x[part] = __fsub_rn(__int_as_float(c[j][i / 2][i % 2 * 2 + r]), MAGIC);
       }
+      Vector<float, PARTS>* to = sums + (turn * WORKERS + warp) * m * PAIR;
+#pragma unroll
+      for (int j = 0; j < GROUPS; ++j)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          if (r && m == 1) continue;
+          const int column = 8 * j + 2 * t + r;
+          if (column < m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[column * PAIR + place(4 * g + i, column)] = results[j][r][i];
+        }
       copy(stage ? stage - 1 : at.stages - 1);  // into the slot of the previous turn
       stage = stage + 1 < at.stages ? stage + 1 : 0;
       chunk += WORKERS;
@@ -268,24 +304,19 @@ __global__ void __launch_bounds__(32 * (WORKERS + GROUP), 1)
 
     // The operands of unit `unit`'s fma, which are independent of each other
     struct Ready {
-      float sum[PARTS][GROUPS], scale[PARTS][GROUPS];
+      Vector<float, PARTS> sum[GROUPS], scale[GROUPS];
     };
     const auto load = [&](int unit, int of) {
       Ready ready;
-      const unsigned char* kept = parameters + (turn * WORKERS + unit) * PARAMETERS;
+      const Vector<__half, PARTS> scale = scales_of[(turn * WORKERS + unit) * PAIR + lane];
 #pragma unroll
-      for (int part = 0; part < PARTS; ++part) {
-        const int row = (lane / TILE * PARTS + part) * TILE + lane % TILE;
-        const float scale = __half2float(reinterpret_cast<const __half*>(kept)[row]);
-        const int zero = p.zeros ? kept[SCALES + row] : 1;
+      for (int j = 0; j < GROUPS; ++j) {
+        const int column = min(GROUP * j + warp - WORKERS, m - 1);
+        const Step* step = steps + (of * columns + column) * PARTS;
+        ready.sum[j] = sums[((turn * WORKERS + unit) * m + column) * PAIR + place(lane, column)];
 #pragma unroll
-        for (int j = 0; j < GROUPS; ++j) {
-          const int column = min(GROUP * j + warp - WORKERS, m - 1);
-          const Step step = steps[(of * columns + column) * PARTS + part];
-          const int sum = sums[(((turn * WORKERS + unit) * PARTS + part) * m + column) * PAIR + lane];
-          ready.sum[part][j] = __int2float_rn(sum + zero * step.minus);
-          ready.scale[part][j] = __fmul_rn(scale, step.step);
-        }
+        for (int part = 0; part < PARTS; ++part)
+          ready.scale[j].x[part] = __fmul_rn(__half2float(scale.x[part]), step[part].step);
       }
       return ready;
     };
@@ -300,7 +331,7 @@ __global__ void __launch_bounds__(32 * (WORKERS + GROUP), 1)
       for (int part = 0; part < PARTS; ++part)
         if (part < groups)
 #pragma unroll
-          for (int j = 0; j < GROUPS; ++j) results[j] = __fmaf_rn(now.sum[part][j], now.scale[part][j], results[j]);
+          for (int j = 0; j < GROUPS; ++j) totals[j] = __fmaf_rn(now.sum[j].x[part], now.scale[j].x[part], totals[j]);
       done = after;
       if (done) continue;
       const int64_t n = pair * PAIR + lane;
@@ -309,8 +340,8 @@ __global__ void __launch_bounds__(32 * (WORKERS + GROUP), 1)
       for (int j = 0; j < GROUPS; ++j) {
         const int column = GROUP * j + warp - WORKERS;
         if (n < p.n && column < m)
-          static_cast<T*>(p.y)[column * p.n + n] = from_float<T>(__fmul_rn(results[j], __ldg(p.factor)));
-        results[j] = 0;
+          static_cast<T*>(p.y)[column * p.n + n] = from_float<T>(__fmul_rn(totals[j], __ldg(p.factor)));
+        totals[j] = 0;
       }
     }
   }
@@ -419,7 +450,7 @@ __global__ void __launch_bounds__(MANY_THREADS, PAIRS == 1 ? 3 : 2)
               // Unsigned: rows from m on have arbitrary values
               const uint32_t minus = static_cast<uint32_t>(step[2 * i + r / 2].minus);
               const uint32_t z = static_cast<uint32_t>(byte(zero, u + r % 2 * 4));
-              c[i][u][r] = static_cast<int32_t>(__float_as_uint(MAGIC) + (p.zeros ? minus * z : minus));
+              c[i][u][r] = static_cast<int32_t>(MAGIC_BITS + (p.zeros ? minus * z : minus));
             }
 #pragma unroll
         for (int k = part * SLABS; k < (part + 1) * SLABS; ++k) {
@@ -483,9 +514,10 @@ Few plan_few(const Product& p) {
   const auto fits = [&](int rows, bool fused, int stages) {
     return Shared(rows, p, fused, stages).size <= most_shared();
   };
+  const bool fused = p.m <= GROUP && static_cast<int64_t>(p.m) * p.k <= MOST_FUSED;
   for (int rows = p.m;; rows = (rows + 1) / 2)
     for (int stages = MOST_STAGES; stages >= LEAST_STAGES; --stages) {
-      if (rows == p.m && rows <= GROUP && fits(rows, true, stages)) return {rows, stages, true};
+      if (fused && rows == p.m && fits(rows, true, stages)) return {rows, stages, true};
       if (fits(rows, false, stages) || (rows == 1 && stages == LEAST_STAGES)) return {rows, stages, false};
     }
 }

@@ -388,7 +388,7 @@ Few plan_few(const DiffbitTernaryMatMul& op) {
   const int64_t room = static_cast<int64_t>(most_shared()) - RING;
   const int64_t q = static_cast<int64_t>(sizeof(Rows)) + op.m * steps * STEP;
   const int64_t blocks = std::max<int64_t>(1, std::min<int64_t>(tiles, multiprocessors()));
-  Few few = {blocks, 0, op.m <= GROUP && (tiles + blocks - 1) / blocks * sums + q <= room};
+  Few few = {blocks, 0, op.m <= GROUP && op.m * op.k <= MOST_FUSED && (tiles + blocks - 1) / blocks * sums + q <= room};
   if (!few.fused)  // as many blocks as their sums need to fit
     few.blocks = std::max(blocks, (tiles * sums + std::min<int64_t>(MOST_TOTALS, room) - sums - 1) /
                                       std::max<int64_t>(1, std::min<int64_t>(MOST_TOTALS, room) - sums));

@@ -9,7 +9,7 @@ import torch
 from ..native import cuda
 from .cases import AttentionCase
 from .cuda_run import TYPES, Device
-from .test_diff_attention import ROUNDING, exact, reference
+from .test_diff_attention import assert_near, reference
 
 Tensors = dict[str, torch.Tensor | None]
 
@@ -103,7 +103,4 @@ def check(case: AttentionCase, got: dict[str, torch.Tensor], roundings: int = 1)
         assert got[name].shape == expected[name].shape, name
         slots = case.filled(name) if name.endswith("recent") else None
         assert same_bits(got[name][:, :, :slots], expected[name][:, :, :slots]), f"{name} has other bits"
-    oracle = exact(case)[0]
-    size = max(1.0, float(oracle.abs().max()))
-    error, allowed = (float((out.double() - oracle).abs().max()) for out in (got["out"], expected["out"]))
-    assert error <= 2 * allowed + roundings * ROUNDING[case.dtype] * size, f"{error:.3g}, the reference's {allowed:.3g}"
+    assert_near(case, got["out"], roundings)
