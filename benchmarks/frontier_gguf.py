@@ -85,7 +85,8 @@ def contents(file: Path) -> tuple[int, str]:
     header = read_gguf(file)
     types = [tensor.type for tensor in header.tensors.values() if len(tensor.shape) > 1]
     start = min(tensor.begin for tensor in header.tensors.values())
-    return header.size - start, counted(IK_TYPES.get(type) or gguf.GGMLQuantizationType(type).name for type in types)
+    names = (IK_TYPES.get(type) or gguf.GGMLQuantizationType(type).name for type in types)
+    return file.stat().st_size - start, counted(names)
 
 
 def counted(names: Iterable[str]) -> str:

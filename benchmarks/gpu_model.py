@@ -72,7 +72,7 @@ def jobs() -> int:
 
 
 def diffbit(*command: str) -> None:
-    """Run a command on its share of the processors: with a thread for each of them, four of them took over five minutes."""
+    """Run a command on its share of the processors: with a thread for each of those, four took over five minutes."""
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs()))}
     line = [sys.executable, "-m", "diffbit", *command, "--quiet"]
     done = subprocess.run(line, capture_output=True, text=True, env=environment)

@@ -207,8 +207,8 @@ def exact(case: AttentionCase, cache_too: bool = False) -> tuple[torch.Tensor, .
 
 @functools.cache
 def enlarged(case: AttentionCase) -> torch.Tensor:
-    """By how much the norm enlarges a rounding of the signal, for each number of the output: where the signal and lambda
-    times the noise nearly cancel, by much. At least 1."""
+    """By how much, at least 1, the norm enlarges a rounding of the signal, for each number of the output: by much where
+    the signal and lambda times the noise nearly cancel."""
     if not case.norm_eps:
         return torch.ones(())
     bare = replace(case, norm_eps=0.0)
@@ -222,8 +222,8 @@ def enlarged(case: AttentionCase) -> torch.Tensor:
 
 
 def assert_near(case: AttentionCase, got: torch.Tensor, roundings: int = 1) -> None:
-    """At most twice the reference's error, and some roundings of the largest number, which the norm may enlarge; against
-    float64."""
+    """At most twice the reference's error, and some roundings of the largest number, which the norm may enlarge. Both
+    against float64."""
     oracle = exact(case)[0]
     size = max(1.0, float(oracle.abs().max()))
     error, allowed = ((out.double() - oracle).abs() for out in (got, reference(case)[0]))

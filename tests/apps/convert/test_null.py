@@ -12,7 +12,6 @@ found (conftest.py).
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -43,9 +42,8 @@ from diffbit.runtime.native import instruction_sets
 
 from ...export.helpers import write_tokenizer
 from ..serve.test_serve import client, served
-from ..web.test_site import CHROMIUM, HERE, MODULES, READY, drive
-from ..web.test_site import served as serve_files
-from ..web.test_transformers_js import PAGE
+from ..web.test_site import MODULES, READY, drive, evaluate
+from ..web.test_transformers_js import PAGE, RUN
 
 Logits = np.ndarray[Any, np.dtype[np.float32]]
 Record = Callable[[str, object], None]
@@ -332,7 +330,7 @@ def test_the_page_writes_the_same(pair: Pair, tmp_path: Path, record_property: R
     tokens = {}
     for name, path in pair.artifacts(Scheme(parse_format("int4_g32"))).items():
         write_site(path, tmp_path / name, packages=MODULES)
-        tokens[name] = drive(tmp_path / name, "def __init__(self", "import é😀 ")["answers"]
+        tokens[name] = drive(tmp_path / name, ("ask", "def __init__(self"), ("ask", "import é😀 "))["answers"]
     record_property("difference", "same tokens" if tokens["plain"] == tokens["diff"] else "other tokens")
     assert tokens["plain"] == tokens["diff"] and all(tokens["plain"])
 
@@ -341,28 +339,13 @@ def test_the_page_writes_the_same(pair: Pair, tmp_path: Path, record_property: R
 @pytest.mark.slow
 @pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/apps/web/node_modules")
 def test_transformers_js_writes_the_same(pair: Pair, record_property: Record) -> None:
-    def generated(site: Path) -> Any:
-        (site / "index.html").write_text(PAGE)
-        (site / "lib").symlink_to(MODULES)
-        with serve_files(site) as address:
-            command = [
-                "node",
-                str(HERE / "transformers.mjs"),
-                str(MODULES / "x"),
-                str(CHROMIUM),
-                address,
-                "24",
-                "def f(",
-            ]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        assert not done.returncode, done.stderr
-        return json.loads(done.stdout)
-
     tokens = {}
     for name, path in pair.artifacts(layout="transformers.js").items():
         site = pair.work / f"js-{name}"
         shutil.copytree(path, site / "model")
-        tokens[name] = generated(site)
+        (site / "index.html").write_text(PAGE)
+        (site / "lib").symlink_to(MODULES)
+        tokens[name] = evaluate(site, RUN, ["def f("], 24)
     record_property("difference", "same tokens" if tokens["plain"] == tokens["diff"] else "other tokens")
     assert tokens["plain"] == tokens["diff"]
 

@@ -112,7 +112,7 @@ def test_files_of_an_earlier_model_are_removed(
     assert there.pop("README.md").startswith(b"---")
     assert there == stays | contents(quantized)
     assert run("push", artifact, "hf:me/diff") == 0
-    assert "earlier model: model.safetensors\n" in capsys.readouterr().err
+    assert "earlier model: model.safetensors, quantization_report.json\n" in capsys.readouterr().err
     there = stand_in.find("me/diff", "main")[1]
     assert {name: data for name, data in there.items() if name != "README.md"} == stays | contents(artifact)
 
