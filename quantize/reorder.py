@@ -6,7 +6,8 @@ down) changes nothing in float, but gives new groups and, for some methods, a ne
 results shows how much of a difference is chance (`diffbit compare --repeats`). With one scale per row the order does
 not matter: plain rounding to int8 is the same in each.
 
-models/mixers/_mixer.py says which of a mixer's weights read the stream: those whose names end in _proj, except o_proj.
+models/mixers/_mixer.py says which of a mixer's weights read the stream: those whose names end in _proj, except o_proj
+and `MixerOptions.inner`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def reordered(config: ModelConfig, read: Read, order: int) -> Read:
         if path[3] == "mlp":
             rows = inner if module in MLP_ROWS else stream if module == "down_proj" else None
             columns = inner if module == "down_proj" else stream
-        elif module.endswith("_proj"):
+        elif module.endswith("_proj") and module not in config.layers[int(path[2])].mixer.inner:
             rows, columns = (stream, None) if module == "o_proj" else (None, stream)
         if rows is not None:
             tensor = tensor[rows.to(tensor.device)]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from diffbit.apps.train.presets import model_config
 from diffbit.formats import parse_format
-from diffbit.models import Decoder
+from diffbit.models import Decoder, variants
 from diffbit.quantize import Scheme, apply
 
+from ..apps.variants import checks
+from ..export.helpers import relative_error
 from .transforms import config_of, logits64, random_decoder, random_ids
 
 
@@ -35,6 +38,15 @@ def test_the_float_model_stays(attention: str, mlp: str) -> None:
             assert not torch.equal(before, other) and torch.equal(
                 before.sum().round(decimals=8), other.sum().round(decimals=8)
             )
+
+
+@pytest.mark.parametrize("attention", variants())
+@torch.no_grad()
+def test_every_attention_stays(attention: str) -> None:
+    config = model_config("pico", attention, mlp="ista" if attention == "crate" else "swiglu")
+    model, ids = checks.random_decoder(config), checks.ids_of(config, 2, 20)
+    error = relative_error(dense(model, 1)(ids).numpy(), model(ids))
+    assert float(error.max()) < 1e-3
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
