@@ -101,7 +101,7 @@ def pack(
         raise ValueError("the scales are not representable in float16; round them first")
     middle = 2 ** (bits - 1)
     shape = (groups, group_size // STEP, TILE, 4) if bits == 4 else (groups, group_size // STEP, 2, TILE, 4)
-    packed = torch.empty(-(-rows // TILE), *shape, dtype=torch.uint8, device=codes.device)
+    packed = codes.new_empty(-(-rows // TILE), *shape)
     for start in range(0, rows, ROWS_AT_A_TIME):
         part = codes[start : start + ROWS_AT_A_TIME]
         last = zero[start : start + len(part), -1:] if zero is not None else codes.new_full((len(part), 1), middle)

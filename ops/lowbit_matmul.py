@@ -137,8 +137,7 @@ def pack(
         padded = F.pad(values, (0, 0, 0, -rows % TILE))
         return padded.view(-1, TILE, values.shape[1]).transpose(1, 2).contiguous()
 
-    shape = -(-rows // TILE), groups, group_size // RUN, bits, TILE, 4
-    packed = torch.empty(shape, dtype=torch.uint8, device=codes.device)
+    packed = codes.new_empty(-(-rows // TILE), groups, group_size // RUN, bits, TILE, 4)
     for start in range(0, rows, ROWS_AT_A_TIME):
         part = codes[start : start + ROWS_AT_A_TIME]
         part = F.pad(F.pad(part, (0, groups * group_size - columns), value=middle), (0, 0, 0, -len(part) % TILE))
@@ -147,26 +146,22 @@ def pack(
         for first, width in fields(bits):
             bits_of = (quads >> first & 2**width - 1).unflatten(3, (width, 8 // width))
             planes = packed[start // TILE :][: len(quads), :, :, first : first + width]
-            planes.copy_((bits_of << _shifts(width, codes.device)).sum(4))
+            planes.copy_((bits_of << _shifts(width, codes)).sum(4))
     scales = tiles(scale if scale.dtype == torch.int8 else half(scale))
     row_scales = scale.new_ones(1, 1).half() if row_scale is None else tiles(half(row_scale.view(-1, 1))).squeeze(1)
     return LowBitWeight(packed, scales, row_scales, codes.new_full((1,), middle) if levels is None else levels)
 
 
-def _shifts(width: int, device: torch.device) -> torch.Tensor:
-    import torch
-
-    return torch.arange(0, 8, width, dtype=torch.uint8, device=device).view(-1, 1, 1)
+def _shifts(width: int, like: torch.Tensor) -> torch.Tensor:
+    return like.new_tensor(range(0, 8, width)).view(-1, 1, 1)
 
 
 def unpack(packed: LowBitWeight, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Invert `pack`: codes uint8 [N, K], scales [N, G], scales of rows float16 [N, 1]."""
-    import torch
-
     planes = packed.codes
-    quads = torch.zeros(*planes.shape[:3], QUADS, TILE, 4, dtype=torch.uint8, device=planes.device)
+    quads = planes.new_zeros(*planes.shape[:3], QUADS, TILE, 4)
     for first, width in fields(planes.shape[3]):
-        part = planes[:, :, :, first : first + width, None] >> _shifts(width, planes.device) & 2**width - 1
+        part = planes[:, :, :, first : first + width, None] >> _shifts(width, planes) & 2**width - 1
         quads |= part.flatten(3, 4) << first
     steps = quads.unflatten(3, (QUADS // 2, 2)).permute(0, 5, 1, 2, 3, 6, 4)  # [tiles, 16, G, runs, 4, 4, 2]
     codes = steps.flatten(2).flatten(0, 1)

@@ -323,8 +323,7 @@ def test_links_and_packaging_name_every_room() -> None:
     assert links == {room: f"../{room}" for room in LEVEL.keys() - IN_PLACE}
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
     rooms = {f"diffbit/{room}": room for room in LEVEL.keys() - IN_PLACE}
-    command = {"optimum/commands/register": "optimum_command/register"}  # a namespace of optimum's
-    assert build["wheel"]["packages"] == {"diffbit": "diffbit"} | rooms | command
+    assert build["wheel"]["packages"] == {"diffbit": "diffbit"} | rooms
     assert set(build["sdist"]["exclude"]) == {f"diffbit/{room}" for room in LEVEL.keys() - IN_PLACE}
 
 

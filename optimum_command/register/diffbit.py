@@ -1,8 +1,8 @@
 """`optimum-cli export diffbit` quantizes a model and exports it from optimum's command line.
 
-This file is installed as optimum/commands/register/diffbit.py, where optimum looks for commands of other packages (a
-namespace package, PEP 420: no __init__.py). optimum imports it at each start, so large packages are imported only when
-the command runs.
+A package of its own installs this file as optimum/commands/register/diffbit.py, where optimum looks for commands of
+others (a namespace package, PEP 420: no __init__.py). optimum imports it at each start, so large packages are imported
+only when the command runs.
 """
 
 from __future__ import annotations
