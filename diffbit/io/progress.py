@@ -1,7 +1,7 @@
 """Shows the progress of long work on stderr.
 
-A terminal shows a bar with the remaining time. A log file gets a line every LINE_EVERY seconds, such as "quantizing:
-layers.3.mlp.up_proj, 75%, about 6 s left"; shorter work logs nothing. `set_quiet` silences both.
+A terminal shows a bar with the remaining time. A log file gets a line after 5 seconds and then every LINE_EVERY, such
+as "quantizing: layers.3.mlp.up_proj, 75%, about 6 s left"; shorter work logs nothing. `set_quiet` silences both.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Progress:
         )
         self._task = self._bar.add_task(description, total=total)
         self._bar.update(self._task, completed=begin)
-        self._started = self._logged = time.monotonic()
+        self._started = time.monotonic()
+        self._logged = self._started - max(0.0, LINE_EVERY - 5)
 
     def __enter__(self) -> Self:
         self._bar.start()
