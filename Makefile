@@ -18,6 +18,8 @@
 #                  18 small models that it trains, and on SmolLM2; about four hours of one core
 # make wheels      dist/: wheels with the library inside for any Linux on x86-64 and on ARM, of which one is cross-compiled
 #                  (g++-aarch64-linux-gnu), and the source distribution (docs/packages.md)
+# make lowest      runs the quick tests with the oldest releases of Python packages that pyproject.toml allows (build/lowest;
+#                  torch's of that time brings 3 GB of CUDA)
 # make docs        out/site: docs/ as a website; `python -m http.server -d out/site` serves it
 #
 # Each target sets up .venv first. That takes Python 3.11 or later and make; with a C++17 compiler and CMake the native
@@ -39,7 +41,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
 # Targets that install share one environment
 .NOTPARALLEL:
-.PHONY: demo demo-smollm2 test test-all fuzz kill lint build wasm arm64 null-test bench-kernels models accuracy wheels docs clean
+.PHONY: demo demo-smollm2 test test-all fuzz kill lint build wasm arm64 null-test bench-kernels models accuracy wheels lowest docs clean
 
 demo: $(BUILT)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh out/demo
@@ -111,6 +113,16 @@ wheels: wasm
 	  bash deploy/wheel.sh x86_64 dist $(BIN)/python
 	bash deploy/wheel.sh aarch64 dist $(BIN)/python
 	$(BIN)/python -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")'
+
+# The tests' own tools and the packages that they compare with are the newest
+lowest: $(VENV)
+	$(BIN)/python -m pip install --quiet uv
+	mkdir -p build && rm -f build/lowest.txt
+	$(BIN)/uv pip compile --quiet --resolution lowest-direct --extra cpu --extra lab --extra serve --extra hub \
+	  --output-file build/lowest.txt pyproject.toml
+	$(BIN)/uv venv --quiet --clear build/lowest
+	$(BIN)/uv pip install --quiet --python build/lowest --constraint build/lowest.txt --editable '.[cpu,lab,serve,hub,dev]'
+	build/lowest/bin/python -m pytest $(WORKERS) -m "not slow"
 
 docs: $(DEVELOP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

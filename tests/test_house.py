@@ -122,6 +122,7 @@ def test_imports_lead_to_lower_levels(room: str) -> None:
         assert not wrong, f"{name} imports {sorted(wrong)}"
 
 
+@functools.cache
 def faces() -> dict[str, set[str]]:
     """{package: the names that it offers}, of every package of the core."""
     names_of = {}

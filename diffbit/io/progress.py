@@ -58,11 +58,13 @@ class Progress:
         self._logged = self._started - max(0.0, LINE_EVERY - 5)
 
     def __enter__(self) -> Self:
-        self._bar.start()
+        if not self._bar.disable:  # rich 13.8 would end a bar that nobody sees with an empty line
+            self._bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._bar.stop()
+        if not self._bar.disable:
+            self._bar.stop()
 
     def to(self, done: float, at: str = "") -> None:
         """Show that `done` of the total is finished; `at` names the current item."""
