@@ -9,11 +9,13 @@ keys and values, attention logits. Intervals are over training runs, each rounde
 model of the same sizes with random weights and a long context, on ONNX Runtime, with one thread.
 
 A variant's numbers are in DIR/PRESET-NAME.json as soon as it has been measured; an interrupted run goes on from there.
+Several machines can share the work: `--only mla,gdla --json FILE` on one, `--known FILE` on the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -206,6 +208,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs trained at once (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="pico, two variants, two runs of 8 steps")
     add_outputs(parser, "variants.md")
+    parser.add_argument("--known", type=Path, metavar="FILE", help="rows that another run wrote with --json, to add")
     arguments = parser.parse_args()
     set_quiet(arguments.quick)
     if arguments.markdown and not arguments.markdown.is_file():
@@ -229,6 +232,10 @@ def main() -> None:
         measured(arguments.work, preset, name, [paths[name, seed] for seed in range(seeds)], arguments.quick)
         for name in track(names, "measuring")
     ]
+    if arguments.known:
+        every = [*variants(), KAN]
+        rows += [row for row in json.loads(arguments.known.read_text()) if row["name"] not in names]
+        rows.sort(key=lambda row: (row["name"] != "softmax", every.index(row["name"])))
     length = f"{arguments.steps} steps" if arguments.steps else "its own number of steps"
     about = (
         f"{describe()}. Preset {preset}, {length}; {seeds} runs of each, {REPEATS} roundings of each run. "
