@@ -192,10 +192,13 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             ends = [[100 * abs(ratio[end] - ratio["value"]) for ratio in ratios] for end in ("low", "high")]
             shifted = [place + 0.15 * (index - 1) for place in places]
             axes.errorbar(shifted, values, yerr=ends, fmt="o", capsize=3, label=f"{format}, GPTQ")
+        axes.figure.set_size_inches(max(4.0, 0.55 * len(rows)), 4)
         axes.set_yscale("log")
+        axes.set_ylim(bottom=0.03)
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.set_xticks(range(len(rows)), [row["name"] for row in rows], rotation=40, ha="right")
         axes.set_ylabel("increase of perplexity, %")
-        axes.legend()
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
 
 
 def main() -> None:
