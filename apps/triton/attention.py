@@ -245,7 +245,7 @@ def tile(queries: int, keys: int, warps: int, stages: int) -> Tile:
 def tiles(query: Tensor, value: Tensor) -> tuple[Tile, Tile, Tile]:
     """Choose tiles of _forward, _keys_and_values and _queries for the memory that a block shares on query's device: 227
     KiB on an H100 or H200, and in Triton's interpreter, 163 KiB on an A100, 99 KiB on most others. Those for 227 KiB
-    are the fastest of 48 to 60 that were timed on an H100, at 4096 tokens of 16 pairs; the others were never timed."""
+    are the fastest of 44 to 50 that were timed on an H100, at 4096 tokens of 16 pairs; the others were never timed."""
     card: Any = torch.cuda.get_device_properties(query.device) if query.is_cuda else None
     memory = card.shared_memory_per_block_optin if card else 227 << 10
     d, e = query.shape[-1], value.shape[-1]
