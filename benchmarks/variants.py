@@ -5,18 +5,21 @@
 
 Every attention that `diffbit train` knows, in models of one preset with equal numbers of parameters, from several
 seeds; runs of one seed see the same batches in the same order. Each model is then rounded: weights by rtn and GPTQ,
-keys and values, attention logits. Intervals are over training runs, each rounded REPEATS times. Speed is that of a
-model of the same sizes with random weights and a long context, on ONNX Runtime, with one thread.
+keys and values, attention logits. Intervals are over training runs, each rounded REPEATS times. `--part` takes one of
 
-A variant's numbers are in DIR/PRESET-NAME.json as soon as it has been measured; an interrupted run goes on from there.
-Several machines can share the work: `--only mla,gdla --json FILE` on one, `--known FILE` on the other.
+models    these numbers, the cache's size and outliers: DIR/PRESET-NAME.json has them as soon as a variant has been
+          measured, and an interrupted run goes on from there. Several machines can share the work: `--only mla,gdla
+          --json FILE` on one, `--known FILE` on the other
+states    what rounding a state of fixed size costs, where it is rounded after every STATE_TOKENS tokens
+speeds    decoding by models of the same sizes with random weights and a long context, on ONNX Runtime, with one thread,
+          the variants by turns, medians of ROUNDS; trains nothing
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,19 +29,25 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from accuracy import texts
 from machine import describe
 from report import Row, add_outputs, command_line, increase, interval, say, table, write_outputs
 from runs import QUICK, losses, over_runs, train
+from torch import Tensor
 
 from diffbit.apps.evaluate.compare import compare
 from diffbit.apps.outliers.activations import measure
+from diffbit.apps.train.presets import model_config
+from diffbit.apps.variants.mixers._segments import SegmentState
+from diffbit.apps.variants.mixers.retention import RetentionState
+from diffbit.calib_data import Windows, train_tokenizer
 from diffbit.export import export_artifact
 from diffbit.io.drawing import drawn
 from diffbit.io.errors import DiffbitError
 from diffbit.io.files import read_json, write_json
 from diffbit.io.progress import set_quiet, track
-from diffbit.models import Checkpoint, Decoder, ModelConfig, load, num_parameters, save, variants
+from diffbit.models import Checkpoint, Decoder, KVCache, ModelConfig, load, num_parameters, save, variants
 from diffbit.models.attention import AttentionOptions
 from diffbit.quantize import AttentionScheme, Scheme, sizes
 from diffbit.runtime import bench
@@ -49,14 +58,17 @@ REPEATS = 2
 ROUNDED = {"weights": ("4", "3", "2"), "kv": ("8", "4", "2"), "logits": ("4",)}
 METHODS = ("rtn", "gptq")
 CONTEXTS = 128, 4096
-NEW_TOKENS = 32
+NEW_TOKENS, ROUNDS = 32, 3
+STATE_BITS, STATE_TOKENS = (8, 4, 2), 32
+PARTS = "models", "states", "speeds"
 
 
-def options(name: str) -> list[str]:
-    """Arguments of `diffbit train`."""
-    if name == KAN:
-        return ["--mlp", "kan"]
-    return ["--mlp", MLP[name]] if name in MLP else []
+def attention(name: str) -> str:
+    return name.partition("-")[0]
+
+
+def mlp(name: str) -> str:
+    return "kan" if name == KAN else MLP.get(name, "swiglu")
 
 
 def low_bits(paths: Sequence[Path], name: str, quick: bool) -> list[Row]:
@@ -100,15 +112,71 @@ def cache(config: ModelConfig) -> Row:
     return by_format
 
 
-def speed(config: ModelConfig, tokenizer: Path, contexts: Sequence[int]) -> Row:
-    """{context: tokens per second of decoding after so many tokens}, one thread."""
-    longest = replace(config, max_position=max(contexts) + NEW_TOKENS)
-    torch.manual_seed(0)
+def rounded(state: Tensor, bits: int) -> Tensor:
+    """Each row in so many bits, with a scale in float16."""
+    most = 2 ** (bits - 1) - 1
+    scale = (state.abs().amax(-1, keepdim=True) / most).half().float().clamp(min=1e-12)
+    return (state / scale).round().clamp(-most, most) * scale
+
+
+def round_states(cache: KVCache, bits: int) -> int:
+    """Round what has a fixed size; how many states that are."""
+    found = 0
+    for state in cache.layers:
+        if isinstance(state, SegmentState):
+            state.tensors = tuple(rounded(tensor, bits) for tensor in state.tensors)
+        elif isinstance(state, RetentionState):
+            state.value = rounded(state.value, bits)
+        else:
+            continue
+        found += 1
+    return found
+
+
+@torch.inference_mode()
+def state_loss(path: Path, windows: Windows, bits: int | None) -> float:
+    """Nats per token, with states of so many bits."""
+    model, total = load(path), 0.0
+    for ids, target in zip(torch.from_numpy(windows.ids), torch.from_numpy(windows.target), strict=True):
+        cache = KVCache(model.config, 1, len(ids))
+        logits = []
+        for piece in ids[None].split(STATE_TOKENS, 1):
+            logits.append(model(piece, cache=cache)[0])
+            if bits is not None and not round_states(cache, bits):
+                raise ValueError(f"{path} has no state of fixed size")
+        nll = F.cross_entropy(torch.cat(logits)[:-1], ids[1:], reduction="none")
+        total += nll[target[1:]].sum().item()
+    return total / windows.scored
+
+
+def low_bit_states(name: str, paths: Sequence[Path], quick: bool) -> Row:
+    """{bits: what they add to the loss, over runs}."""
+    windows, _ = texts([Checkpoint(path) for path in paths], quick, 1)
+    whole = np.array([state_loss(path, windows, None) for path in paths])
+    added = {bits: np.array([state_loss(path, windows, bits) for path in paths]) - whole for bits in STATE_BITS}
+    return {"name": name, "added": {str(bits): over_runs(values) for bits, values in added.items()}}
+
+
+def speeds(names: Sequence[str], preset: str, contexts: Sequence[int]) -> list[Row]:
+    """{context: tokens per second of decoding after so many tokens} of each."""
+    times: dict[tuple[str, int], list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        save(Decoder(longest), Path(folder, "model"), tokenizer_from=tokenizer)
-        artifact = export_artifact(Path(folder, "model"), Path(folder, "artifact"))
-        rows = {context: bench(artifact, context, NEW_TOKENS, 3, threads=1) for context in contexts}
-    return {str(context): row["decode_tokens_per_s"] for context, row in rows.items()}
+        train_tokenizer([__doc__ or ""], model_config(preset, "softmax").vocab_size, folder)
+        for name in names:
+            config = model_config(preset, attention(name), mlp=mlp(name))
+            torch.manual_seed(0)
+            model = Decoder(replace(config, max_position=max(contexts) + NEW_TOKENS))
+            save(model, Path(folder, f"{name}-model"), tokenizer_from=folder)
+            export_artifact(Path(folder, f"{name}-model"), Path(folder, name))
+        for _ in track(range(ROUNDS), "rounds"):
+            for name in names:
+                for context in contexts:
+                    row = bench(Path(folder, name), context, NEW_TOKENS, 1, threads=1)
+                    times.setdefault((name, context), []).append(row["decode_tokens_per_s"])
+    return [
+        {"name": name, "speed": {str(context): statistics.median(times[name, context]) for context in contexts}}
+        for name in names
+    ]
 
 
 def measured(work: Path, preset: str, name: str, paths: Sequence[Path], quick: bool) -> Row:
@@ -132,7 +200,6 @@ def measured(work: Path, preset: str, name: str, paths: Sequence[Path], quick: b
             "max": [report.hidden_states.max for report in reports],
         },
         "logits": [report.attention_logits.max for report in reports if report.attention_logits is not None],
-        "speed": speed(checkpoint.config, paths[0], CONTEXTS[:1] if quick else CONTEXTS),
     }
     write_json(file, row)
     return row
@@ -154,7 +221,7 @@ def losses_table(rows: Sequence[Row]) -> str:
 
 
 def device_table(rows: Sequence[Row]) -> str:
-    """Cache, outliers and speed."""
+    """Cache and outliers."""
 
     def cached(pair: list[float] | None) -> str:
         if pair is None:
@@ -163,16 +230,26 @@ def device_table(rows: Sequence[Row]) -> str:
         parts = [f"{tokens:,.0f}"] * bool(tokens) + [f"{fixed / 1024:,.0f} KiB in all"] * bool(fixed)
         return " + ".join(parts) or "0"
 
-    contexts = list(rows[0]["speed"])
     lines = []
     for row in rows:
         largest = [max(values) if values else None for values in (row["hidden"]["kurtosis"], row["hidden"]["max"])]
         outliers = [*(f"{value:.1f}" for value in largest), f"{max(row['logits']):.1f}" if row["logits"] else "–"]
-        speeds = [f"{row['speed'][context]:,.0f}" for context in contexts]
-        lines.append([row["name"], *(cached(pair) for pair in row["cache"].values()), *outliers, *speeds])
+        lines.append([row["name"], *(cached(pair) for pair in row["cache"].values()), *outliers])
     formats = [f"bytes a token, {format}" for format in rows[0]["cache"]]
     numbers = "hidden states: kurtosis", "largest", "logits: largest"
-    return table(["attention", *formats, *numbers, *(f"tokens/s after {context}" for context in contexts)], lines)
+    return table(["attention", *formats, *numbers], lines)
+
+
+def states_table(rows: Sequence[Row]) -> str:
+    header = [f"state, {bits} bits" for bits in STATE_BITS]
+    lines = [[row["name"], *(interval(one, "{:+.4f}".format) for one in row["added"].values())] for row in rows]
+    return table(["attention", *header], lines)
+
+
+def speeds_table(rows: Sequence[Row]) -> str:
+    header = [f"tokens/s after {context}" for context in rows[0]["speed"]]
+    lines = [[row["name"], *(f"{value:,.0f}" for value in row["speed"].values())] for row in rows]
+    return table(["attention", *header], lines)
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
@@ -205,50 +282,63 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, metavar="DIR", help="folder of the trained models")
     parser.add_argument("--preset", default="tiny", help="model size and recipe (default: %(default)s)")
+    parser.add_argument("--part", choices=PARTS, help="what to measure (default: all)")
     parser.add_argument("--only", help="names of variants, separated by commas (default: all)")
     parser.add_argument("--seeds", type=int, default=3, help="training runs of each (default: %(default)s)")
     parser.add_argument("--steps", type=int, help="of training; default: the preset's")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs trained at once (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="pico, two variants, two runs of 8 steps")
     add_outputs(parser, "variants.md")
-    parser.add_argument("--known", type=Path, metavar="FILE", help="rows that another run wrote with --json, to add")
+    parser.add_argument("--known", type=Path, metavar="FILE", help="rows of models that another run wrote, to add")
     arguments = parser.parse_args()
     set_quiet(arguments.quick)
     if arguments.markdown and not arguments.markdown.is_file():
         parser.error(f"{arguments.markdown}: no such page")
 
-    preset, seeds = ("pico", 2) if arguments.quick else (arguments.preset, arguments.seeds)
+    parts = PARTS if arguments.part is None else (arguments.part,)
+    quick, preset, seeds = arguments.quick, arguments.preset, arguments.seeds
     names = [*variants(), KAN] if arguments.only is None else arguments.only.split(",")
-    names = ["softmax", "retention"] if arguments.quick else sorted(names, key=lambda name: name != "softmax")
-    steps = QUICK if arguments.quick else ["--steps", str(arguments.steps)] if arguments.steps else []
+    if quick:
+        preset, seeds, names = "pico", 2, ["softmax", "retention"]
+    names = sorted(names, key=lambda name: name != "softmax")
+    with_state = [name for name in names if cache(model_config(preset, attention(name), mlp=mlp(name)))["float"][1]]
+    trained = names if "models" in parts else with_state if "states" in parts else []
+    steps = QUICK if quick else ["--steps", str(arguments.steps)] if arguments.steps else []
     with ThreadPoolExecutor(arguments.jobs) as pool:
         tasks = {
             (name, seed): pool.submit(
-                train, arguments.work, preset, name.partition("-")[0], seed, [*options(name), *steps], name
+                train, arguments.work, preset, attention(name), seed, ["--mlp", mlp(name), *steps], name
             )
             for seed in range(seeds)
-            for name in names
+            for name in trained
         }
         paths = {key: task.result() for key, task in track(list(tasks.items()), "training")}
+    of = {name: [paths[name, seed] for seed in range(seeds)] for name in trained}
     torch.set_num_threads(1)
-    rows = [
-        measured(arguments.work, preset, name, [paths[name, seed] for seed in range(seeds)], arguments.quick)
-        for name in track(names, "measuring")
-    ]
-    if arguments.known:
-        every = [*variants(), KAN]
-        rows += [row for row in json.loads(arguments.known.read_text()) if row["name"] not in names]
-        rows.sort(key=lambda row: (row["name"] != "softmax", every.index(row["name"])))
     length = f"{arguments.steps} steps" if arguments.steps else "its own number of steps"
-    about = (
-        f"{describe()}. Preset {preset}, {length}; {seeds} runs of each, {REPEATS} roundings of each run. "
-        f"`{command_line('variants.py', sys.argv[1:])}`"
-    )
-    tables = {"losses": f"{about}\n\n{losses_table(rows)}", "device": device_table(rows)}
+    about = f"{describe()}. Preset {preset}, {length}; {seeds} runs of each"
+    command = f"`{command_line('variants.py', sys.argv[1:])}`"
+    numbers: dict[str, list[Row]] = {}
+    tables: dict[str, str] = {}
+    if "models" in parts:
+        rows = [measured(arguments.work, preset, name, of[name], quick) for name in track(names, "measuring")]
+        if arguments.known:
+            every = [*variants(), KAN]
+            rows += [row for row in read_json(arguments.known)["models"] if row["name"] not in names]
+            rows.sort(key=lambda row: (row["name"] != "softmax", every.index(row["name"])))
+        if arguments.markdown:
+            plot(rows, arguments.markdown.with_suffix(".svg"))
+        numbers["models"] = rows
+        tables["losses"] = f"{about}, {REPEATS} roundings of each run. {command}\n\n{losses_table(rows)}"
+        tables["device"] = f"{about}. {command}\n\n{device_table(rows)}"
+    if "states" in parts:
+        numbers["states"] = [low_bit_states(name, of[name], quick) for name in track(with_state, "rounding states")]
+        tables["states"] = f"{about}. {command}\n\n{states_table(numbers['states'])}"
+    if "speeds" in parts:
+        numbers["speeds"] = speeds(names, preset, CONTEXTS[:1] if quick else CONTEXTS)
+        tables["speeds"] = f"{describe()}. Preset {preset}. {command}\n\n{speeds_table(numbers['speeds'])}"
     print("\n\n".join(tables.values()))
-    if arguments.markdown:
-        plot(rows, arguments.markdown.with_suffix(".svg"))
-    write_outputs(arguments, rows, tables)
+    write_outputs(arguments, numbers, tables)
 
 
 if __name__ == "__main__":

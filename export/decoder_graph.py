@@ -5,8 +5,10 @@ Inputs and outputs carry the names that onnxruntime-genai and optimum look for:
     input_ids int64 [B, S], attention_mask int64 [B, T], position_ids int64 [B, S],
     past_key_values.N.key|value [B, Hk, C, d]   ->   logits fp32 [B, S, V], present.N.key|value [B, Hk, max(C, T), d]
 
-and `logits_from` int64 [1], default 0: the first of the new tokens whose logits are computed. A prompt only needs the
-last token's, and with a large vocabulary the head takes a fifth of the time of a small model.
+and two optional inputs. `logits_from` int64 [1], default 0: the first of the new tokens whose logits are computed. A
+prompt only needs the last token's, and with a large vocabulary the head takes a fifth of the time of a small model.
+`shorter_by` int64 [1] or [B], default 0: how many tokens a row lacks of T, where attention's operator has all of the
+cache (ops/diff_attention.py, "Rows of their own length").
 
 Layers after the last one with a cache also compute only the tokens from `logits_from` on; they read values of earlier
 layers.
@@ -41,7 +43,7 @@ from ..ops.diff_attention import Signature
 from ..ops.kv_cache import BLOCK
 from ..quantize import AttentionScheme
 from ..quantize.device_cache import operator
-from ..runtime.session import LOGITS_FROM
+from ..runtime.session import LOGITS_FROM, SHORTER_BY
 from .onnx_graph import DATA, OnnxGraph
 
 HALVES: dict[torch.dtype, type] = {torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
@@ -95,6 +97,7 @@ class DecoderGraph(OnnxGraph):
             for i, layer in enumerate(cache.layers)
         ]
         self._present: list[Cache] = []
+        self._has_rows = target == "cpu"  # whether rows can have lengths of their own
         self._rings = any(buffer.ring for buffer in cache.buffers.values())
         self._tail = 1 + max(i for i, layer in enumerate(cache.layers) if layer)  # the first that needs few tokens
         self._x: ir.Value
@@ -118,6 +121,16 @@ class DecoderGraph(OnnxGraph):
     def past_length(self) -> ir.Value:
         """int64 [1]: T - S."""
         return self.op("Sub", [self._total, self._length])
+
+    @shared
+    def shorter_by(self) -> ir.Value:
+        """int64 [1] or [B]: how many tokens a row lacks of T."""
+        return self.optional_input(SHORTER_BY, np.zeros(1, np.int64), ["lengths"])
+
+    @shared
+    def past_lengths(self) -> ir.Value:
+        """int64 [1] or [B]: those of the rows."""
+        return self.op("Sub", [self.past_length, self.shorter_by])
 
     @shared
     def real_tokens(self) -> ir.Value:
@@ -181,9 +194,11 @@ class DecoderGraph(OnnxGraph):
         signature = operator(self.scheme, branches, heads.noise_ratio, heads.sliding_window, appends)
         simple = appends and heads.rope and not (self.low_bit or self._rings)
         grouped = branches == 1 and simple and not change and not heads.head_dim % GROUP_QUERY_MULTIPLE
-        past_length = self.past_length
+        self._has_rows &= change is None
+        past_length = self.past_lengths if self._has_rows else self.past_length
         if not appends:  # queries may be only the last of the new tokens
-            past_length = self.op("Sub", [self._total, self.op("Shape", [query], start=1, end=2)])
+            before = self.op("Sub", [self._length, self.op("Shape", [query], start=1, end=2)])
+            past_length = self.op("Add", [past_length, before])
         position_ids, cos, sin = self._rope(heads)
         values = {
             "query": query,
@@ -221,6 +236,7 @@ class DecoderGraph(OnnxGraph):
         return by_name["out"], {name: by_name[f"present_{name}"] for name in past} if appends else {}
 
     def attention_inputs(self, past: Cache, heads: Heads, branches: int) -> tuple[Signature, int, Cache]:
+        self._has_rows = False
         position_ids, cos, sin = self._rope(heads)
         values = {"past_length": self.past_length, "position_ids": position_ids, "cos": cos, "sin": sin}
         values |= {"attention_mask": self.attention_mask, **{f"past_{name}": buffer for name, buffer in past.items()}}
@@ -303,6 +319,8 @@ class DecoderGraph(OnnxGraph):
         if self.dtype is not np.float32:
             logits = self.cast(logits, np.float32)
         self.output("logits", logits, np.float32, ["batch_size", "logits", self.config.vocab_size])
+        if not self._has_rows and "shorter_by" in vars(self):  # a layer that has one length for all rows came later
+            self.make_constant(self.shorter_by)
         for index, present in enumerate(self._present):
             for buffer in self.cache.layers[index]:
                 name = f"present.{index}.{buffer.name}"

@@ -86,11 +86,19 @@ class OnnxGraph:
         self._graph.inputs.append(value)
         return value
 
-    def optional_input(self, name: str, default: NDArray[Any]) -> ir.Value:
-        """Add an optional input, which loaders may omit: an initializer that can be overridden."""
+    def optional_input(self, name: str, default: NDArray[Any], shape: Sequence[int | str] | None = None) -> ir.Value:
+        """Add an optional input, which loaders may omit: an initializer that can be overridden, by one of `shape`."""
         value = self._register(ir.Value(name=name, const_value=ir.tensor(default, name=name)))
+        if shape is not None:
+            value.shape = ir.Shape(shape)
         self._graph.inputs.append(value)
         return value
+
+    def make_constant(self, value: ir.Value) -> None:
+        """Make an optional input an initializer that cannot be overridden."""
+        assert value.const_value is not None
+        self._graph.inputs.remove(value)
+        value.shape = ir.Shape(value.const_value.numpy().shape)
 
     def output(self, name: str, value: ir.Value, dtype: DTypeLike, shape: Sequence[int | str]) -> None:
         value.name, value.type, value.shape = name, _type(dtype), ir.Shape(shape)

@@ -81,6 +81,11 @@ class Buffer:
         """The shape for a capacity of `tokens`, a multiple of `multiple`, without the batch."""
         return tuple(dim if isinstance(dim, int) else ring_of(dim) or tokens // tokens_each(dim) for dim in self.shape)
 
+    def first(self, tokens: int) -> tuple[slice, ...]:
+        """Where the first `tokens` are, in a buffer without the batch; in one of fixed size, all of it."""
+        sizes = zip(self.shape, self.fixed, strict=True)
+        return tuple(slice(size if size else -(-tokens // tokens_each(str(dim)))) for dim, size in sizes)
+
     def nbytes(self, tokens: int) -> int:
         """Bytes of one sequence."""
         return WIDTHS[self.dtype] * math.prod(self.sizes(tokens))

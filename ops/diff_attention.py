@@ -21,7 +21,7 @@ Inputs; n = branches
     key, value      T  [B, S, Hk*d]; without them the node appends nothing ("Query-only", below)
     lambda          float [H], or [B, S, H] (after the sigmoid); omitted if n = 1
     past_key/value  [B, Hk, C, ..]     the cache, below
-    past_length     int64 [1]
+    past_length     int64 [1], or [B]: "Rows of their own length", below
     position_ids    int64 [B, S]       rows of cos and sin
     cos, sin        float [P, d/2]     rotate-half RoPE: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)
     attention_mask  int64 [B, T]       0 hides a key (padding); token s sees keys 0..past_length+s that are not hidden,
@@ -71,6 +71,11 @@ window that no context exceeds gives bit for bit the same result as no window.
 Query-only: `past_key`, ... are the presents of another node without a sliding window, which hold the T tokens, the last
 S of which are the queries; past_length is T - S. There are no presents. A low-bit cache is read as stored: the tokens
 before quantized(T) from their codes, whatever the query's position.
+
+Rows of their own length (past_length [B]): row b is computed as if it were alone, after past_length[b] tokens; a row
+with a number below 0 is left alone, and its output is zero. The attention mask has at least as many columns as the
+longest row has tokens; a row reads the first of them. Only kernels on a CPU do this, for few new tokens, and only where
+past and present share memory; the body takes one length.
 
 Query bits (query_bits 8 or 4; key_bits 8, 4 or 2): products with codes of keys are integer products. The query, rotated
 and multiplied by scale, each operation rounded to float32, is quantized per row (`kv_cache.row_scores`, 8-bit keys) or

@@ -15,7 +15,6 @@ from .bench import bench
 from .chat import MAX_TOKENS, Chat
 from .constraint import Constraint, Grammars
 from .generate import FinishReason, Generation, TextOutput, generate
-from .rows import RowCaches
 from .sampler import Sampler
 from .session import Logits, Session, slowdowns
 from .template import ChatTemplate, Message, NoTemplate
@@ -36,7 +35,6 @@ __all__ = [
     "Logits",
     "Message",
     "NoTemplate",
-    "RowCaches",
     "Sampler",
     "Session",
     "SessionOptions",

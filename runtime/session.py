@@ -55,7 +55,9 @@ CHUNK, GPU_CHUNK = 256, 2048
 # WebGPU's GroupQueryAttention has other kernels for 32 tokens and more. They need 8 threads in a subgroup, of which
 # SwiftShader, a driver that computes on the CPU, has 4: wrong numbers (docs/devices.md)
 SHORT_CHUNK = 31
-LOGITS_FROM = "logits_from"  # an optional input: index of the first new token whose logits are computed
+# Optional inputs: the first new token whose logits are computed; how many tokens each row lacks of the mask's
+LOGITS_FROM, SHORTER_BY = "logits_from", "shorter_by"
+TOKEN_INPUTS = "input_ids", "attention_mask", "position_ids"
 TENSORS = {"float32": "tensor(float)"}  # dtypes for which ONNX Runtime has another name
 
 
@@ -100,8 +102,7 @@ class Session:
         self.native = library is not None
         self.nodes = node_counts(self._session)
         row = device_of(device)
-        wrong = row.wrong.get(self.artifact.dtype)
-        if wrong in self.nodes.get(CPU, {}):
+        if (wrong := row.wrong.get(self.artifact.dtype)) in self.nodes.get(CPU, {}):
             raise DiffbitError(
                 f"{self._model}: device {device} computes wrong numbers in {self.artifact.dtype} beside {wrong} on the "
                 "CPU; export the model with --dtype fp32, or run with device cpu"
@@ -116,10 +117,9 @@ class Session:
         grows = (buffer.grows or buffer.name.endswith("_recent") for buffer in self._buffers.values())
         self._to_end = not all(grows)  # whether a row's tokens are moved to its end
         self._check_signature()
-        # older exports, without this input, compute all logits
-        self._logits_from = row.overrides and LOGITS_FROM in {
-            node.name for node in self._session.get_overridable_initializers()
-        }
+        optional = {node.name for node in self._session.get_overridable_initializers()} if row.overrides else set()
+        self._logits_from = LOGITS_FROM in optional  # older exports, without this input, compute all logits
+        self.takes_lengths = SHORTER_BY in optional
         self._binding = self.io_binding()
         self._binding.bind_output("logits", "cpu")  # the first of the outputs
         self._lock = threading.RLock()
@@ -242,8 +242,8 @@ class Session:
         ids = _integers(token_ids, "token_ids")
         if ids.shape[1] != 1 or not ids.shape[0]:
             raise DiffbitError(f"token_ids has shape {list(ids.shape)}, wanted [B, 1]: one token per row")
-        in_blocks = any(buffer.multiple > 1 for buffer in self._buffers.values())
-        if in_blocks and self._length and len(np.unique(self._tokens)) > 1:
+        unequal = self._length and len(np.unique(self._tokens)) > 1
+        if unequal and any(buffer.multiple > 1 for buffer in self._buffers.values()):
             raise DiffbitError(
                 f"{self.artifact.path}: rows of unequal length cannot continue together, because they share the "
                 "cache's blocks and residual window: a short row's recent tokens would be rounded. Run rows of equal "
@@ -289,21 +289,31 @@ class Session:
             raise DiffbitError(f"{self._model}: ONNX Runtime failed while running it ({error})") from None
         return logits
 
+    def empty_cache(self, rows: int) -> dict[str, NDArray[Any]]:
+        """Zeroed buffers of full capacity, [rows, ...]. Raises OSError, OverflowError or MemoryError."""
+        capacity = self.artifact.cache.capacity(self.capacity)
+        return {name: zeros((rows, *one.sizes(capacity)), one.dtype) for name, one in self._buffers.items()}
+
     def io_binding(self) -> Any:
         """A binding of ONNX Runtime's for `run`, with no cache bound."""
         return self._session.io_binding()
 
-    def run(self, binding: Any, ids: Ids, mask: Ids, positions: Ids, last: bool) -> Logits:
+    def run(
+        self, binding: Any, ids: Ids, mask: Ids, positions: Ids, last: bool, shorter_by: Ids | None = None
+    ) -> Logits:
         """Run the graph on `ids` [B, S] with a cache that the caller has bound -> logits [B, S, V], or [B, 1, V] with
-        `last`. The session's own tokens stay as they are."""
-        feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        `last`. shorter_by [B]: how many tokens each row lacks of the mask's. The session's own tokens stay as they
+        are."""
         # the binding does not own this memory: it must live until the run is over
-        feeds = {name: np.ascontiguousarray(array) for name, array in feeds.items()}
-        for name, array in feeds.items():
+        feeds = [np.ascontiguousarray(array) for array in (ids, mask, positions)]
+        for name, array in zip(TOKEN_INPUTS, feeds, strict=True):
             binding.bind_cpu_input(name, array)
         first = ids.shape[1] - 1 if last and self._logits_from else 0
-        if self._logits_from:  # bind_cpu_input knows no optional inputs
-            binding.bind_ortvalue_input(LOGITS_FROM, onnxruntime().OrtValue.ortvalue_from_numpy(np.array([first])))
+        optional = {LOGITS_FROM: np.array([first])} if self._logits_from else {}
+        if shorter_by is not None:
+            optional[SHORTER_BY] = shorter_by
+        for name, array in optional.items():  # bind_cpu_input knows no optional inputs
+            binding.bind_ortvalue_input(name, onnxruntime().OrtValue.ortvalue_from_numpy(array))
         # into this memory: an output of ONNX Runtime's own would have to be copied
         logits = pages((ids.shape[0], ids.shape[1] - first, self.artifact.vocab_size))
         binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
@@ -367,8 +377,7 @@ class Session:
 
     def _check_signature(self) -> None:
         """Compare the graph's inputs and outputs with the manifest. A dynamic dimension in the graph fits any size."""
-        names = ("input_ids", "attention_mask", "position_ids")
-        inputs: dict[str, Signature] = {name: ("tensor(int64)", (None, None)) for name in names}
+        inputs: dict[str, Signature] = dict.fromkeys(TOKEN_INPUTS, ("tensor(int64)", (None, None)))
         outputs: dict[str, Signature] = {"logits": ("tensor(float)", (None, None, self.artifact.vocab_size))}
         for name, buffer in self._buffers.items():
             shape = (None, *buffer.fixed)

@@ -189,7 +189,8 @@ def test_runs(trained: Callable[[str], Path], tmp_path: Path) -> None:
 def test_attentions_are_compared_at_low_bits(trained: Callable[[str], Path], tmp_path: Path) -> None:
     """On small models that are there, so that none is trained; a state is no cache of keys and values."""
     page = tmp_path / "variants.md"
-    page.write_text("".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in ("losses", "device")))
+    tables = "losses", "device", "states", "speeds"
+    page.write_text("".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in tables))
     sizes = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 64, "num_layers": 1, "max_position": 64}
     for name in ("softmax", "retention"):
         config = ModelConfig.uniform(attention=name, num_heads=2, num_kv_heads=2, head_dim=32, **sizes)
@@ -199,10 +200,14 @@ def test_attentions_are_compared_at_low_bits(trained: Callable[[str], Path], tmp
     done = run("variants.py", "--work", str(tmp_path), "--quick", "--markdown", str(page))
     assert done.code == 0, done.error
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.read_text().splitlines() if "|" in line]
-    by_name = {table: {row[0]: row[1:] for row in lines if len(row) == table} for table in (7, 8)}
-    assert by_name[7]["retention"][-2:] == ["–", "–"] and "%" in by_name[7]["softmax"][-1]
-    assert by_name[8]["softmax"][:3] == ["512", "144", "80 + 16 KiB in all"]
-    assert by_name[8]["retention"][:3] == 3 * ["16 KiB in all"]
+    losses, device, states, speeds = (
+        {row[0]: row[1:] for row in lines[start:end]} for start, end in ((0, 4), (4, 8), (8, 11), (11, 15))
+    )
+    assert losses["retention"][-2:] == ["–", "–"] and "%" in losses["softmax"][-1]
+    assert device["softmax"][:3] == ["512", "144", "80 + 16 KiB in all"]
+    assert device["retention"][:3] == 3 * ["16 KiB in all"]
+    assert "softmax" not in states and len(states["retention"]) == 3
+    assert all(float(speeds[name][0].replace(",", "")) > 0 for name in ("softmax", "retention"))
     assert (tmp_path / "variants.svg").read_text().startswith("<?xml")
 
 

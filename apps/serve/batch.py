@@ -1,10 +1,10 @@
 """Continuous batching: several texts share a session, each in a row of one batch. A step reads the weights only once.
 
-The tokens of a row may lie in any slots of its cache as long as they are in order; the attention mask marks them. A new
-text is therefore prefilled alone, in its own row of the buffers, and joins the others at the next step, whatever their
-lengths; its unused slots are padding. A finished row keeps its tokens until another text takes the row. A new text
-reuses the longest prefix that any row holds, copied if necessary: earlier turns of a conversation, or a shared system
-prompt.
+A new text is prefilled alone, in its own row of the buffers, and joins the others at the next step, whatever their
+lengths. A finished row keeps its tokens until another text takes the row. A new text reuses the longest prefix that any
+row holds, copied if necessary: earlier turns of a conversation, or a shared system prompt. A low-bit cache has the
+recent tokens in 16 bits, and codes of the others: to cut it, copies of the recent tokens are kept, for each block of a
+prompt and for its end.
 
 This needs buffers of which `RowCaches` can hold several rows. Other sessions have one row and compute one text after
 the other; `Rows.of` chooses.
@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...runtime import Logits, RowCaches, Session
+from ...runtime import Logits, Session
+from .rows import REST, RowCaches
 
-HOLE = -1  # a slot of the cache without a token
 WORTH_COPYING = 16  # tokens: a prefix in another row is copied if it is longer by at least as many
 
 
@@ -83,61 +84,53 @@ class _Batch(Rows):
     def __init__(self, session: Session, count: int) -> None:
         super().__init__(session, count)
         self._caches = RowCaches(session, count)
-        self._ids = np.full((count, self.capacity), HOLE, np.int64)
+        self._ids = np.zeros((count, self.capacity), np.int64)
+        self._lengths = np.zeros(count, np.int64)
         self._used = np.zeros(count, np.int64)  # number of the text that last took each row
         self._whole = np.zeros(count, np.int64)  # tokens in whole blocks of a prompt, from the beginning
+        self._recent: list[dict[int, Any]] = [{} for _ in range(count)]  # by length: what a row can be cut to
         self._texts = 0
-        self._end = 0  # from this slot on, every taken row is free
 
     def room(self, row: int) -> int:
-        return self.capacity - int((self._ids[row] != HOLE).sum())
+        return self.capacity - int(self._lengths[row])
 
     def begin(self, token_ids: Sequence[int], go_on: Callable[[], bool]) -> tuple[int, int, Logits | None]:
         ids = np.asarray(token_ids, np.int64)
-        row, cached = self._prepare(ids)
+        row, cached, shared = self._prepare(ids)
         logits: Logits | None = None
-        for start in range(cached, len(ids), self.session.chunk):
+        end = cached
+        while end < len(ids):
             if not go_on():
                 return row, cached, None
-            part = ids[None, start : start + self.session.chunk]
-            end = start + part.shape[1]
-            logits = self._caches.run(
-                slice(row, row + 1), part, np.ones((1, end), np.int64), np.arange(start, end)[None]
-            )
+            start, end = end, min(end + self.session.chunk, len(ids))
+            if start < shared < end:  # the next text with this beginning can take it over from here
+                end = shared
+            part = ids[start:end]
+            logits = self._caches.run(slice(row, row + 1), part[None], np.array([start]))
             self._ids[row, start:end] = part
-            if part.shape[1] == self.session.chunk and start == self._whole[row]:
+            self._lengths[row] = end
+            if len(part) == self.session.chunk and start == self._whole[row]:
                 self._whole[row] = end
+            if recent := self._caches.recent(row):
+                self._recent[row][end] = recent
         assert logits is not None
         self._taken[row] = True
-        self._end = int(self._ends()[self._taken].max())
         return row, cached, logits[0]
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, Logits]:
-        if self._end == self.capacity:
-            for row in tokens:
-                self._keep(row, row, self.capacity - self.room(row))
-            self._end = int(self._ends()[self._taken].max())
-        count, slot = max(tokens) + 1, self._end
-        rows = slice(0, count)
-        new = np.full(count, HOLE, np.int64)
-        new[list(tokens)] = list(tokens.values())
-        self._ids[rows, slot:] = HOLE  # tokens of free rows are overwritten
-        mask = (np.column_stack((self._ids[rows, :slot], new)) != HOLE).astype(np.int64)
-        positions = np.maximum(mask.sum(1, keepdims=True) - 1, 0)
-        logits = self._caches.run(rows, np.maximum(new, 0)[:, None], mask, positions)
-        self._ids[rows, slot] = new  # now that their keys and values are there
-        self._end = slot + 1
+        count, rows, new = max(tokens) + 1, list(tokens), list(tokens.values())
+        ids, lengths = np.zeros((count, 1), np.int64), np.full(count, REST)
+        ids[rows, 0], lengths[rows] = new, self._lengths[rows]
+        logits = self._caches.run(slice(0, count), ids, lengths)
+        self._ids[rows, self._lengths[rows]] = new
+        self._lengths[rows] += 1
         return {row: logits[row] for row in tokens}
 
-    def _ends(self) -> NDArray[np.int64]:
-        """[count]: the slot after each row's last token."""
-        filled = self._ids != HOLE
-        return np.where(filled.any(1), self.capacity - filled[:, ::-1].argmax(1), 0)
-
-    def _prepare(self, ids: NDArray[np.int64]) -> tuple[int, int]:
-        """Put the longest prefix of a prompt that any row holds into a free row. Returns the row and the length of the
-        prefix, which leaves at least one token to compute."""
-        common = np.array([self._common(row, ids[:-1]) for row in range(self.count)])
+    def _prepare(self, ids: NDArray[np.int64]) -> tuple[int, int, int]:
+        """Put the longest prefix of a prompt that any row can be cut to into a free row. Returns the row, the length of
+        the prefix, which leaves at least one token to compute, and that of the longest prefix that any row holds."""
+        equal = [self._equal(row, ids[:-1]) for row in range(self.count)]
+        common = np.array([self._cut(row, count) for row, count in enumerate(equal)])
         free = np.flatnonzero(~self._taken)
         longest = free[common[free] == common[free].max()]
         row = int(longest[self._used[longest].argmin()])
@@ -146,22 +139,28 @@ class _Batch(Rows):
         self._keep(row, source, int(common[source]))
         self._texts += 1
         self._used[row] = self._texts
-        return row, int(common[source])
+        return row, int(common[source]), max(equal)
 
-    def _common(self, row: int, ids: NDArray[np.int64]) -> int:
-        cached = self._ids[row][self._ids[row] != HOLE][: len(ids)]
-        differ = cached != ids[: len(cached)]
-        equal = int(differ.argmax()) if differ.any() else len(cached)
+    def _equal(self, row: int, ids: NDArray[np.int64]) -> int:
+        """How many tokens of a prompt a row holds."""
+        length = int(self._lengths[row])
+        differ = self._ids[row, : min(length, len(ids))] != ids[:length]
+        equal = int(differ.argmax()) if differ.any() else len(differ)
         return self.session.reusable(equal, int(self._whole[row]))
 
+    def _cut(self, row: int, equal: int) -> int:
+        """The largest number of these tokens that the row can be cut to."""
+        if self.session.artifact.cache.holds(equal, int(self._lengths[row])):
+            return equal
+        return max((kept for kept in self._recent[row] if kept <= equal), default=0)
+
     def _keep(self, row: int, source: int, count: int) -> None:
-        """Copy the first `count` tokens of `source` to the start of `row`, as its only tokens."""
-        slots = np.flatnonzero(self._ids[source] != HOLE)[:count]
-        if source != row or (slots != np.arange(count)).any():
-            for name, cache in self._caches.arrays.items():
-                rows = np.moveaxis(cache, self._caches.axes[name], 1)
-                rows[row, :count] = rows[source, slots]
-        ids = self._ids[source, slots]
-        self._ids[row] = HOLE
-        self._ids[row, :count] = ids
+        """Make the first `count` tokens of `source` those of `row`."""
+        if source != row:
+            self._caches.copy(source, row, count)
+            self._ids[row, :count] = self._ids[source, :count]
+        if recent := self._recent[source].get(count):
+            self._caches.put_recent(row, recent)
+        self._recent[row] = {kept: recent for kept, recent in self._recent[source].items() if kept <= count}
+        self._lengths[row] = count
         self._whole[row] = min(count, int(self._whole[source]))

@@ -29,6 +29,8 @@ struct CausalConv : CausalConvNode {
 struct DiffAttention : AttentionNode {
   explicit DiffAttention(const Node& node);
   void compute(Context& context) const;
+  /// Where rows have lengths of their own.
+  void compute_rows(const Tensors& of, Context& context) const;
   const AttentionKernels* kernels;
   const LowBitKernels* lowbit;
 };

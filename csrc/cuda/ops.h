@@ -23,11 +23,21 @@ struct Launch : Base {
   }
 };
 
+/// Attention whose rows all have the same length.
+struct OneLength : AttentionNode {
+  using AttentionNode::AttentionNode;
+  Tensors tensors(Context& context) const {
+    const Tensors of = AttentionNode::tensors(context);
+    if (of.lengths) throw Error("past_length has %lld numbers, wanted one on a GPU", number(of.batch));
+    return of;
+  }
+};
+
 #define DIFFBIT_LAUNCH(Node, Call, function) \
   Launch<Node, Diffbit##Call, diffbit_cuda_##function##_workspace, diffbit_cuda_##function>
 
 using CausalConv = DIFFBIT_LAUNCH(CausalConvNode, CausalConv, causal_conv);
-using DiffAttention = DIFFBIT_LAUNCH(AttentionNode, Attention, attention);
+using DiffAttention = DIFFBIT_LAUNCH(OneLength, Attention, attention);
 using FloatMatMul = DIFFBIT_LAUNCH(FloatMatMulNode, FloatMatMul, float_matmul);
 using GatherLowBit = DIFFBIT_LAUNCH(GatherLowBitNode, GatherLowBit, gather_lowbit);
 using GatherQuantized = DIFFBIT_LAUNCH(GatherNode, GatherQuantized, gather_quantized);

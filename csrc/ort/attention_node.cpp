@@ -1,5 +1,6 @@
 #include "attention_node.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace diffbit {
@@ -167,19 +168,24 @@ AttentionNode::Tensors AttentionNode::tensors(Context& context) const {
   of.values = side(VALUES, value, value_bits);
   if (of.keys.blockwise() == of.values.blockwise() && of.appends)
     of.values.past.expect({batch, kv_heads, of.keys.past_capacity, of.values.past.shape[3]});
-  past_length.expect({1});
-  const int64_t past = *past_length.as<int64_t>();
+  const bool by_row = past_length.rank == 1 && past_length.shape[0] != 1;
+  past_length.expect({by_row ? batch : 1});
+  const int64_t* lengths = past_length.as<int64_t>();
+  const int64_t past = *std::max_element(lengths, lengths + past_length.shape[0]);
   constexpr int64_t ANY = int64_t{1} << 40;
   for (const CacheTensors* cache : {&of.keys, &of.values}) {
     const int64_t most = cache->ring ? ANY
                                      : cache->past_capacity + (cache->blockwise() ? window + CACHE_BLOCK - 1 : 0) -
                                            (of.appends ? 0 : length);
-    if (past < 0 || past > most)
+    if ((past < 0 && !by_row) || past > most)
       throw Error("%s is %lld, wanted 0 to %lld, the capacity of %s%s", past_length.name, number(past), number(most),
                   cache == &of.keys ? "past_key" : "past_value", cache->blockwise() ? " and its recent tokens" : "");
   }
-  const int64_t total = past + length;
-  mask.expect({batch, total});
+  const int64_t total = std::max<int64_t>(0, past) + length;
+  mask.expect({batch, by_row ? -1 : total});
+  if (by_row && mask.shape[1] < total)
+    throw Error("%s is %s, wanted at least %lld columns: %s has a row of %lld tokens", mask.name,
+                mask.shape_text().c_str(), number(total), past_length.name, number(past));
   positions.expect({batch, length});
   cos.expect({-1, d / 2});
   sin.expect({cos.shape[0], d / 2});
@@ -191,6 +197,7 @@ AttentionNode::Tensors AttentionNode::tensors(Context& context) const {
     lambda.expect({heads});
 
   of.batch = batch, of.steps = length, of.past_length = past, of.d = d;
+  of.lengths = by_row ? lengths : nullptr, of.total = mask.shape[1];
   of.query = query, of.lambda = lambda, of.position_ids = positions, of.cos = cos, of.sin = sin, of.attention_mask = mask;
   of.out = context.output(OUT, {batch, length, heads * width * d});
   if (of.appends) {
@@ -200,6 +207,10 @@ AttentionNode::Tensors AttentionNode::tensors(Context& context) const {
     reuse_past(context, KEYS, of.keys);
     reuse_past(context, VALUES, of.values);
   }
+  for (const CacheTensors* cache : {&of.keys, &of.values})
+    if (by_row && !(cache->in_place && (cache->recent_in_place || !cache->blockwise())))
+      throw Error("%s has %lld numbers, wanted one where past and present are not the same memory", past_length.name,
+                  number(batch));
   return of;
 }
 

@@ -58,8 +58,8 @@ def test_diff_v1_holds_the_op_and_its_body(checkpoint_of: Maker) -> None:
     }
     functions = sorted((f.domain, f.name) for f in model.functions)
     assert functions == [("diffbit", "DiffAttention"), ("diffbit", "Int4MatMul")]
-    # what does not depend on the layer is there once
-    assert sum(node.op_type == "Sub" for node in model.graph.node) == 1
+    # what does not depend on the layer is there once: T - S, and that of each row
+    assert sum(node.op_type == "Sub" for node in model.graph.node) == 2
 
 
 @pytest.mark.parametrize("attention", ["softmax", "diff_v2"])
@@ -94,7 +94,7 @@ def test_weights_lie_outside_and_names_say_whose_they_are(checkpoint_of: Maker, 
     artifact = write_artifact(checkpoint_of(attention, "int4_g32"))
     model = graph_of(artifact)
     for tensor in model.graph.initializer:
-        small = tensor.name.startswith("constant_") or tensor.name == "logits_from"
+        small = tensor.name.startswith("constant_") or tensor.name in ("logits_from", "shorter_by")
         assert (tensor.data_location == onnx.TensorProto.EXTERNAL) != small, tensor.name
         if small:
             assert len(tensor.raw_data) <= 64
@@ -106,7 +106,7 @@ def test_weights_lie_outside_and_names_say_whose_they_are(checkpoint_of: Maker, 
     assert "layers.1.self_attn.q_proj+k_proj+v_proj.codes" in names and "layers.0.mlp.down_proj.scale" in names
     assert (artifact / "model.onnx").stat().st_size < 60_000
     graph_inputs = {value.name for value in model.graph.input}
-    assert graph_inputs & names == {"logits_from"}  # may be left out
+    assert graph_inputs & names == {"logits_from", "shorter_by"}  # may be left out
 
 
 def test_the_checker_accepts_graph_and_functions(checkpoint_of: Maker, tmp_path: Path) -> None:

@@ -567,7 +567,12 @@ def test_bad_inputs_are_sentences() -> None:
         ({"past_value": x["past_value"][:, :, 1:]}, r"past_value is \[2, 2, 10, 8\], wanted \[2, 2, 11, 8\]"),
         ({"past_length": np.array([-1])}, "past_length is -1, wanted 0 to 11, the capacity of past_key"),
         ({"past_length": np.array([12])}, "past_length is 12, wanted 0 to 11, the capacity of past_key"),
-        ({"past_length": np.array([3, 4])}, r"past_length is \[2\], wanted \[1\]"),
+        ({"past_length": np.array([3, 4, 4])}, r"past_length is \[3\], wanted \[2\]"),
+        ({"past_length": np.array([3, 6])}, r"attention_mask is \[2, 9\], wanted at least 11 columns"),
+        (
+            {"past_length": np.array([3, 4])},
+            "past_length has 2 numbers, wanted one where past and present",
+        ),
         ({"past_length": np.array([5])}, r"attention_mask is \[2, 9\], wanted \[2, 10\]"),
         ({"position_ids": positions + 100}, r"position_ids holds 10\d, wanted 0 to 11: cos has 12 rows"),
         ({"position_ids": positions - 100}, r"position_ids holds -9\d, wanted 0 to 11: cos has 12 rows"),

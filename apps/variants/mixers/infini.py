@@ -13,7 +13,8 @@ kept apart, as `pending`, until the first token of the next. Quotients are 0 whi
 queries and keys are rotated (RoPE), as in the paper. A segment is N real tokens, wherever there is padding.
 
 Low bits: those of the weights. The state has a fixed size: N keys and values, and 2 d (d + 1) numbers per head, float32
-(quantize/cache.py has formats for keys and values that one operator appends and reads, and this mixer does not use it).
+(quantize/device_cache.py has formats for keys and values that one operator appends and reads, and this mixer does not
+use it). docs/variants.md has what rounding the state costs.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ authors' code (torchscale, which replaced GroupNorm by RMSNorm in October 2023);
 small cancel out in the norm. Angles are the model's RoPE.
 
 Low bits: those of the weights; the state stays float32. A scheme has formats for keys and values, which are rounded
-once (quantize/cache.py). A state would be rounded again after every call, so a result would depend on how its tokens
-are split into calls. With random inputs, d = 32 and a scale per row, 1024 roundings to int8 make outputs wrong by 2.3 %
-(h = 0) to 9.8 % (h = 5), to float16 by 0.08 to 0.35 %.
+once (quantize/device_cache.py). A state would be rounded again after every call, so a result would depend on how its
+tokens are split into calls; docs/variants.md has what that costs trained models. With random inputs, d = 32 and a scale
+per row, 1024 roundings to int8 make outputs wrong by 2.3 % (h = 0) to 9.8 % (h = 5), to float16 by 0.08 to 0.35 %.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@
 // A1 - lambda A2. With one branch there are no noise rows and nothing is subtracted.
 #pragma once
 
+#include <vector>
+
 #include "../ops.h"
 #include "cache.h"
 
@@ -23,11 +25,13 @@ inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 struct Call {
-  Call(const DiffAttention& op, const AttentionNode::Tensors& tensors);
+  /// row: one of the batch's, where rows have lengths of their own; else -1, and the call has all of them.
+  Call(const DiffAttention& op, const AttentionNode::Tensors& tensors, int64_t row = -1);
 
   const AttentionKernels& kernels;
   const LowBitKernels& lowbit;
-  int64_t batch, heads, query_heads, kv_heads, width, branches, ratio, d;
+  int64_t first_row, batch;  // rows first_row .. first_row + batch of the tensors
+  int64_t heads, query_heads, kv_heads, width, branches, ratio, d;
   int64_t groups, pairs, noises;  // groups: kv heads; pairs and noise heads per kv head
   int64_t window, sliding;
   bool appends;
@@ -40,7 +44,7 @@ struct Call {
   // A part of a call: the new tokens first .. first + length of all_length, after `past` tokens. With a sliding window
   // tokens are counted from the cache's `base` on, because earlier tokens are neither visible nor quantized.
   int64_t first, length, past;
-  int64_t all_length, all_total;
+  int64_t all_length, all_total, mask_columns;
   // Derived from them: tokens in all, and in the cache before the part; quantized tokens before and after the part (0
   // without blocks); signal rows
   int64_t total, cached, before, after, rows;
@@ -60,7 +64,7 @@ struct Call {
   }
   /// The first token that new token i sees.
   int64_t first_seen(int64_t i) const { return sliding ? larger(0, past + i + 1 - sliding) : 0; }
-  const int64_t* mask_of(int64_t b) const { return mask.as<int64_t>() + b * all_total + keys.base; }
+  const int64_t* mask_of(int64_t b) const { return mask.as<int64_t>() + b * mask_columns + keys.base; }
   float lambda_of(int64_t b, int64_t i, int64_t pair) const {
     return lambda.as<float>()[lambda.rank == 1 ? pair : token(b, i) * heads + pair];
   }
@@ -75,8 +79,8 @@ struct Call {
   void write(int64_t b, int64_t i, int64_t head, const float* parts, int64_t count, int64_t part_stride) const;
 };
 
-/// For few rows, whose tokens all see the same quantized tokens.
-void decode(const Call& call, Context& context);
+/// For few rows, in each call of tokens that all see the same quantized tokens. The calls have other rows of the batch.
+void decode(const std::vector<Call>& calls, Context& context);
 /// For many rows. The cache has its tokens in order.
 void prefill(const Call& call, Context& context);
 

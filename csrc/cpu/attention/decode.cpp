@@ -62,28 +62,50 @@ struct Shown {
 };
 
 /// The arrays of a task: q [all_rows, padded(d)], s [all_rows, span], mixed [rows, width_floats]. Those of a kv head:
-/// maxima and sums [all_rows, chunks]; the maxima become factors.
+/// maxima and sums [all_rows, chunks]; the maxima become factors. A call's tasks are [batch row, kv head, chunk], its
+/// heads [batch row, kv head].
 struct Decode {
+  /// Counts of heads, tasks, and floats in the arrays.
+  struct Places {
+    int64_t heads = 0, tasks = 0, q = 0, s = 0, mixed = 0, of_chunks = 0;
+  };
+
   const Call& call;
   int64_t chunks, span;  // span: keys of the longest chunk
   std::vector<Shown> shown;  // of each batch row
+  Places first;  // those of the calls before this one
 
-  explicit Decode(const Call& call_)
+  Decode(const Call& call_)
       : call(call_),
         chunks(larger(1, divide_up(call.blockwise() ? call.after : call.total, CHUNK))),
         span(larger(CHUNK, divide_up(call.total - (chunks - 1) * CHUNK, CACHE_BLOCK) * CACHE_BLOCK)) {
-    for (int64_t b = 0; b < call.batch; ++b) shown.emplace_back(call, b);
+    for (int64_t b = 0; b < call.batch; ++b) shown.emplace_back(call, call.first_row + b);
   }
 
+  int64_t q_floats() const { return call.all_rows() * padded(call.d); }
+  int64_t s_floats() const { return call.all_rows() * span; }
+  int64_t mixed_floats() const { return call.rows * call.width_floats(); }
+  int64_t of_chunks() const { return chunks * call.all_rows(); }
+  /// Takes the places after others, and returns where it ends.
+  Places place_after(const Places& others) {
+    first = others;
+    const int64_t heads = call.batch * call.groups, tasks = heads * chunks;
+    return {first.heads + heads, first.tasks + tasks, first.q + tasks * q_floats(), first.s + tasks * s_floats(),
+            first.mixed + tasks * mixed_floats(), first.of_chunks + heads * of_chunks()};
+  }
+  const Shown& shown_in(int64_t b) const { return shown[static_cast<size_t>(b - call.first_row)]; }
+
+  int64_t row_of(int64_t head) const { return call.first_row + head / call.groups; }
+
   int64_t chunk_end(int64_t b, int64_t chunk) const {
-    const int64_t count = shown[static_cast<size_t>(b)].count;
+    const int64_t count = shown_in(b).count;
     return chunk == chunks - 1 ? count : smaller(count, (chunk + 1) * CHUNK);
   }
 
   /// Calls work(t, slot, count) for each contiguous run in the tokens begin..end: `count` tokens from t on, in `slot` ...
   template <class Work>
   void in_runs(const Cache& cache, int64_t b, int64_t begin, int64_t end, const Work& work) const {
-    const Shown& tokens = shown[static_cast<size_t>(b)];
+    const Shown& tokens = shown_in(b);
     for (int64_t t = begin, count; t < end; t += count) {
       count = tokens.all() ? cache.run(t, end) : tokens.run(t, end);
       work(t, tokens.slot(t), count);
@@ -141,8 +163,12 @@ struct Decode {
                                       p + (call.after - begin), rows, span, mixed);
   }
 
-  void chunk_scores(int64_t b, int64_t g, int64_t chunk, float* q, float* s, float* maxima, float* sums) const {
-    const Shown& tokens = shown[static_cast<size_t>(b)];
+  // Below, the arrays are those of all tasks or heads of the call
+
+  void chunk_scores(int64_t task, float* q, float* s, float* maxima, float* sums) const {
+    const int64_t head = task / chunks, chunk = task % chunks, b = row_of(head), g = head % call.groups;
+    const Shown& tokens = shown_in(b);
+    q += task * q_floats(), s += task * s_floats(), maxima += head * of_chunks(), sums += head * of_chunks();
     const int64_t begin = chunk * CHUNK, end = chunk_end(b, chunk), seen_tokens = larger(0, end - begin);
     if (tokens.all())
       append(b, g, begin, end);
@@ -180,7 +206,9 @@ struct Decode {
     }
   }
 
-  void chunk_mix(int64_t b, int64_t g, int64_t chunk, float* s, const float* factors, float* mixed) const {
+  void chunk_mix(int64_t task, float* s, const float* factors, float* mixed) const {
+    const int64_t head = task / chunks, chunk = task % chunks, b = row_of(head), g = head % call.groups;
+    s += task * s_floats(), factors += head * of_chunks(), mixed += task * mixed_floats();
     const int64_t begin = chunk * CHUNK, end = larger(begin, chunk_end(b, chunk)), rows = call.rows;
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t pair = row / call.length, i = row % call.length;
@@ -191,52 +219,61 @@ struct Decode {
     }
     mix(b, g, begin, end, s, mixed);
   }
+
+  void write(int64_t head, const float* mixed) const {
+    for (int64_t row = 0; row < call.rows; ++row)
+      call.write(row_of(head), row % call.length, head % call.groups * call.pairs + row / call.length,
+                 mixed + head * chunks * mixed_floats() + row * call.width_floats(), chunks, mixed_floats());
+  }
 };
 
 }  // namespace
 
-void decode(const Call& call, Context& context) {
-  const Decode on(call);
-  const int64_t groups = call.groups, chunks = on.chunks, rows = call.rows;
-  const int64_t all = call.batch * groups, tasks = all * chunks, q_floats = call.all_rows() * padded(call.d);
-  const int64_t s_floats = call.all_rows() * on.span, of_chunks = chunks * call.all_rows();
-  const int64_t mixed_floats = rows * call.width_floats();
-  float* q = scratch<float>(QUERIES, tasks * q_floats);
-  float* s = scratch<float>(SCORES, tasks * s_floats);
-  float* mixed = scratch<float>(MIXED, tasks * mixed_floats);
-  float* maxima = scratch<float>(MAXIMA, all * of_chunks);
-  float* sums = scratch<float>(SUMS, all * of_chunks);
+void decode(const std::vector<Call>& calls, Context& context) {
+  std::vector<Decode> parts(calls.begin(), calls.end());
+  Decode::Places all;
+  for (Decode& part : parts) all = part.place_after(all);
+  float* q = scratch<float>(QUERIES, all.q);
+  float* s = scratch<float>(SCORES, all.s);
+  float* mixed = scratch<float>(MIXED, all.mixed);
+  float* maxima = scratch<float>(MAXIMA, all.of_chunks);
+  float* sums = scratch<float>(SUMS, all.of_chunks);
+  // the part that has a head or a task, which are counted through all parts
+  const auto part_of = [&](int64_t index, int64_t Decode::Places::*count) -> const Decode& {
+    size_t part = 0;
+    while (part + 1 < parts.size() && parts[part + 1].first.*count <= index) ++part;
+    return parts[part];
+  };
 
   const auto scores = [&](int64_t task) {
-    const int64_t head = task / chunks;
-    on.chunk_scores(head / groups, head % groups, task % chunks, q + task * q_floats, s + task * s_floats,
-                    maxima + head * of_chunks, sums + head * of_chunks);
+    const Decode& on = part_of(task, &Decode::Places::tasks);
+    on.chunk_scores(task - on.first.tasks, q + on.first.q, s + on.first.s, maxima + on.first.of_chunks,
+                    sums + on.first.of_chunks);
   };
   const auto factors = [&](int64_t head) {
-    on.merge(maxima + head * of_chunks, sums + head * of_chunks);
+    const Decode& on = part_of(head, &Decode::Places::heads);
+    const int64_t place = on.first.of_chunks + (head - on.first.heads) * on.of_chunks();
+    on.merge(maxima + place, sums + place);
   };
   const auto products = [&](int64_t task) {
-    const int64_t head = task / chunks;
-    on.chunk_mix(head / groups, head % groups, task % chunks, s + task * s_floats, maxima + head * of_chunks,
-                 mixed + task * mixed_floats);
+    const Decode& on = part_of(task, &Decode::Places::tasks);
+    on.chunk_mix(task - on.first.tasks, s + on.first.s, maxima + on.first.of_chunks, mixed + on.first.mixed);
   };
   const auto result = [&](int64_t head) {
-    const int64_t g = head % groups;
-    for (int64_t row = 0; row < rows; ++row)
-      call.write(head / groups, row % call.length, g * call.pairs + row / call.length,
-                 mixed + (head * chunks * rows + row) * call.width_floats(), chunks, mixed_floats);
+    const Decode& on = part_of(head, &Decode::Places::heads);
+    on.write(head - on.first.heads, mixed + on.first.mixed);
   };
-  if (chunks == 1)
-    return context.parallel(all, [&](int64_t head) {
+  if (all.tasks == all.heads)
+    return context.parallel(all.heads, [&](int64_t head) {
       scores(head);
       factors(head);
       products(head);
       result(head);
     });
-  context.parallel(tasks, scores);
-  context.parallel(all, factors);
-  context.parallel(tasks, products);
-  context.parallel(all, result);
+  context.parallel(all.tasks, scores);
+  context.parallel(all.heads, factors);
+  context.parallel(all.tasks, products);
+  context.parallel(all.heads, result);
 }
 
 }  // namespace diffbit

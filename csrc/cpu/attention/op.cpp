@@ -1,4 +1,5 @@
 // DiffAttention on a CPU: a call, and the choice of its path.
+#include <cstring>
 #include <utility>
 
 #include "call.h"
@@ -34,7 +35,7 @@ void decode_parts(Call call, Context& context) {
     for (end = begin + 1; end < length && joins(end);) ++end;
     end = smaller(end, length);
     call.set_part(begin, end - begin, past + begin);
-    decode(call, context);
+    decode({call}, context);
     if (end == length) break;
     for (Cache* cache : {&call.keys, &call.values}) {
       cache->past = cache->present, cache->past_scales = cache->scales, cache->past_recent = cache->recent;
@@ -90,6 +91,7 @@ void DiffAttention::compute(Context& context) const {
     if (const int64_t position = of.position_ids.as<int64_t>()[i]; position < 0 || position >= rows)
       throw Error("%s holds %lld, wanted 0 to %lld: cos has %lld rows", of.position_ids.name, number(position),
                   number(rows - 1), number(rows));
+  if (of.lengths) return compute_rows(of, context);
   Call call(*this, of);
   if (sliding_window) copy_rings_to_present(call, context);
   if (call.rows <= FEW_ROWS)
@@ -100,10 +102,29 @@ void DiffAttention::compute(Context& context) const {
     prefill(call, context);
 }
 
-Call::Call(const DiffAttention& op, const AttentionNode::Tensors& of)
+void DiffAttention::compute_rows(const Tensors& of, Context& context) const {
+  std::vector<Call> calls;
+  const int64_t row_bytes = of.out.size() / of.batch * (of.out.type == ort::FLOAT16 ? 2 : 4);
+  for (int64_t row = 0; row < of.batch; ++row)
+    if (of.lengths[row] >= 0)
+      calls.emplace_back(*this, of, row);
+    else
+      std::memset(of.out.as<char>() + row * row_bytes, 0, static_cast<size_t>(row_bytes));
+  if (of.steps == 1)
+    decode(calls, context);
+  else
+    for (const Call& call : calls) {
+      if (call.rows > FEW_ROWS)
+        throw Error("%s has a length for each row and %lld new tokens, wanted few", "past_length", number(of.steps));
+      decode_parts(call, context);
+    }
+}
+
+Call::Call(const DiffAttention& op, const AttentionNode::Tensors& of, int64_t row)
     : kernels(*op.kernels),
       lowbit(*op.lowbit),
-      batch(of.batch),
+      first_row(larger(0, row)),
+      batch(row < 0 ? of.batch : 1),
       heads(op.heads),
       query_heads(op.query_heads()),
       kv_heads(op.kv_heads),
@@ -131,8 +152,9 @@ Call::Call(const DiffAttention& op, const AttentionNode::Tensors& of)
       keys(of.keys, true, d, window),
       values(of.values, false, d, window),
       all_length(of.steps),
-      all_total(of.past_length + of.steps) {
-  set_part(0, of.steps, of.past_length);
+      all_total((row < 0 ? of.past_length : of.lengths[row]) + of.steps),
+      mask_columns(of.total) {
+  set_part(0, all_length, all_total - all_length);
 }
 
 void Call::set_part(int64_t first_, int64_t length_, int64_t all_past) {

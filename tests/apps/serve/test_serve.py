@@ -123,7 +123,7 @@ def test_rows_are_independent(artifacts: dict[str, Path], name: str) -> None:
     random = np.random.default_rng(3)
     session, alone = Session(artifacts[name]), Session(artifacts[name])
     rows = Rows.of(session, 3)
-    assert rows.count == (1 if name == "plain-int4" else 3)  # blocks of 32 tokens cannot be shared
+    assert rows.count == 3
     beginning = random.integers(3, 1000, 40).tolist()
     prompts = [beginning[: random.integers(1, 41)] + random.integers(3, 1000, random.integers(1, 120)).tolist()
                for _ in range(9)]  # fmt: skip

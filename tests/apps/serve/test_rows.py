@@ -1,0 +1,126 @@
+"""Rows of their own length: each row's logits are, to the bit, those of a session that computes its text alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from diffbit.apps.serve.rows import REST, RowCaches
+from diffbit.export import export_artifact
+from diffbit.formats import parse_format
+from diffbit.io.errors import DiffbitError
+from diffbit.models import Decoder, ModelConfig, save
+from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
+from diffbit.runtime import Session
+
+SIZES = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "max_position": 512}
+
+
+def low(keys: str, values: str, window: int = 8, **more: Any) -> dict[str, Any]:
+    return {"keys": keys, "values": values, "window": window, **more}
+
+
+# name: (attention, options of the mixer, of each layer; the cache)
+MODELS: Mapping[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
+    "float": ("softmax", [{}, {}], {}),
+    "fp16, diff_v1": ("diff_v1", [{}, {}], low("fp16", "fp16")),
+    "int8, a window": ("diff_v2", [{"sliding_window": 40}, {}], low("int8", "int8")),
+    "int4, diff_v1": ("diff_v1", [{}, {}], low("int4", "int4")),
+    "int2 and int4, diff_v2": ("diff_v2", [{}, {}], low("int2", "int4", 0)),
+    "int4, a window": ("softmax", [{"sliding_window": 33}, {}], low("int4", "int4")),
+    "int8 and int2, int8 products": ("softmax", [{}, {}], low("int8", "int2", 64, qk="int8")),
+    "int4, keys of another layer": ("diff_v2", [{}, {"keys_of": 0}], low("int4", "int4")),
+}
+
+
+@pytest.fixture(scope="module")
+def export(trained: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def one(name: str) -> Path:
+        if name not in made:
+            attention, changes, cache = MODELS[name]
+            folder = tmp_path_factory.mktemp("rows")
+            config = ModelConfig.uniform(attention=attention, num_heads=2, num_kv_heads=2, head_dim=32, **SIZES)
+            layers = [
+                replace(layer, mixer=replace(layer.mixer, **change))
+                for layer, change in zip(config.layers, changes, strict=True)
+            ]
+            torch.manual_seed(0)
+            model = Decoder(replace(config, layers=tuple(layers)))
+            with torch.no_grad():  # large logits: an answer tells which tokens were seen
+                for parameter in model.parameters():
+                    parameter.mul_(2)
+            save(model, folder / "model", tokenizer_from=trained("softmax"))
+            # float products of several rows would be summed in another order
+            scheme = Scheme(weights=parse_format("int4_g32"), attention=AttentionScheme(**cache))
+            quantize_checkpoint(folder / "model", folder / "low", scheme)
+            made[name] = export_artifact(folder / "low", folder / "artifact")
+        return made[name]
+
+    return one
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rows_are_those_of_texts_alone(export: Callable[[str], Path], name: str, threads: int) -> None:
+    """Prompts from one token to beyond two chunks of keys; a row rests now and then, and keeps its tokens."""
+    random = np.random.default_rng(1)
+    session = Session(export(name), threads=threads)
+    assert RowCaches.fit(session)
+    caches, alone = RowCaches(session, 4), [Session(export(name), threads=1) for _ in range(4)]
+    lengths = np.array([1, 37, 300, 70])
+    for row, length in enumerate(lengths):
+        prompt = random.integers(3, 1000, (1, length))
+        wanted = None
+        for start in range(0, length, session.chunk):
+            part = prompt[:, start : start + session.chunk]
+            got = caches.run(slice(row, row + 1), part, np.array([start]))
+            wanted = alone[row].prefill(part)
+        np.testing.assert_array_equal(got, wanted)
+    for step in range(70):
+        rest = random.random(4) < 0.2 if step % 10 else np.arange(4) != step // 10 % 4
+        rest[random.integers(4)] = False
+        ids = random.integers(3, 1000, (4, 1))
+        got = caches.run(slice(0, 4), ids, np.where(rest, REST, lengths))
+        for row in np.flatnonzero(~rest):
+            np.testing.assert_array_equal(got[row], alone[row].step(ids[row][None])[0], f"row {row}, step {step}")
+        lengths += ~rest
+
+
+def test_a_row_is_copied_and_cut(export: Callable[[str], Path]) -> None:
+    random = np.random.default_rng(2)
+    session, alone = (Session(export("int4, diff_v1")) for _ in range(2))
+    caches, prompt = RowCaches(session, 3), random.integers(3, 1000, (1, 150))
+    caches.run(slice(2, 3), prompt[:, :100], np.array([0]))
+    recent = caches.recent(2)
+    caches.run(slice(2, 3), prompt[:, 100:], np.array([100]))  # its blocks quantize tokens that were recent
+    caches.copy(2, 0, 100)
+    caches.put_recent(0, recent)
+    other = random.integers(3, 1000, (1, 40))
+    got = caches.run(slice(0, 1), other, np.array([100]))
+    alone.prefill(prompt[:, :100])
+    np.testing.assert_array_equal(got, alone.prefill(other))
+
+
+def test_only_attention_of_the_operator_has_rows(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    config = ModelConfig.uniform(attention="alibi", num_heads=2, num_kv_heads=2, head_dim=32, **SIZES)
+    save(Decoder(config), tmp_path / "model", tokenizer_from=trained("softmax"))
+    session = Session(export_artifact(tmp_path / "model", tmp_path / "artifact"))
+    assert not session.takes_lengths and not RowCaches.fit(session)
+    assert not RowCaches.fit(Session(trained_artifact(trained, tmp_path), native=False))
+
+
+def trained_artifact(trained: Callable[[str], Path], folder: Path) -> Path:
+    return export_artifact(trained("softmax"), folder / "plain")
+
+
+def test_too_many_rows(export: Callable[[str], Path]) -> None:
+    with pytest.raises(DiffbitError, match="use fewer rows"):
+        RowCaches(Session(export("float")), 1 << 40)
