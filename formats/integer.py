@@ -262,7 +262,7 @@ class IntFormat(Format):
 
 
 def parse(name: str) -> IntFormat | None:
-    match = re.fullmatch(r"int(\d+)(?:_g(\d+))?(_asym)?", name)
+    match = re.fullmatch(r"int(\d{1,9})(?:_g(\d{1,9}))?(_asym)?", name)
     if match is None:
         return None
     bits, group_size = int(match[1]), int(match[2] or 0)

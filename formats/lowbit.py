@@ -126,7 +126,7 @@ def _nearest(bits: int, device: torch.device) -> Tensor:
 
 
 def parse(name: str) -> LowBitFormat | None:
-    match = re.fullmatch(r"(int|nl)(\d+)_g(\d+)_s8", name)
+    match = re.fullmatch(r"(int|nl)(\d{1,9})_g(\d{1,9})_s8", name)
     if match is None:
         return None
     kind, bits, group_size = match[1], int(match[2]), int(match[3])

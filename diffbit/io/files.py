@@ -232,6 +232,10 @@ def parse_json(data: bytes, path: Path | str) -> dict[str, Any]:
     """Return the object in a file's JSON. Raises DiffbitError if it is not an object."""
     try:
         value = json.loads(data.decode("utf-8"))
+        if b"\\ud" in data.lower():  # half of a surrogate pair can be escaped, but is no text
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DiffbitError(f"{path}: has {error.object[error.start]!r}, no character; restore the file") from None
     except UnicodeDecodeError as error:
         raise DiffbitError(f"{path}: is not UTF-8 (byte {error.start}); convert or restore the file") from None
     except (ValueError, RecursionError) as error:  # ValueError also for an integer with thousands of digits

@@ -250,6 +250,8 @@ def test_names_come_back(name):
         ("int4_g33", "groups of 33"),
         ("int4_g0", "groups of 0"),
         ("int4_g512", "groups of 512"),
+        ("int" + 5000 * "4", "not a number format"),
+        ("nl4_g" + 5000 * "3" + "_s8", "not a number format"),
         ("int4_32", "not a number format"),
         ("INT4", "not a number format"),
         ("int4_asym_g32", "not a number format"),

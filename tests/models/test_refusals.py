@@ -186,7 +186,7 @@ CASES: dict[str, tuple[str, Callable[[Path], Any], list[str]]] = {
         ["config.json: rms_norm_eps is 1000", "above 0"],
     ),
     "true as a size": ("single", config(hidden_size=True), ["config.json: hidden_size is True, wanted a whole number"]),
-    "half a surrogate pair": ("single", config(hidden_act="\ud800"), [r"hidden_act is '\ud800', wanted one of silu"]),
+    "half a surrogate pair": ("single", config(hidden_act="\ud800"), [r"config.json: has '\ud800', no character"]),
     "10,000 lists": (
         "single",
         lambda f: (f / "config.json").write_text('{"layers": ' + "[" * 10_000 + "]" * 10_000 + "}"),
