@@ -58,7 +58,7 @@ def ours(artifact: str, context: int, threads: int) -> dict[str, float]:
         part = random.integers(0, session.artifact.vocab_size, (1, min(session.chunk, context - start)))
         caches.run(slice(0, 1), part, np.array([start]))
     for row in range(1, max(COUNTS)):
-        caches.copy(0, row, context)
+        caches.put(row, context, caches.first(0, context))
     lengths, tokens = np.full(max(COUNTS), context), np.zeros((max(COUNTS), 1), np.int64)
 
     def step(count: int) -> None:

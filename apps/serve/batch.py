@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...io.errors import DiffbitError
 from ...runtime import Logits, Session
+from .prefixes import LEAST, PrefixFiles
 from .rows import REST, RowCaches
 
 WORTH_COPYING = 16  # tokens: a prefix in another row is copied if it is longer by at least as many
@@ -34,9 +36,17 @@ class Rows(ABC):
         self._taken = np.zeros(count, bool)
 
     @staticmethod
-    def of(session: Session, count: int) -> Rows:
-        """Return `count` rows if the session's cache allows it, else one."""
-        return _Batch(session, count) if count > 1 and RowCaches.fit(session) else _Single(session, 1)
+    def of(session: Session, count: int, prefixes: PrefixFiles | None = None) -> Rows:
+        """Return `count` rows if the session's cache allows it, else one. Raises DiffbitError if it does not, and there
+        are files of prefixes."""
+        if RowCaches.fit(session):
+            return _Batch(session, count, prefixes) if count > 1 or prefixes else _Single(session, 1)
+        if prefixes:
+            raise DiffbitError(
+                f"{session.artifact.path}: prefixes in a folder need a cache whose rows have lengths of their own; "
+                "export the artifact again, and serve it on the CPU with the native library, or omit --cache-dir"
+            )
+        return _Single(session, 1)
 
     @property
     def free(self) -> int:
@@ -81,8 +91,9 @@ class _Single(Rows):
 
 
 class _Batch(Rows):
-    def __init__(self, session: Session, count: int) -> None:
+    def __init__(self, session: Session, count: int, prefixes: PrefixFiles | None) -> None:
         super().__init__(session, count)
+        self._prefixes = prefixes
         self._caches = RowCaches(session, count)
         self._ids = np.zeros((count, self.capacity), np.int64)
         self._lengths = np.zeros(count, np.int64)
@@ -97,13 +108,15 @@ class _Batch(Rows):
     def begin(self, token_ids: Sequence[int], go_on: Callable[[], bool]) -> tuple[int, int, Logits | None]:
         ids = np.asarray(token_ids, np.int64)
         row, cached, shared = self._prepare(ids)
+        if cached == shared:
+            self._store(row, shared)
         logits: Logits | None = None
         end = cached
         while end < len(ids):
             if not go_on():
                 return row, cached, None
             start, end = end, min(end + self.session.chunk, len(ids))
-            if start < shared < end:  # the next text with this beginning can take it over from here
+            if start < shared < end:  # the next text with this beginning can begin here
                 end = shared
             part = ids[start:end]
             logits = self._caches.run(slice(row, row + 1), part[None], np.array([start]))
@@ -113,6 +126,8 @@ class _Batch(Rows):
                 self._whole[row] = end
             if recent := self._caches.recent(row):
                 self._recent[row][end] = recent
+            if end == shared:
+                self._store(row, end)
         assert logits is not None
         self._taken[row] = True
         return row, cached, logits[0]
@@ -128,18 +143,47 @@ class _Batch(Rows):
 
     def _prepare(self, ids: NDArray[np.int64]) -> tuple[int, int, int]:
         """Put the longest prefix of a prompt that any row can be cut to into a free row. Returns the row, the length of
-        the prefix, which leaves at least one token to compute, and that of the longest prefix that any row holds."""
-        equal = [self._equal(row, ids[:-1]) for row in range(self.count)]
-        common = np.array([self._cut(row, count) for row, count in enumerate(equal)])
+        the prefix, which leaves at least one token to compute, and that of the longest prefix that any row holds of a
+        text that goes on differently; a conversation only becomes longer."""
+        equal = np.array([self._equal(row, ids[:-1]) for row in range(self.count)])
+        common = np.array([self._cut(row, int(count)) for row, count in enumerate(equal)])
+        shared = int(np.where(self._lengths >= equal + WORTH_COPYING, equal, 0).max())
         free = np.flatnonzero(~self._taken)
         longest = free[common[free] == common[free].max()]
         row = int(longest[self._used[longest].argmin()])
         best = int(common.argmax())
         source = best if common[best] >= common[row] + WORTH_COPYING else row
-        self._keep(row, source, int(common[source]))
+        kept = self._load(row, ids[:-1], int(common[source]))
+        if not kept:
+            kept = int(common[source])
+            self._keep(row, source, kept)
         self._texts += 1
         self._used[row] = self._texts
-        return row, int(common[source]), max(equal)
+        return row, kept, shared
+
+    def _load(self, row: int, ids: NDArray[np.int64], most: int) -> int:
+        """Read a prefix of more than `most` tokens from its file; return its length, or 0."""
+        if self._prefixes is None:
+            return 0
+        count, file = self._prefixes.longest(ids)
+        count = count if self.session.reusable(count, count) == count else 0
+        if file is None or count < most + WORTH_COPYING:
+            return 0
+        arrays = self._prefixes.load(file, self._caches.first(row, count))
+        if arrays is None:
+            return 0
+        self._caches.put(row, count, arrays)
+        self._ids[row, :count] = ids[:count]
+        self._lengths[row] = self._whole[row] = count
+        recent = self._caches.recent(row)
+        self._recent[row] = {count: recent} if recent else {}
+        return count
+
+    def _store(self, row: int, count: int) -> None:
+        """Write all tokens of a row to a file."""
+        ids = self._ids[row, :count].copy()
+        if self._prefixes is not None and count >= LEAST and self._prefixes.longest(ids)[0] < count:
+            self._prefixes.save(ids, self._caches.first(row, count))
 
     def _equal(self, row: int, ids: NDArray[np.int64]) -> int:
         """How many tokens of a prompt a row holds."""
@@ -157,10 +201,10 @@ class _Batch(Rows):
     def _keep(self, row: int, source: int, count: int) -> None:
         """Make the first `count` tokens of `source` those of `row`."""
         if source != row:
-            self._caches.copy(source, row, count)
+            self._caches.put(row, count, self._caches.first(source, count))
             self._ids[row, :count] = self._ids[source, :count]
         if recent := self._recent[source].get(count):
-            self._caches.put_recent(row, recent)
+            self._caches.put(row, count, recent)
         self._recent[row] = {kept: recent for kept, recent in self._recent[source].items() if kept <= count}
         self._lengths[row] = count
         self._whole[row] = min(count, int(self._whole[source]))

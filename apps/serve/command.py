@@ -7,13 +7,19 @@ import logging
 import os
 import socket
 from contextlib import suppress
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ...cli import ArtifactPaths, Quantize, Quiet, as_artifacts, remark, with_settings
 from ...io.errors import DiffbitError, MissingDependency
+from ...io.files import parse_size
 from ...settings import SessionOptions
+
+if TYPE_CHECKING:
+    from ...runtime import Artifact
+    from .prefixes import PrefixFiles
 
 EXAMPLES = {
     "serve": (
@@ -47,6 +53,12 @@ def serve(
         list[str] | None,
         typer.Option(help="Origin whose web pages may use the server, such as https://example.org, or *; repeatable."),
     ] = None,
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder for what several prompts begin with, such as a system prompt: it is read after a "
+                     "restart, where it would be computed again."),
+    ] = None,
+    cache_size: Annotated[str, typer.Option(help="Most bytes of that folder, a model; such as 500MB.")] = "2GB",
     quantize: Quantize = None,
     settings: SessionOptions = SessionOptions(),  # noqa: B008 (frozen)
     as_json: Annotated[
@@ -77,7 +89,11 @@ def serve(
     if key is not None and not key.strip():
         raise DiffbitError(f"the API key is empty, so that every request would be served; set one, or unset {KEY}")
     with _bound(host, port) as listening, as_artifacts(artifacts, settings.device, quantize) as opened:
-        models = [Served(Artifact.open(path), settings, rows=rows, queue=queue) for path in opened]
+        found = map(Artifact.open, opened)
+        models = [
+            Served(one, settings, rows=rows, queue=queue, prefixes=_prefixes(one, cache_dir, cache_size))
+            for one in found
+        ]
         server = Server(models, key, hosts=host_name or (), origins=allow_origin or ())
         for model in models:
             at_once = model.engine.rows.count
@@ -96,6 +112,12 @@ def serve(
             uvicorn.Server(config).run([listening])
         for model in models:
             model.engine.close()
+
+
+def _prefixes(artifact: Artifact, folder: Path | None, size: str) -> PrefixFiles | None:
+    from .prefixes import PrefixFiles
+
+    return None if folder is None else PrefixFiles(folder, artifact, parse_size(size))
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -17,6 +17,7 @@ import numpy as np
 from ...io.errors import DiffbitError
 from ...runtime import FinishReason, Logits, Session, TextOutput, TextStream, Tokenizer
 from .batch import Rows
+from .prefixes import PrefixFiles
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,17 @@ class Engine:
     `submit` returns at once; the answer arrives in pieces through `on_piece`. `close` waits for every answer.
     """
 
-    def __init__(self, session: Session, tokenizer: Tokenizer, *, rows: int = 8, queue: int = 64) -> None:
+    def __init__(
+        self,
+        session: Session,
+        tokenizer: Tokenizer,
+        *,
+        rows: int = 8,
+        queue: int = 64,
+        prefixes: PrefixFiles | None = None,
+    ) -> None:
         self.session, self.tokenizer, self._queue = session, tokenizer, queue
-        self.rows = Rows.of(session, rows)
+        self.rows = Rows.of(session, rows, prefixes)
         self.counts = Counts()
         self._waiting: deque[Request] = deque()
         self._answers: dict[int, _Answer] = {}

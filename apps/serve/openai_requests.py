@@ -35,6 +35,7 @@ from ...runtime import (
 )
 from ...settings import Sampling
 from .engine import Engine
+from .prefixes import PrefixFiles
 from .tools import TAGS, Calls, Function, Tools, calls_of, grammar, in_words
 
 TEXT_TOKENS = 16  # OpenAI's default limit of a text completion; that of a chat's answer is MAX_TOKENS
@@ -69,7 +70,9 @@ class Refused(Exception):
 class Served:
     """A model, named after its folder, and the engine that runs it."""
 
-    def __init__(self, artifact: Artifact, options: SessionOptions, *, rows: int, queue: int) -> None:
+    def __init__(
+        self, artifact: Artifact, options: SessionOptions, *, rows: int, queue: int, prefixes: PrefixFiles | None = None
+    ) -> None:
         self.name, self.artifact, self.created = folder_name(artifact.path), artifact, int(time.time())
         self.tokenizer = Tokenizer(artifact.file(TOKENIZER))
         self.template: ChatTemplate | None
@@ -84,7 +87,7 @@ class Served:
             self.template, self.no_template = None, self.public(str(error))
         if self.template is None:
             self.end_tokens = set(artifact.eos_token_ids)
-        self.engine = Engine(Session(artifact, options), self.tokenizer, rows=rows, queue=queue)
+        self.engine = Engine(Session(artifact, options), self.tokenizer, rows=rows, queue=queue, prefixes=prefixes)
 
     @cached_property
     def grammars(self) -> Grammars:

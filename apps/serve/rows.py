@@ -61,11 +61,12 @@ class RowCaches:
         """A copy of what a row has of fixed size: the residual windows of a low-bit cache, and rings."""
         return {name: self._arrays[name][row].copy() for name, buffer in self._buffers.items() if not buffer.grows}
 
-    def put_recent(self, row: int, recent: dict[str, NDArray[Any]]) -> None:
-        for name, values in recent.items():
-            self._arrays[name][row] = values
+    def first(self, row: int, count: int) -> dict[str, NDArray[Any]]:
+        """Where a row has its first `count` tokens, and what it has of fixed size."""
+        return {name: self._arrays[name][row][buffer.first(count)] for name, buffer in self._buffers.items()}
 
-    def copy(self, source: int, row: int, count: int) -> None:
-        """Copy the first `count` tokens of a row to another, and what it has of fixed size."""
-        for name, buffer in self._buffers.items():
-            self._arrays[name][row][buffer.first(count)] = self._arrays[name][source][buffer.first(count)]
+    def put(self, row: int, count: int, values: dict[str, NDArray[Any]]) -> None:
+        """Write what `first` of so many tokens, or `recent`, has returned."""
+        places = self.first(row, count)
+        for name, array in values.items():
+            places[name][...] = array

@@ -101,8 +101,8 @@ def test_a_row_is_copied_and_cut(export: Callable[[str], Path]) -> None:
     caches.run(slice(2, 3), prompt[:, :100], np.array([0]))
     recent = caches.recent(2)
     caches.run(slice(2, 3), prompt[:, 100:], np.array([100]))  # its blocks quantize tokens that were recent
-    caches.copy(2, 0, 100)
-    caches.put_recent(0, recent)
+    caches.put(0, 100, caches.first(2, 100))
+    caches.put(0, 100, recent)
     other = random.integers(3, 1000, (1, 40))
     got = caches.run(slice(0, 1), other, np.array([100]))
     alone.prefill(prompt[:, :100])
