@@ -20,6 +20,7 @@
 #                  (g++-aarch64-linux-gnu), and the source distribution (docs/packages.md)
 # make lowest      runs the quick tests with the oldest releases of Python packages that pyproject.toml allows (build/lowest;
 #                  torch's of that time brings 3 GB of CUDA)
+# make sbom        out/sbom.json: the packages that diffbit[cpu] installs, in CycloneDX (docs/packages.md)
 # make docs        out/site: docs/ as a website; `python -m http.server -d out/site` serves it
 #
 # Each target sets up .venv first. That takes Python 3.11 or later and make; with a C++17 compiler and CMake the native
@@ -41,7 +42,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
 # Targets that install share one environment
 .NOTPARALLEL:
-.PHONY: demo demo-smollm2 test test-all fuzz kill lint build wasm arm64 null-test bench-kernels models accuracy wheels lowest docs clean
+.PHONY: demo demo-smollm2 test test-all fuzz kill lint build wasm arm64 null-test bench-kernels models accuracy wheels lowest sbom docs clean
 
 demo: $(BUILT)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh out/demo
@@ -113,6 +114,15 @@ wheels: wasm
 	  bash deploy/wheel.sh x86_64 dist $(BIN)/python
 	bash deploy/wheel.sh aarch64 dist $(BIN)/python
 	$(BIN)/python -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")'
+
+sbom:
+	$(PYTHON) -m venv build/sbom
+	build/sbom/bin/python -m pip install --quiet --constraint constraints.txt '.[cpu]'
+	$(PYTHON) -m venv build/cyclonedx
+	build/cyclonedx/bin/python -m pip install --quiet cyclonedx-bom==7.5.0
+	mkdir -p out
+	build/cyclonedx/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o out/sbom.json \
+	    build/sbom/bin/python
 
 lowest: $(VENV)
 	$(BIN)/python -m pip install --quiet uv
