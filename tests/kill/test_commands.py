@@ -24,6 +24,8 @@ from diffbit.apps.methods import learned
 from diffbit.apps.train import trainer as trainer_module
 from diffbit.apps.train.config import TrainConfig
 from diffbit.apps.train.trainer import train
+from diffbit.apps.web import site as web
+from diffbit.apps.web.site import write_site
 from diffbit.calib_data import Windows, train_tokenizer
 from diffbit.calib_data.window import digest
 from diffbit.export import export_artifact
@@ -49,6 +51,7 @@ class Command:
     every: int = 1  # of its steps, this one is tried
     same: tuple[str, ...] = ()  # files to compare; none: all
     whole: bool = True  # the output is there as a whole or not at all
+    old: str = "old"  # of the models: the output that is overwritten
 
 
 def quantized(method: str) -> Callable[[Path, Path, bool], object]:
@@ -67,6 +70,10 @@ def exported(models: Path, out: Path, overwrite: bool) -> None:
 
 def converted(models: Path, out: Path, overwrite: bool) -> None:
     convert(models / "plain", out, overwrite=overwrite)
+
+
+def site(models: Path, out: Path, overwrite: bool) -> None:
+    write_site(models / "artifact", out, overwrite=overwrite)
 
 
 def trained(models: Path, out: Path, overwrite: bool) -> None:
@@ -102,6 +109,7 @@ COMMANDS = {
     "learned": Command(quantized("learned"), every=40),
     "export": Command(exported, every=5),
     "convert": Command(converted),
+    "web": Command(site, old="old site"),
     "train": Command(trained, 9, ("config.json", "model.safetensors", "master/model.safetensors"), False),
     "compare": Command(compared, 3, same=("comparison.json", "comparison.csv"), whole=False),  # the report says when
 }  # fmt: skip
@@ -125,6 +133,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     quantize_checkpoint(folder / "float", folder / "quantized", SCHEME)
     save(Decoder(model(attention="softmax")), folder / "plain", tokenizer_from=folder / "tokenizer")
     quantize_checkpoint(folder / "float", folder / "old", Scheme(weights=parse_format("int8")))
+    export_artifact(folder / "quantized", folder / "artifact")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(web, "PACKAGES", ())
+        write_site(folder / "artifact", folder / "old site", license="another")
     (folder / "old" / "log.jsonl").touch()  # so that `train` takes it for a run of its own
     return folder
 
@@ -133,6 +145,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("require_matplotlib", "plot_losses"):  # matplotlib would take most of the time
         monkeypatch.setattr(trainer_module, name, lambda *_: None)
+    monkeypatch.setattr(web, "PACKAGES", ())  # npm brings them
     monkeypatch.setattr(drawing, "svg", lambda figure: "<svg></svg>")
     monkeypatch.setattr(
         learned, "METHOD", dataclasses.replace(learned.METHOD, round_layer=partial(learned.quantize_layer, steps=2))
@@ -158,13 +171,13 @@ class Trial:
         self.seconds = time.perf_counter()
         self.run()
         self.seconds = time.perf_counter() - self.seconds
-        self.new, self.old = content(self.out), content(self.models / "old")
+        self.new, self.old = content(self.out), content(self.models / self.command.old)
         self.clean()
 
     def clean(self) -> None:
         shutil.rmtree(self.out, ignore_errors=True)
         if self.overwrite:
-            shutil.copytree(self.models / "old", self.out)
+            shutil.copytree(self.models / self.command.old, self.out)
 
     def run(self) -> None:
         self.command.run(self.models, self.out, self.overwrite)
