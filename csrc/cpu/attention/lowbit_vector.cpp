@@ -128,12 +128,10 @@ void scores(const BlockRows& keys, int64_t n, int64_t d, const float* q, QueryRo
   each_block(keys, n, [&](int64_t j, int64_t block) {
     const uint8_t* codes = keys.codes[j] + block * BLOCK * d * BITS / 8;
     const Half* scales = keys.scales[j] + block * 2 * d;
-    const int64_t first = rows.begin(j), last = rows.end(j);
-    int64_t row = first;
-    for (; row + MOST <= last; row += MOST)
-      score_rows<BITS, MOST>(codes, scales, d, q + row * d, s + row * stride + block * BLOCK, stride, row == first);
-    for (; row < last; ++row)
-      score_rows<BITS, 1>(codes, scales, d, q + row * d, s + row * stride + block * BLOCK, stride, row == first);
+    in_tiles<MOST>(rows.begin(j), rows.end(j), [&](auto count, int64_t row) {
+      score_rows<BITS, count()>(codes, scales, d, q + row * d, s + row * stride + block * BLOCK, stride,
+                                row == rows.begin(j));
+    });
   });
 }
 
@@ -262,13 +260,10 @@ void mix(const BlockRows& values, int64_t n, int64_t d, const float* p, int64_t 
   each_block(values, n, [&](int64_t j, int64_t block) {
     const uint8_t* codes = values.codes[j] + block * BLOCK * d * BITS / 8;
     const Half* scales = values.scales[j] + block * 2 * d;
-    const float* one = p + block * BLOCK;
-    float* to = out + j * d;
-    int64_t left = rows;
-    for (; left >= MOST; left -= MOST, one += MOST * stride, to += MOST * width)
-      mix_rows<BITS, MOST>(codes, scales, d, one, stride, to, width, left == rows);
-    for (; left; --left, one += stride, to += width)
-      mix_rows<BITS, 1>(codes, scales, d, one, stride, to, width, left == rows);
+    in_tiles<MOST>(0, rows, [&](auto count, int64_t row) {
+      mix_rows<BITS, count()>(codes, scales, d, p + row * stride + block * BLOCK, stride, out + row * width + j * d, width,
+                              row == 0);
+    });
   });
 }
 

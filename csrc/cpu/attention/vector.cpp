@@ -111,12 +111,10 @@ void scores(const CacheRows& keys, int64_t n, int64_t d, const float* q, QueryRo
   constexpr int MOST = L == 8 ? 2 : 4;  // AVX2 has 16 registers
   in_turns<C>(keys, n, d, 1, [&](int64_t j, int64_t begin, int64_t end) {
     const C* from = static_cast<const C*>(keys.rows[j]) + begin * d;
-    const int64_t first = rows.begin(j), last = rows.end(j);
-    int64_t row = first;
-    for (; row + MOST <= last; row += MOST)
-      score_tile<C, MOST>(from, end - begin, d, q + row * padded(d), s + row * stride + begin, stride, row == first);
-    for (; row < last; ++row)
-      score_tile<C, 1>(from, end - begin, d, q + row * padded(d), s + row * stride + begin, stride, row == first);
+    in_tiles<MOST>(rows.begin(j), rows.end(j), [&](auto count, int64_t row) {
+      score_tile<C, count()>(from, end - begin, d, q + row * padded(d), s + row * stride + begin, stride,
+                             row == rows.begin(j));
+    });
   });
   if (sizeof(C) != 1) return;
   for (int64_t j = 0; j < keys.count; ++j)
@@ -208,18 +206,9 @@ template <class C>
 DIFFBIT_INLINE void mix_some(const C* values, int64_t n, int64_t d, const float* p, int64_t rows, int64_t stride,
                              float* out, int64_t width) {
   constexpr int64_t MANY = 16;  // with this many rows, memory is fast enough
-  bool asks = rows < MANY;
-  for (; rows >= 6; rows -= 6, p += 6 * stride, out += 6 * width, asks = false)
-    mix_rows<C, 6>(values, n, d, p, stride, out, width, asks);
-  if (rows >= 4) {
-    mix_rows<C, 4>(values, n, d, p, stride, out, width, asks);
-    rows -= 4, p += 4 * stride, out += 4 * width, asks = false;
-  }
-  if (rows >= 2) {
-    mix_rows<C, 2>(values, n, d, p, stride, out, width, asks);
-    rows -= 2, p += 2 * stride, out += 2 * width, asks = false;
-  }
-  if (rows) mix_rows<C, 1>(values, n, d, p, stride, out, width, asks);
+  in_tiles<6>(0, rows, [&](auto count, int64_t row) {
+    mix_rows<C, count()>(values, n, d, p + row * stride, stride, out + row * width, width, rows < MANY && row == 0);
+  });
 }
 
 template <class C>

@@ -123,6 +123,20 @@ DIFFBIT_INLINE float round_row(const float* x, int64_t d, int top, int8_t* codes
   return scale;
 }
 
+/// Calls work(count, row) for tiles of `count()` rows, a constant of at most MOST, from begin to end.
+template <int MOST, class Work>
+DIFFBIT_INLINE void in_tiles(int64_t begin, int64_t end, const Work& work) {
+  int64_t row = begin;
+  for (; row + MOST <= end; row += MOST) work(std::integral_constant<int, MOST>(), row);
+  if constexpr (MOST > 4)
+    if (row + 4 <= end) work(std::integral_constant<int, 4>(), row), row += 4;
+  if constexpr (MOST > 3 && F32_LANES != 8)  // 16 registers hold tiles of 2
+    if (row + 3 == end) return work(std::integral_constant<int, 3>(), row);
+  if constexpr (MOST > 2)
+    if (row + 2 <= end) work(std::integral_constant<int, 2>(), row), row += 2;
+  if (row < end) work(std::integral_constant<int, 1>(), row);
+}
+
 /// The sum of the lanes.
 DIFFBIT_INLINE int32_t sum(Ints a) {
   uint32_t sums[4] = {};
