@@ -139,6 +139,26 @@ DIFFBIT_INLINE void add_bfloats() {
 
 #endif
 
+/// The nearest bfloat16, halves to even, as a float.
+DIFFBIT_INLINE F32 to_bfloat(F32 a) {
+  using Each = uint32_t __attribute__((vector_size(WIDTH)));
+  const Each bits = (Each)a;
+  return (F32)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
+}
+/// Stores bfloat16 that are floats.
+DIFFBIT_INLINE void store_bfloats(uint16_t* to, F32 a) {
+#ifdef DIFFBIT_EMULATE_TILES
+  for (int i = 0; i < F32_LANES; ++i) std::memcpy(to + i, reinterpret_cast<const char*>(&a) + 4 * i + 2, 2);
+#else
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(a), 16)));
+#endif
+}
+/// In each lane a and b, bfloat16 that are floats.
+DIFFBIT_INLINE F32 bfloat_pairs(F32 a, F32 b) {
+  using Each = uint32_t __attribute__((vector_size(WIDTH)));
+  return (F32)((Each)a >> 16 | (Each)b);
+}
+
 DIFFBIT_INLINE Ints load_ints(const int32_t* from) { return {load_bytes(from).v}; }
 
 /// to[i] = bytes begin + 4i .. of each of 16 rows, for i < bytes / 4; there are 64, or `bytes` of them.
