@@ -284,9 +284,9 @@ void prefill(const Call& call, Context& context) {
         if (call.values.blockwise()) on.values.keep_recent(slot, b, g);
       });
     context.parallel(count * blocks, [&](int64_t task) {
-      // The last queries see the most keys, so they come first
-      const int64_t slot = task % count, b = (begin + slot) / call.groups, g = (begin + slot) % call.groups;
-      const size_t index = static_cast<size_t>(blocks - 1 - task / count);
+      // Neighbours read the same keys, which stay in a core's cache; the last queries see the most keys, so they come first
+      const int64_t slot = task / blocks, b = (begin + slot) / call.groups, g = (begin + slot) % call.groups;
+      const size_t index = static_cast<size_t>(blocks - 1 - task % blocks);
       try {
         on.block(b, g, slot, starts[index], starts[index + 1]);
       } catch (const std::bad_alloc&) {

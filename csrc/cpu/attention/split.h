@@ -1,6 +1,6 @@
-// Products of attention with many query rows by matrix instructions of bfloat16. A float is the sum of three parts: the nearest
-// bfloat16, that of the rest, and that of what then remains. Of the nine products of parts three are beyond a float's last bit;
-// the other six are added in float32, so results are as near as those of floats.
+// Products of attention with many query rows by matrix instructions of bfloat16. A float is the sum of three bfloat16, its parts:
+// its upper half, that of the rest, and what then remains. Of the nine products of parts three are at most 2^-22 of the whole
+// and left out; the other six are added in float32, so results are about as near as those of floats.
 //
 //   A   rows of floats become, 32 at a time, 32 first parts, 32 second ones ...
 //   B   [rows, columns] becomes [rows / 32, columns / 16, parts, 16 pairs of rows, 16 columns, 2]; rows beyond are zeros
@@ -20,21 +20,21 @@ constexpr int64_t COLUMNS = TILE_BYTES / 4;
 constexpr int64_t TOGETHER = SPLIT_ROWS;
 static_assert(STEP == TILE_BYTES / 2 && TOGETHER == 2 * TILE_ROWS, "what tiles hold");
 
-/// n floats to rows of A.
+/// n floats to a row of A.
 void split_row(const float* from, int64_t n, float* to) {
-  for (int64_t i = 0; i < n; i += STEP, to += PARTS * STEP / 2) {
-    uint16_t parts[PARTS][STEP];
-    for (int64_t j = 0; j < STEP; j += F32_LANES) {
-      const int64_t left = n - i - j;
-      F32 rest = left >= F32_LANES ? load(from + i + j) : left > 0 ? load_part(from + i + j, left) : splat(0.0f);
-      DIFFBIT_UNROLL
-      for (int part = 0; part < PARTS; ++part) {
-        const F32 rounded = to_bfloat(rest);
-        store_bfloats(parts[part] + j, rounded);
-        rest = rest - rounded;
-      }
+  for (int64_t i = 0; i < n; i += STEP) {
+    F32 rest[STEP / F32_LANES];
+    DIFFBIT_UNROLL
+    for (int64_t j = 0; j < STEP / F32_LANES; ++j) {
+      const int64_t left = n - i - j * F32_LANES;
+      const float* at = from + i + j * F32_LANES;
+      rest[j] = left >= F32_LANES ? load(at) : left > 0 ? load_part(at, left) : splat(0.0f);
     }
-    std::memcpy(to, parts, sizeof parts);
+    DIFFBIT_UNROLL
+    for (int part = 0; part < PARTS; ++part, to += STEP / 2) {
+      store_upper(reinterpret_cast<uint16_t*>(to), rest);
+      for (F32& one : rest) one = one - upper(one);
+    }
   }
 }
 
@@ -48,9 +48,8 @@ void split_matrix(const float* from, int64_t rows, int64_t columns, float* to) {
           F32 even = row < rows ? load(at) : splat(0.0f), odd = row + 1 < rows ? load(at + columns) : splat(0.0f);
           DIFFBIT_UNROLL
           for (int part = 0; part < PARTS; ++part) {
-            const F32 rounded[2] = {to_bfloat(even), to_bfloat(odd)};
-            store(to + part * PART + (row - begin) / 2 * COLUMNS + i, bfloat_pairs(rounded[0], rounded[1]));
-            even = even - rounded[0], odd = odd - rounded[1];
+            store(to + part * PART + (row - begin) / 2 * COLUMNS + i, upper_pairs(even, odd));
+            even = even - upper(even), odd = odd - upper(odd);
           }
         }
 }
@@ -75,6 +74,8 @@ void multiply_tiles(const float* a, int64_t a_stride, const float* b, int64_t b_
     for (int part = 0; part < PARTS; ++part, a += STEP / 2, down += STEP / 2) {
       load_tile<4>(a, a_bytes);
       if (ROWS > 1) load_tile<5>(down, a_bytes);
+      DIFFBIT_UNROLL
+      for (int64_t line = 0; line < WIDE * PART; line += COLUMNS) prefetch(b + b_step + part * WIDE * PART + line);
       DIFFBIT_UNROLL
       for (int other = PARTS - 1 - part; other >= 0; --other) {
         load_tile<6>(b + other * PART, TILE_BYTES);

@@ -139,24 +139,25 @@ DIFFBIT_INLINE void add_bfloats() {
 
 #endif
 
-/// The nearest bfloat16, halves to even, as a float.
-DIFFBIT_INLINE F32 to_bfloat(F32 a) {
+/// The float of a's upper half, a bfloat16.
+DIFFBIT_INLINE F32 upper(F32 a) {
   using Each = uint32_t __attribute__((vector_size(WIDTH)));
-  const Each bits = (Each)a;
-  return (F32)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
+  return (F32)((Each)a & 0xffff0000);
 }
-/// Stores bfloat16 that are floats.
-DIFFBIT_INLINE void store_bfloats(uint16_t* to, F32 a) {
+/// Stores the upper halves of 32 floats.
+DIFFBIT_INLINE void store_upper(uint16_t* to, const F32 (&a)[32 / F32_LANES]) {
 #ifdef DIFFBIT_EMULATE_TILES
-  for (int i = 0; i < F32_LANES; ++i) std::memcpy(to + i, reinterpret_cast<const char*>(&a) + 4 * i + 2, 2);
+  for (int i = 0; i < 32; ++i) std::memcpy(to + i, reinterpret_cast<const char*>(&a) + 4 * i + 2, 2);
 #else
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(a), 16)));
+  const __m512i numbers = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i odd = _mm512_add_epi32(_mm512_mullo_epi32(numbers, _mm512_set1_epi32(0x40004)), _mm512_set1_epi32(0x30001));
+  _mm512_storeu_si512(to, _mm512_permutex2var_epi16(_mm512_castps_si512(a[0]), odd, _mm512_castps_si512(a[1])));
 #endif
 }
-/// In each lane a and b, bfloat16 that are floats.
-DIFFBIT_INLINE F32 bfloat_pairs(F32 a, F32 b) {
+/// In each lane the upper halves of a and b.
+DIFFBIT_INLINE F32 upper_pairs(F32 a, F32 b) {
   using Each = uint32_t __attribute__((vector_size(WIDTH)));
-  return (F32)((Each)a >> 16 | (Each)b);
+  return (F32)((Each)a >> 16 | ((Each)b & 0xffff0000));
 }
 
 DIFFBIT_INLINE Ints load_ints(const int32_t* from) { return {load_bytes(from).v}; }
