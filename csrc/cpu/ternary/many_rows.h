@@ -1,4 +1,4 @@
-// TernaryMatMul of many rows by matrix instructions. A vector of 64 bytes of 16 weight rows, transposed by four bytes, is B for
+// TernaryMatMul of many rows by matrix instructions. A vector of 16 weight rows, transposed by four bytes, is B for
 // each of its four fields; the matching activations of 16 rows lie side by side in q, as A.
 #pragma once
 
@@ -13,18 +13,19 @@ constexpr int64_t SLICE_BYTES = 4 * TILE_BYTES;  // of a weight row, unpacked at
 constexpr int64_t LEAST_MANY_ROWS = 20;
 static_assert(TERNARY_ROWS_TOGETHER == SIDE, "op.cpp makes room for whole tiles");
 
-/// Weights of TILE_ROWS rows, `bytes` bytes of each, as -1, 0 and 1: [vectors of 64 bytes, 4 fields, 16, 16 rows, 4].
+/// Weights of TILE_ROWS rows, `bytes` bytes of each, as -1, 0 and 1: [vectors of WIDTH bytes, 4 fields, WIDTH / 4, 16 rows, 4].
 void unpack(const uint8_t* const (&rows)[TILE_ROWS], int64_t bytes, uint8_t* to) {
-  for (int64_t begin = 0; begin < bytes; begin += TILE_BYTES, to += 4 * TILE_ROWS * TILE_BYTES) {
-    alignas(64) uint8_t turned[TILE_ROWS * TILE_BYTES] = {};
-    transpose_fours(rows, begin, bytes - begin < TILE_BYTES ? bytes - begin : TILE_BYTES, turned);
-    for (int64_t i = 0; i < TILE_ROWS * TILE_BYTES; i += WIDTH) {
-      const Bytes codes = load_bytes(turned + i), mask = splat(uint8_t{3}), one = splat(uint8_t{1});
-      uint8_t* at = to + i;
-      store(at, minus(codes & mask, one));
-      store(at + TILE_ROWS * TILE_BYTES, minus(shift<2>(codes) & mask, one));
-      store(at + 2 * TILE_ROWS * TILE_BYTES, minus(shift<4>(codes) & mask, one));
-      store(at + 3 * TILE_ROWS * TILE_BYTES, minus(shift<6>(codes) & mask, one));
+  constexpr int64_t FIELD = TILE_ROWS * WIDTH;
+  const Bytes mask = splat(uint8_t{3}), one = splat(uint8_t{1});
+  for (int64_t begin = 0; begin < bytes; begin += WIDTH, to += 4 * FIELD) {
+    alignas(64) uint8_t turned[FIELD] = {};
+    transpose_fours(rows, begin, bytes - begin < WIDTH ? bytes - begin : WIDTH, turned);
+    for (int64_t i = 0; i < FIELD; i += WIDTH) {
+      const Bytes codes = load_bytes(turned + i);
+      store(to + i, minus(codes & mask, one));
+      store(to + FIELD + i, minus(shift<2>(codes) & mask, one));
+      store(to + 2 * FIELD + i, minus(shift<4>(codes) & mask, one));
+      store(to + 3 * FIELD + i, minus(shift<6>(codes) & mask, one));
     }
   }
 }
@@ -66,7 +67,7 @@ void multiply_side(const TernaryProduct& product, int64_t row, int64_t row_end, 
     const Tiles in_use(TILE_BYTES);
     for (int64_t i = 0; i < count; i += SIDE)
       add_products(product.q + (row + i) * q_size + 4 * from, q_size, {unpacked[0], unpacked[1]},
-                   4 * ((bytes + TILE_BYTES - 1) / TILE_BYTES), sums + i * SIDE);
+                   (bytes + WIDTH - 1) / WIDTH * 4 * WIDTH / TILE_BYTES, sums + i * SIDE);
   }
   for (int64_t i = 0; i < count; ++i)
     for (int64_t j = 0; j < columns; j += LANES) {
