@@ -59,40 +59,39 @@ void store_tile(void* to, int64_t stride) {
   for (int64_t row = 0; row < tile.rows; ++row)
     std::memcpy(static_cast<char*>(to) + row * stride, tile.data[row], static_cast<size_t>(tile.bytes));
 }
-/// Calls add(sum, a, b) for each number of C and the four bytes of A and B that meet in it.
-template <class Sum, int C, int A, int B, class Add>
-void emulated_product(const Add& add) {
-  for (int64_t row = 0; row < TILE_ROWS; ++row)
-    for (int64_t four = 0; four < emulated_tiles[B].rows; ++four)
-      for (int64_t column = 0; column < 16; ++column) {
-        Sum sum;
-        char* at = emulated_tiles[C].data[row] + 4 * column;
-        std::memcpy(&sum, at, 4);
-        add(sum, emulated_tiles[A].data[row] + 4 * four, emulated_tiles[B].data[four] + 4 * column);
-        std::memcpy(at, &sum, 4);
-      }
-}
 template <int C, int A, int B>
 void add_bytes() {
-  emulated_product<uint32_t, C, A, B>([](uint32_t& sum, const char* a, const char* b) {
-    for (int i = 0; i < 4; ++i)
-      sum += static_cast<uint32_t>(static_cast<signed char>(a[i]) * static_cast<signed char>(b[i]));
-  });
+  for (int64_t row = 0; row < TILE_ROWS; ++row)
+    for (int64_t column = 0; column < 16; ++column) {
+      uint32_t sum;
+      char* at = emulated_tiles[C].data[row] + 4 * column;
+      std::memcpy(&sum, at, 4);
+      for (int64_t i = 0; i < 4 * emulated_tiles[B].rows; ++i)
+        sum += static_cast<uint32_t>(static_cast<signed char>(emulated_tiles[A].data[row][i]) *
+                                     static_cast<signed char>(emulated_tiles[B].data[i / 4][4 * column + i % 4]));
+      std::memcpy(at, &sum, 4);
+    }
 }
 template <int C, int A, int B>
 void add_bfloats() {
-  emulated_product<float, C, A, B>([](float& sum, const char* a, const char* b) {
-    for (int i = 0; i < 2; ++i) {
-      uint32_t bits[2];
-      uint16_t high[2];
-      std::memcpy(&high[0], a + 2 * i, 2);
-      std::memcpy(&high[1], b + 2 * i, 2);
-      float numbers[2];
-      for (int j = 0; j < 2; ++j) bits[j] = static_cast<uint32_t>(high[j]) << 16;
-      std::memcpy(numbers, bits, 8);
-      sum += numbers[0] * numbers[1];
+  const auto number = [](const char* upper) {
+    char bytes[4] = {0, 0, upper[0], upper[1]};
+    float value;
+    std::memcpy(&value, bytes, 4);
+    return value;
+  };
+  for (int64_t row = 0; row < TILE_ROWS; ++row)
+    for (int64_t column = 0; column < 16; ++column) {
+      float sums[2] = {}, all;  // the first and the second numbers of pairs are added apart, and then to C
+      for (int64_t pair = 0; pair < emulated_tiles[B].rows; ++pair)
+        for (int i = 0; i < 2; ++i)
+          sums[i] += number(emulated_tiles[A].data[row] + 4 * pair + 2 * i) *
+                     number(emulated_tiles[B].data[pair] + 4 * column + 2 * i);
+      char* at = emulated_tiles[C].data[row] + 4 * column;
+      std::memcpy(&all, at, 4);
+      all += sums[0] + sums[1];
+      std::memcpy(at, &all, 4);
     }
-  });
 }
 
 #else
