@@ -63,8 +63,7 @@ struct Side {
     for (int64_t t = 0; t < count; t += ATTENTION_KEYS, to += ATTENTION_KEYS * row) {
       const int64_t some = smaller(ATTENTION_KEYS, count - t);
       pack(t, some, to);
-      if (!cache.is_keys)
-        std::fill(to + some * padded(call.d), to + ATTENTION_KEYS * padded(call.d), 0.0f);
+      if (!cache.is_keys) std::fill(to + some * padded(call.d), to + ATTENTION_KEYS * padded(call.d), 0.0f);
       (cache.is_keys ? call.kernels.split_keys : call.kernels.split_values)(to, call.d);
     }
   }
@@ -78,9 +77,9 @@ struct Side {
       cache.append_rows(call, b, sub_head, begin, end);
       if (is_row_major()) return;
       packed(end - begin, to, [&](int64_t t, int64_t count, float* some) {
-        const float* scales = cache.is_keys && call.top ? nullptr : reinterpret_cast<const float*>(cache.scale(head, begin + t));
-        (cache.is_keys ? call.kernels.pack_keys : call.kernels.unpack_values)[cache.type](cache.row(head, begin + t), scales,
-                                                                                           count, d, some);
+        const char* of_rows = cache.is_keys && call.top ? nullptr : cache.scale(head, begin + t);
+        (cache.is_keys ? call.kernels.pack_keys : call.kernels.unpack_values)[cache.type](
+            cache.row(head, begin + t), reinterpret_cast<const float*>(of_rows), count, d, some);
       });
       return;
     }
@@ -91,8 +90,8 @@ struct Side {
       cache.halves(call, b, sub_head, t, end, rows);
       if (t < call.after) cache.quantize(call, head, t, smaller(end, call.after) - t, rows);
       packed(end - t, recent_of(slot, j, t), [&](int64_t i, int64_t count, float* some) {
-        (cache.is_keys ? call.kernels.pack_keys : call.kernels.unpack_values)[CACHE_FLOAT16](rows + i * d, nullptr, count, d,
-                                                                                             some);
+        (cache.is_keys ? call.kernels.pack_keys : call.kernels.unpack_values)[CACHE_FLOAT16](
+            rows + i * d, nullptr, count, d, some);
       });
     }
     packed(smaller(end, call.after) - begin, to, [&](int64_t t, int64_t count, float* some) {

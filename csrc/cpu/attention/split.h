@@ -1,5 +1,5 @@
-// Products of attention with many query rows by matrix instructions of bfloat16. A float is the sum of three bfloat16, its parts:
-// its upper half, that of the rest, and what then remains. Of the nine products of parts three are at most 2^-22 of the whole
+// Products of attention with many query rows by matrix instructions of bfloat16. A float is the sum of three bfloat16, its
+// parts: its upper half, that of the rest, and what then remains. Of the nine products of parts three are at most 2^-22 of the whole
 // and left out; the other six are added in float32, so results are about as near as those of floats.
 //
 //   A   rows of floats become, 32 at a time, 32 first parts, 32 second ones ...
@@ -136,10 +136,11 @@ void split_mix(const CacheRows& values, int64_t n, int64_t d, const float* p, in
       const int64_t some = rows - row < TOGETHER ? rows - row : TOGETHER, keys = n - t < KEYS ? n - t : KEYS;
       for (int64_t i = 0; i < some; ++i) split_row(p + (row + i) * stride + t, keys, split + i * WIDTH);
       for (int64_t j = 0; j < values.count; ++j)
-        for (int64_t column = 0; column < columns; column += 2 * COLUMNS)
-          multiply_some<true>(split, WIDTH, static_cast<const float*>(values.rows[j]) + t * split_size(d) + column / COLUMNS * PARTS * PART,
-                              ATTENTION_KEYS * split_size(d), (keys + STEP - 1) / STEP, some, columns - column,
-                              out + row * width + j * columns + column, width);
+        for (int64_t column = 0; column < columns; column += 2 * COLUMNS) {
+          const float* from = static_cast<const float*>(values.rows[j]) + t * split_size(d) + column / COLUMNS * PARTS * PART;
+          multiply_some<true>(split, WIDTH, from, ATTENTION_KEYS * split_size(d), (keys + STEP - 1) / STEP, some,
+                              columns - column, out + row * width + j * columns + column, width);
+        }
     }
 }
 

@@ -20,14 +20,15 @@ DIFFBIT_INLINE int64_t slice_of(int64_t group_size) { return group_size < TILE_B
 void quantize(const void* x, bool half, int64_t k, int64_t groups, int64_t group_size, int32_t minus,
               const Int4Rows& rows) {
   const int64_t slice = slice_of(group_size);
-  round_groups(x, half, k, groups, group_size, rows.count, [&](int64_t row, int64_t g, const int8_t* bytes, int32_t sum, float scale) {
+  const auto put = [&](int64_t row, int64_t g, const int8_t* bytes, int32_t sum, float scale) {
     for (int64_t i = 0; i < group_size; i += INT4_STEP) {
       int8_t* to = rows.q + (g * group_size + i / slice * slice) * MANY_ROWS + row * slice + i % slice;
       store_parted(bytes + i, to, to + 4);
     }
     rows.offsets[g * MANY_ROWS + row] = minus * sum;
     rows.scales[g * MANY_ROWS + row] = scale;
-  });
+  };
+  round_groups(x, half, k, groups, group_size, rows.count, put);
 }
 
 /// A group's sums, of 16 rows of q and 16 of the weight.

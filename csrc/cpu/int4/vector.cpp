@@ -27,13 +27,14 @@ DIFFBIT_INLINE Ints offsets(int32_t offset, const uint8_t* zeros) {
 
 void quantize(const void* x, bool half, int64_t k, int64_t groups, int64_t group_size, int32_t minus,
               const Int4Rows& rows) {
-  round_groups(x, half, k, groups, group_size, rows.count, [&](int64_t row, int64_t g, const int8_t* bytes, int32_t sum, float scale) {
+  const auto put = [&](int64_t row, int64_t g, const int8_t* bytes, int32_t sum, float scale) {
     int8_t* q = rows.q + g * group_size * rows.count + 4 * row;
     for (int64_t i = 0; i < group_size; i += INT4_STEP, q += 8 * rows.count)
       store_parted(bytes + i, q, q + 4 * rows.count);
     rows.offsets[g * rows.count + row] = minus * sum;
     rows.scales[g * rows.count + row] = scale;
-  });
+  };
+  round_groups(x, half, k, groups, group_size, rows.count, put);
 }
 
 template <int BITS, int TILES, int ROWS, bool ZEROS>

@@ -275,10 +275,12 @@ void unpack_runs(const uint8_t* run, int64_t runs, const uint8_t* levels, int8_t
 
 void unpack_values(const LowBitWeight& weight, int64_t tile, UnpackedTile& to) {
   using Unpack = decltype(&unpack_runs<2, false>);
-  constexpr Unpack of[2][5] = {{unpack_runs<2, false>, unpack_runs<3, false>, unpack_runs<4, false>, unpack_runs<5, false>, unpack_runs<6, false>},
+  constexpr Unpack of[2][5] = {{unpack_runs<2, false>, unpack_runs<3, false>, unpack_runs<4, false>, unpack_runs<5, false>,
+                                unpack_runs<6, false>},
                                {unpack_runs<2, true>, unpack_runs<3, true>, unpack_runs<4, true>}};
   const int64_t runs = weight.groups * weight.group_size / LOWBIT_RUN, first = tile * weight.groups * INT4_TILE;
-  of[weight.levels != nullptr][weight.bits - 2](weight.codes + tile * runs * weight.bits * LOWBIT_PLANE, runs, weight.levels, to.values);
+  const uint8_t* codes = weight.codes + tile * runs * weight.bits * LOWBIT_PLANE;
+  of[weight.levels != nullptr][weight.bits - 2](codes, runs, weight.levels, to.values);
   for (int64_t i = 0; i < weight.groups * INT4_TILE; i += F32_LANES)
     store(to.scales + i, weight.int8_scales ? load(static_cast<const int8_t*>(weight.scales) + first + i)
                                             : load(static_cast<const uint16_t*>(weight.scales) + first + i));

@@ -34,7 +34,8 @@ struct TernaryKernels {
   int64_t (*quantized_size)(int64_t blocks);
   /// Quantizes x [k], fp32 or fp16, to one row of q with 8 or 4 bits.
   TernaryRow (*quantize)(const void* x, bool half, int64_t bits, int64_t k, int64_t blocks, int8_t* q);
-  /// Computes y for the activation rows row_begin..row_end, from a multiple of TERNARY_ROWS_TOGETHER on, and the weight rows begin..end.
+  /// Computes y for the activation rows row_begin..row_end, from a multiple of TERNARY_ROWS_TOGETHER on, and the weight rows
+  /// begin..end.
   void (*multiply)(const TernaryProduct& product, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end);
 };
 

@@ -260,7 +260,8 @@ void panel_of(int64_t rows, const TernaryProduct& product, int64_t row, int64_t 
 void multiply(const TernaryProduct& product, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end) {
 #ifdef DIFFBIT_TILES
   if (row_end - row_begin >= LEAST_MANY_ROWS) {
-    for (; begin < end; begin += SIDE) multiply_side(product, row_begin, row_end, begin, end - begin < SIDE ? end : begin + SIDE);
+    for (; begin < end; begin += SIDE)
+      multiply_side(product, row_begin, row_end, begin, end - begin < SIDE ? end : begin + SIDE);
     return;
   }
 #endif
