@@ -347,6 +347,14 @@ def test_serve(trained: Callable[[str], Path], tmp_path: Path) -> None:
     assert done.code == 2 and "pass either --work or --artifact" in done.error
 
 
+@pytest.mark.slow
+def test_prefill(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    artifact = export_artifact(trained("diff_v1"), tmp_path / "artifact")
+    done = run("prefill.py", str(artifact), "--prompts", "8", "12", "--rounds", "1")
+    assert done.code == 0, done.error
+    assert re.search(r"\| artifact \| \d+ \| \d+ \|", done.output)
+
+
 # ---- gpu.py ---------------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,10 @@
 
 #if defined(__x86_64__) || defined(_M_X64)
 #include <cpuid.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
@@ -17,9 +21,17 @@
 namespace diffbit {
 namespace {
 
+#if defined(__x86_64__) && defined(__linux__)
+/// Linux keeps the tiles' 8 KiB only for processes that asked; since 5.16.
+bool may_use_tiles() {
+  constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+}
+#endif
+
 /// Which sets this CPU has and its operating system supports; one member per set in the table.
 struct Processor {
-  bool avx2 = false, avxvnni = false, avx512vnni = false;
+  bool avx2 = false, avxvnni = false, avx512vnni = false, amx = false;
   bool neon = false;
   bool wasm128 = false;
 
@@ -36,6 +48,12 @@ struct Processor {
     avx2 = (low & 6) == 6 && fma && f16c && (leaf7_b & bit_AVX2);
     const unsigned required = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
     avx512vnni = avx2 && (low & 0xe6) == 0xe6 && (leaf7_b & required) == required && (leaf7_c & (1u << 11));
+#ifdef DIFFBIT_EMULATE_TILES
+    amx = avx2;
+#elif defined(__linux__)
+    const unsigned amx_required = 1u << 22 | 1u << 24 | 1u << 25;  // bf16, tile, int8
+    amx = avx512vnni && (low & 0x60000) == 0x60000 && (d & amx_required) == amx_required && may_use_tiles();
+#endif
     if (subleaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) avxvnni = avx2 && (a & (1u << 4));
   }
 #elif defined(__aarch64__) && defined(__linux__)

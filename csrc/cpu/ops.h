@@ -18,6 +18,7 @@ struct HadamardKernels;
 struct Int4Kernels;
 struct LowBitMatMulKernels;
 struct MambaKernels;
+struct ManyRowsKernels;
 struct TernaryKernels;
 
 struct CausalConv : CausalConvNode {
@@ -53,6 +54,7 @@ struct TiledMatMul : Node_ {
   explicit TiledMatMul(const Node& node);
   void compute(Context& context) const;
   const Int4Kernels* kernels;
+  const ManyRowsKernels* many;
 };
 using Int4MatMul = TiledMatMul<Int4Node>;
 using Int8MatMul = TiledMatMul<Int8Node>;
@@ -67,6 +69,7 @@ struct LowBitMatMul : LowBitNode {
   void compute(Context& context) const;
   const LowBitMatMulKernels* kernels;
   const Int4Kernels* rounding;  // of the activations
+  const ManyRowsKernels* many;
 };
 
 struct GatherLowBit : GatherLowBitNode {

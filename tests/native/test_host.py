@@ -18,7 +18,7 @@ from .nodes import Node, nodes
 pytestmark = pytest.mark.slow
 
 HERE = platform.machine()
-SETS = ["avx512vnni", "avx2", "neon", "scalar"]
+SETS = ["amx", "avx512vnni", "avx2", "neon", "scalar"]
 HOSTS = [("sanitized", isa) for isa in SETS if isa != "neon" or HERE == "aarch64"]
 HOSTS += [("threads", "neon" if HERE == "aarch64" else "avx2"), ("aarch64", "neon"), ("aarch64", "scalar")]
 

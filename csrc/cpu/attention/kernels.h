@@ -15,6 +15,9 @@ namespace diffbit {
 
 constexpr int64_t ATTENTION_PAD = 16;   // a multiple of every vector's length
 constexpr int64_t ATTENTION_KEYS = 32;  // keys in a block of packed keys
+constexpr int64_t SPLIT_PARTS = 3;      // of a float
+constexpr int64_t SPLIT_STEP = 32;      // split rows are a multiple of so many numbers long
+constexpr int64_t SPLIT_ROWS = 32;      // a product of split rows writes a multiple of so many rows
 
 enum CacheType { CACHE_FLOAT32, CACHE_FLOAT16, CACHE_INT8, CACHE_TYPES };
 
@@ -63,16 +66,26 @@ struct AttentionKernels {
   // without scales: the codes themselves
   void (*pack_keys[CACHE_TYPES])(const void* rows, const float* scales, int64_t n, int64_t d, float* packed);
   void (*unpack_values[CACHE_TYPES])(const void* rows, const float* scales, int64_t n, int64_t d, float* values);
-  /// s[i * stride + t] = q[i] . key t for t < blocks * 32.
+  /// s[i * stride + t] = q[i] . key t for t < blocks * 32. Where keys are split, SPLIT_ROWS - 1 more rows may be overwritten.
   void (*packed_scores)(const float* packed, int64_t blocks, int64_t d, const float* q, int64_t rows, float* s,
                         int64_t stride);
+
+  // Sets with matrix instructions, else null: packed blocks of 32 keys [d, 32] or values [32, padded(d)] are split in place
+  // before they are multiplied, and a token takes split_size(d) floats
+  void (*split_keys)(float* block, int64_t d);
+  void (*split_values)(float* block, int64_t d);
+  /// As `mix`, but SPLIT_ROWS - 1 more rows of `out` may be overwritten.
+  void (*split_mix)(const CacheRows& values, int64_t n, int64_t d, const float* p, int64_t rows, int64_t stride, float* out);
 };
 
-/// The table in a namespace that defines all of these.
+/// Floats that n numbers of a row take, in parts of 16 bits.
+static constexpr int64_t split_size(int64_t n) { return (n + SPLIT_STEP - 1) / SPLIT_STEP * SPLIT_STEP * SPLIT_PARTS / 2; }
+
+/// The table in a namespace that defines all of these, and DIFFBIT_ATTENTION_PRODUCTS as the last four.
 #define DIFFBIT_ATTENTION_KERNELS                                                                                   \
   {widen, narrow, rotate, quantize, {scores<float>, scores<Half>, scores<int8_t>}, hides, hide, softmax, combine,    \
    {mix<float>, mix<Half>, mix<int8_t>}, finish, {pack_keys<float>, pack_keys<Half>, pack_keys<int8_t>},             \
-   {unpack_values<float>, unpack_values<Half>, unpack_values<int8_t>}, packed_scores}
+   {unpack_values<float>, unpack_values<Half>, unpack_values<int8_t>}, DIFFBIT_ATTENTION_PRODUCTS}
 
 static constexpr int64_t padded(int64_t d) { return (d + ATTENTION_PAD - 1) / ATTENTION_PAD * ATTENTION_PAD; }
 

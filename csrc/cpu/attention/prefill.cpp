@@ -16,7 +16,7 @@
 namespace diffbit {
 namespace {
 
-constexpr int64_t BLOCK_ROWS = 16;           // of queries per branch in a block
+constexpr int64_t BLOCK_ROWS = 16, SPLIT_BLOCK_ROWS = 32;  // of queries per branch in a block
 constexpr int64_t FLOATS_AT_ONCE = 4 << 20;  // of packed keys and values
 
 /// Keys or values as floats, for the kv heads that are computed together: the quantized tokens (without blocks all tokens);
@@ -31,18 +31,20 @@ struct Side {
   Half* halves = nullptr;
 
   Side(const Call& call_, const Cache& cache_) : call(call_), cache(cache_) {
-    const int64_t together = cache.is_keys ? ATTENTION_KEYS : 1;
+    const int64_t together = cache.is_keys || splits() ? ATTENTION_KEYS : 1;
     const auto whole = [&](int64_t tokens) { return divide_up(tokens, together) * together; };
-    row = cache.is_keys ? call.d : padded(call.d);
+    row = splits() ? split_size(call.d) : cache.is_keys ? call.d : padded(call.d);
     coded = whole(cache.blockwise() ? call.after : call.total);
     recent = cache.blockwise() ? whole(call.total - call.before) : 0;
     coded_floats = is_row_major() ? 0 : call.width * coded * row;
     recent_floats = call.width * recent * row;
   }
 
+  /// Whether blocks of tokens are split for matrix instructions (kernels.h).
+  bool splits() const { return call.kernels.split_keys; }
   /// Whether the product can read the cache's rows directly.
   bool is_row_major() const {
-    return !cache.is_keys && !cache.blockwise() && cache.type == CACHE_FLOAT32 && padded(call.d) == call.d;
+    return !splits() && !cache.is_keys && !cache.blockwise() && cache.type == CACHE_FLOAT32 && padded(call.d) == call.d;
   }
   int64_t floats() const { return coded_floats + recent_floats; }
   int64_t halves_floats() const { return cache.blockwise() ? call.width * (call.total - call.before) * call.d : 0; }
@@ -54,6 +56,18 @@ struct Side {
     return halves + slot * halves_floats() + (j * (call.total - call.before) + t - call.before) * call.d;
   }
 
+  /// Calls pack(t, count, to) for `count` tokens, or for each block of them that is then split.
+  template <class Pack>
+  void packed(int64_t count, float* to, const Pack& pack) const {
+    if (!splits()) return pack(0, count, to);
+    for (int64_t t = 0; t < count; t += ATTENTION_KEYS, to += ATTENTION_KEYS * row) {
+      const int64_t some = smaller(ATTENTION_KEYS, count - t);
+      pack(t, some, to);
+      if (!cache.is_keys) std::fill(to + some * padded(call.d), to + ATTENTION_KEYS * padded(call.d), 0.0f);
+      (cache.is_keys ? call.kernels.split_keys : call.kernels.split_values)(to, call.d);
+    }
+  }
+
   /// Writes the tokens begin..end of a sub-head to the present, and as floats. With blocks the present's recent tokens are
   /// written later, when the past's are no longer read.
   void append(int64_t slot, int64_t b, int64_t g, int64_t j, int64_t begin, int64_t end) const {
@@ -61,11 +75,12 @@ struct Side {
     float* to = coded_of(slot, j, begin);
     if (!cache.blockwise()) {
       cache.append_rows(call, b, sub_head, begin, end);
-      const float* scales = reinterpret_cast<const float*>(cache.scale(head, begin));
-      if (cache.is_keys)
-        call.kernels.pack_keys[cache.type](cache.row(head, begin), call.top ? nullptr : scales, end - begin, d, to);
-      else if (!is_row_major())
-        call.kernels.unpack_values[cache.type](cache.row(head, begin), scales, end - begin, d, to);
+      if (is_row_major()) return;
+      packed(end - begin, to, [&](int64_t t, int64_t count, float* some) {
+        const char* of_rows = cache.is_keys && call.top ? nullptr : cache.scale(head, begin + t);
+        (cache.is_keys ? call.kernels.pack_keys : call.kernels.unpack_values)[cache.type](
+            cache.row(head, begin + t), reinterpret_cast<const float*>(of_rows), count, d, some);
+      });
       return;
     }
     cache.copy(head, begin, smaller(end, call.before));
@@ -74,17 +89,20 @@ struct Side {
       Half* rows = halves_of(slot, j, t);
       cache.halves(call, b, sub_head, t, end, rows);
       if (t < call.after) cache.quantize(call, head, t, smaller(end, call.after) - t, rows);
-      (cache.is_keys ? call.kernels.pack_keys : call.kernels.unpack_values)[CACHE_FLOAT16](
-          rows, nullptr, end - t, d, recent_of(slot, j, t));
+      packed(end - t, recent_of(slot, j, t), [&](int64_t i, int64_t count, float* some) {
+        (cache.is_keys ? call.kernels.pack_keys : call.kernels.unpack_values)[CACHE_FLOAT16](
+            rows + i * d, nullptr, count, d, some);
+      });
     }
-    if (const int64_t count = smaller(end, call.after) - begin; count > 0) {
-      const uint8_t* codes = reinterpret_cast<const uint8_t*>(cache.row(head, begin));
-      const Half* scales = reinterpret_cast<const Half*>(cache.scale(head, begin));
+    packed(smaller(end, call.after) - begin, to, [&](int64_t t, int64_t count, float* some) {
+      if (count <= 0) return;
+      const uint8_t* codes = reinterpret_cast<const uint8_t*>(cache.row(head, begin + t));
+      const Half* scales = reinterpret_cast<const Half*>(cache.scale(head, begin + t));
       if (cache.is_keys)
-        call.lowbit.pack_keys[cache.codes()](codes, call.top ? nullptr : scales, count, d, to);
+        call.lowbit.pack_keys[cache.codes()](codes, call.top ? nullptr : scales, count, d, some);
       else
-        call.lowbit.unpack_values[cache.codes()](codes, scales, count, d, to);
-    }
+        call.lowbit.unpack_values[cache.codes()](codes, scales, count, d, some);
+    });
   }
 
   void keep_recent(int64_t slot, int64_t b, int64_t g) const {
@@ -105,7 +123,7 @@ struct Prefill {
 
   /// Where blocks of queries begin, and the end: the queries of a block see the same tokens quantized.
   std::vector<int64_t> blocks() const {
-    const int64_t most = larger(1, BLOCK_ROWS / call.pairs);
+    const int64_t most = larger(1, (keys.splits() ? SPLIT_BLOCK_ROWS : BLOCK_ROWS) / call.pairs);
     std::vector<int64_t> starts;
     for (int64_t i = 0; i < call.length; ++i)
       if (i == 0 || i - starts.back() == most || call.seen_quantized(i) != call.seen_quantized(starts.back()))
@@ -196,14 +214,21 @@ struct Prefill {
     }
   }
 
+  /// Adds rows of probabilities times n values.
+  void mix(const CacheRows& from, int64_t n, const float* p, int64_t rows, int64_t stride, float* mixed) const {
+    if (!values.splits()) return call.kernels.mix[CACHE_FLOAT32](from, n, values.row, p, rows, stride, mixed);
+    call.kernels.split_mix(from, n, call.d, p, rows, stride, mixed);
+  }
+
   /// The new tokens begin..end of kv head g.
   void block(int64_t b, int64_t g, int64_t slot, int64_t begin, int64_t end) const {
     const int64_t length = end - begin, rows = call.pairs * length, all_rows = rows + call.noises * length;
     const Seen seen = seen_of(begin, end);
+    const int64_t more = values.splits() ? SPLIT_ROWS - 1 : 0;  // rows that products may write
     const int64_t stride = divide_up(seen.end - seen.begin, ATTENTION_KEYS) * ATTENTION_KEYS;
     float* q = scratch<float>(QUERIES, all_rows * padded(call.d));
-    float* s = scratch<float>(SCORES, all_rows * stride);
-    float* mixed = scratch<float>(MIXED, rows * call.width_floats());
+    float* s = scratch<float>(SCORES, (all_rows + more) * stride);
+    float* mixed = scratch<float>(MIXED, (rows + more) * call.width_floats());
     call.rotate_queries(b, g, begin, end, q);
     for (int64_t j = 0, row = 0, count; j < call.width; ++j, row += count) {
       count = call.width == 1 ? all_rows : j ? all_rows - rows : rows;
@@ -217,10 +242,10 @@ struct Prefill {
     if (!values.is_row_major())
       for (int64_t j = 0; j < call.width; ++j) from.rows[j] = values.coded_of(slot, j, seen.begin);
     const int64_t coded = (blockwise ? seen.old : seen.end) - seen.begin;
-    call.kernels.mix[CACHE_FLOAT32](from, coded, values.row, s, rows, stride, mixed);
+    mix(from, coded, s, rows, stride, mixed);
     if (blockwise) {
       for (int64_t j = 0; j < call.width; ++j) from.rows[j] = values.recent_of(slot, j, seen.old);
-      call.kernels.mix[CACHE_FLOAT32](from, seen.end - seen.old, values.row, s + coded, rows, stride, mixed);
+      mix(from, seen.end - seen.old, s + coded, rows, stride, mixed);
     }
     for (int64_t i = 0; i < rows; ++i)
       call.write(b, begin + i % length, g * call.pairs + i / length, mixed + i * call.width_floats(), 1, 0);
@@ -258,9 +283,9 @@ void prefill(const Call& call, Context& context) {
         if (call.values.blockwise()) on.values.keep_recent(slot, b, g);
       });
     context.parallel(count * blocks, [&](int64_t task) {
-      // The last queries see the most keys, so they come first
-      const int64_t slot = task % count, b = (begin + slot) / call.groups, g = (begin + slot) % call.groups;
-      const size_t index = static_cast<size_t>(blocks - 1 - task / count);
+      // Neighbours read the same keys, which stay in a core's cache; the last queries see the most keys, so they come first
+      const int64_t slot = task / blocks, b = (begin + slot) / call.groups, g = (begin + slot) % call.groups;
+      const size_t index = static_cast<size_t>(blocks - 1 - task % blocks);
       try {
         on.block(b, g, slot, starts[index], starts[index + 1]);
       } catch (const std::bad_alloc&) {

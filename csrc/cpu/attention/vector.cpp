@@ -6,6 +6,9 @@
 #include "kernels.h"
 
 #include "../simd/vectors.h"
+#ifdef DIFFBIT_TILES
+#include "split.h"
+#endif
 
 namespace diffbit::DIFFBIT_ISA {
 namespace {
@@ -293,7 +296,7 @@ DIFFBIT_INLINE void packed_tile(const float* packed, int64_t d, const float* q, 
     DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v) store(s + row * stride + v * L, sums[row][v]);
 }
 
-void packed_scores(const float* packed, int64_t blocks, int64_t d, const float* q, int64_t rows, float* s,
+[[maybe_unused]] void packed_scores(const float* packed, int64_t blocks, int64_t d, const float* q, int64_t rows, float* s,
                    int64_t stride) {
   constexpr int MOST = L == 16 ? 8 : 6, VECTORS = L == 4 ? 4 : 2;
   for (int64_t block = 0; block < blocks; ++block)
@@ -313,6 +316,11 @@ void packed_scores(const float* packed, int64_t blocks, int64_t d, const float* 
 
 }  // namespace
 
+#ifdef DIFFBIT_TILES
+#define DIFFBIT_ATTENTION_PRODUCTS split_scores, split_keys, split_values, split_mix
+#else
+#define DIFFBIT_ATTENTION_PRODUCTS packed_scores, nullptr, nullptr, nullptr
+#endif
 extern const AttentionKernels attention = DIFFBIT_ATTENTION_KERNELS;
 
 }  // namespace diffbit::DIFFBIT_ISA

@@ -10,6 +10,7 @@
 namespace diffbit {
 
 constexpr int64_t INT4_MOST_ROWS = 8;
+constexpr int64_t MANY_ROWS = 16;  // of a block of ManyRowsKernels
 constexpr float INT4_SMALLEST = 1e-30f;  // limit of a group's largest activation; below it the group counts as zeros
 
 struct Int4Weight {
@@ -29,6 +30,28 @@ struct Int4Rows {
   float* scales;     // [groups, R]
 };
 
+/// A tile of a weight of any format, unpacked for the product with many rows.
+struct UnpackedTile {
+  int8_t* values;     // [groups, group_size / 4, 16, 4], in the order of the activations
+  float* scales;      // [groups, 16]
+  int32_t* zeros;     // [groups, 16]: what is still to be subtracted from each value, if has_zeros
+  bool has_zeros;
+  float factors[INT4_TILE];  // of the rows
+};
+
+/// Products with many rows, of sets with matrix instructions (simd/amx.h); null in others. Rows are in blocks of MANY_ROWS, of
+/// which the last may lack some: q [groups, group_size / S, MANY_ROWS, S] with S = min(group_size, 64), offsets and scales
+/// [groups, MANY_ROWS].
+struct ManyRowsKernels {
+  /// As that of Int4Kernels; a block.
+  void (*quantize)(const void* x, bool half, int64_t k, int64_t groups, int64_t group_size, int32_t minus,
+                   const Int4Rows& rows);
+  /// The product of rows.count rows, block after block, with a tile: 16 columns of y [rows.count, n], float or (half) float16,
+  /// or as many as there is `room` for.
+  void (*multiply)(const Int4Rows& rows, const UnpackedTile& tile, int64_t groups, int64_t group_size, void* y, int64_t n,
+                   int64_t room, bool half);
+};
+
 struct Int4Kernels {
   int64_t most_rows;                     // of a block; at most INT4_MOST_ROWS
   int64_t streams[INT4_MOST_ROWS + 1];  // best number of distant tiles to read at once, for a block of R rows
@@ -41,8 +64,11 @@ struct Int4Kernels {
   /// -1.
   void (*multiply)(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_t apart, int64_t count, void* y,
                    bool half);
+  /// Null in sets without ManyRowsKernels.
+  void (*unpack_values)(const Int4Weight& weight, int64_t tile, UnpackedTile& to);
 };
 
+DIFFBIT_DECLARE(ManyRowsKernels, many_rows)
 DIFFBIT_DECLARE(Int4Kernels, int4)
 DIFFBIT_DECLARE(Int4Kernels, int8)
 

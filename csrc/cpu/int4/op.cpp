@@ -5,7 +5,9 @@ namespace diffbit {
 
 template <class Node_>
 TiledMatMul<Node_>::TiledMatMul(const Node& node)
-    : Node_(node), kernels(Node_::WEIGHT_BITS == 4 ? DIFFBIT_PICK(int4) : DIFFBIT_PICK(int8)) {}
+    : Node_(node),
+      kernels(Node_::WEIGHT_BITS == 4 ? DIFFBIT_PICK(int4) : DIFFBIT_PICK(int8)),
+      many(DIFFBIT_PICK(many_rows)) {}
 
 template <class Node_>
 void TiledMatMul<Node_>::compute(Context& context) const {
@@ -18,7 +20,7 @@ void TiledMatMul<Node_>::compute(Context& context) const {
   const Int4Weight weight = {codes.as<uint8_t>(), scales.as<uint16_t>(), zeros.as<uint8_t>(), *factor.as<float>(), n,
                              divide_up(k, group_size), group_size, of.scale_groups};
   multiply_tiles(context, a, y, k, BITS, weight, of.zero && BITS == 4 ? -8 : -1, kernels->quantize, *kernels,
-                 kernels->most_rows, [&](int64_t) -> const Int4Weight& { return weight; });
+                 *many, kernels->most_rows, [&](int64_t) -> const Int4Weight& { return weight; });
 }
 
 template struct TiledMatMul<Int4Node>;

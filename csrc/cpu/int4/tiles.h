@@ -9,12 +9,13 @@
 namespace diffbit {
 
 /// y = a times `weight`, whose codes have `bits` bits, with `kernels.multiply`; `quantize` takes `minus`. For more than `few`
-/// rows, a tile is multiplied by many of their blocks: prepare(tile) returns the weight from which.
+/// rows, a tile is multiplied by many of their blocks: by `many` if the set has them, else prepare(tile) returns the weight
+/// from which.
 template <class Weight, class Kernels, class Prepare>
 void multiply_tiles(Context& context, const Tensor& a, const Tensor& y, int64_t k, int64_t bits, const Weight& weight,
-                    int32_t minus, decltype(Int4Kernels::quantize) quantize, const Kernels& kernels, int64_t few,
-                    const Prepare& prepare) {
-  enum Scratch { QUANTIZED, OFFSETS, ROW_SCALES };
+                    int32_t minus, decltype(Int4Kernels::quantize) quantize, const Kernels& kernels,
+                    const ManyRowsKernels& many, int64_t few, const Prepare& prepare) {
+  enum Scratch { QUANTIZED, OFFSETS, ROW_SCALES, VALUES = 4, SCALES, ZEROS };  // those from 4 on of the workers
   constexpr int64_t BYTES_PER_TASK = 96 << 10;  // of codes, for few rows: about ten microseconds
   constexpr int64_t CACHED_BYTES = 512 << 10;   // of activations that stay in a core's cache while tiles pass
   constexpr int64_t TILES_PER_TASK = 8;
@@ -23,17 +24,18 @@ void multiply_tiles(Context& context, const Tensor& a, const Tensor& y, int64_t 
   const int64_t tiles = divide_up(n, INT4_TILE);
   if (!rows) return;
 
-  const bool half = a.type == ort::FLOAT16;
+  const bool half = a.type == ort::FLOAT16, by_many = rows > few && many.multiply;
   const int64_t item = half ? 2 : 4;
-  int8_t* q = scratch<int8_t>(QUANTIZED, rows * width);
-  int32_t* offsets = scratch<int32_t>(OFFSETS, rows * groups);
-  float* row_scales = scratch<float>(ROW_SCALES, rows * groups);
-  const int64_t most = kernels.most_rows, blocks = divide_up(rows, most);
+  const int64_t most = by_many ? MANY_ROWS : kernels.most_rows, blocks = divide_up(rows, most);
+  int8_t* q = scratch<int8_t>(QUANTIZED, blocks * most * width);
+  int32_t* offsets = scratch<int32_t>(OFFSETS, blocks * most * groups);
+  float* row_scales = scratch<float>(ROW_SCALES, blocks * most * groups);
   const auto block = [&](int64_t i) {
     return Int4Rows{std::min(most, rows - i * most), q + i * most * width, offsets + i * most * groups,
                     row_scales + i * most * groups};
   };
   const auto output = [&](int64_t i) { return y.as<char>() + i * most * n * item; };
+  if (by_many) quantize = many.quantize;
   context.parallel(blocks, [&](int64_t i) {
     quantize(a.as<char>() + i * most * k * item, half, k, groups, weight.group_size, minus, block(i));
   });
@@ -54,6 +56,18 @@ void multiply_tiles(Context& context, const Tensor& a, const Tensor& y, int64_t 
   const int64_t across = divide_up(tiles, TILES_PER_TASK), down = divide_up(blocks, near);
   context.parallel(across * down, [&](int64_t task) {
     const int64_t column = task % across * TILES_PER_TASK, row = task / across;
+    if (by_many) {
+      UnpackedTile unpacked = {scratch<int8_t>(VALUES, width * INT4_TILE), scratch<float>(SCALES, groups * INT4_TILE),
+                               scratch<int32_t>(ZEROS, groups * INT4_TILE), false, {}};
+      const int64_t begin = blocks * row / down * most, end = std::min(rows, blocks * (row + 1) / down * most);
+      const Int4Rows some{end - begin, q + begin * width, offsets + begin * groups, row_scales + begin * groups};
+      for (int64_t tile = column; tile < std::min(tiles, column + TILES_PER_TASK); ++tile) {
+        kernels.unpack_values(weight, tile, unpacked);
+        many.multiply(some, unpacked, groups, weight.group_size, y.as<char>() + (begin * n + tile * INT4_TILE) * item, n,
+                      n - tile * INT4_TILE, half);
+      }
+      return;
+    }
     for (int64_t tile = column; tile < std::min(tiles, column + TILES_PER_TASK); ++tile) {
       const Weight& prepared = prepare(tile);
       for (int64_t i = blocks * row / down; i < blocks * (row + 1) / down; ++i)

@@ -6,9 +6,7 @@
 //
 // TILES tiles, far apart in memory, by ROWS rows of activations keep all their sums in registers: with few rows, memory is
 // read in several streams; with many rows, each unpacking serves all of them.
-#include "kernels.h"
-
-#include "../simd/vectors.h"
+#include "groups.h"
 
 namespace diffbit::DIFFBIT_ISA {
 namespace {
@@ -18,7 +16,6 @@ constexpr int64_t STEP_BYTES = INT4_TILE * 4;
 constexpr int STEPS = 4;  // between flushes: 32 weights, the smallest group
 static_assert(2 * STEPS <= dots(15), "a Partial holds the products of its steps");
 constexpr int64_t AHEAD = 4096;  // bytes to prefetch
-constexpr int64_t LARGEST_GROUP = 128;
 
 /// Initial value of a group's sums: its offset times each row's zero point, if `dot` and `dot_bytes` do not include it.
 template <int BITS, bool ZEROS>
@@ -28,61 +25,16 @@ DIFFBIT_INLINE Ints offsets(int32_t offset, const uint8_t* zeros) {
   return times_bytes(offset, zeros) + splat_int(-offset * BYTE_MIDDLE);
 }
 
-template <class T>
-void quantize(const T* x, int64_t k, int64_t groups, int64_t group_size, int32_t minus, const Int4Rows& rows) {
-  for (int64_t row = 0; row < rows.count; ++row) {
-    int8_t* q = rows.q + 4 * row;
-    for (int64_t g = 0; g < groups; ++g) {
-      const int64_t begin = g * group_size;
-      const T* from = x + row * k + begin;
-      T part[LARGEST_GROUP];
-      if (begin + group_size > k) {
-        std::memset(part, 0, sizeof part);
-        std::memcpy(part, from, static_cast<size_t>(k - begin) * sizeof(T));
-        from = part;
-      }
-      F32 most = splat(0.0f), poison = splat(0.0f);  // poison: infinity and NaN times 0 are NaN
-      for (int64_t i = 0; i < group_size; i += F32_LANES) {
-        const F32 values = load(from + i);
-        most = larger(magnitude(values), most);
-        poison = fma(values, splat(0.0f), poison);
-      }
-      const float size = largest(most);
-      const bool finite = sum(poison) == 0, zero = !finite || size < INT4_SMALLEST;
-      const F32 inverse = splat(zero ? 0.0f : 127 / size);
-      int8_t bytes[LARGEST_GROUP];
-      F32 total = splat(0.0f);
-      if (zero)
-        std::memset(bytes, 0, sizeof bytes);
-      else
-        for (int64_t i = 0; i < group_size; i += F32_LANES) {
-          const F32 values = rounded(load(from + i) * inverse);
-          store_rounded(bytes + i, values);
-          total = total + values;
-        }
-      for (int64_t i = 0; i < group_size; i += INT4_STEP, q += 8 * rows.count)
-        store_parted(bytes + i, q, q + 4 * rows.count);
-      rows.offsets[g * rows.count + row] = minus * static_cast<int32_t>(sum(total));
-      rows.scales[g * rows.count + row] = !finite ? __builtin_nanf("") : zero ? 0 : size / 127;
-    }
-  }
-}
-
 void quantize(const void* x, bool half, int64_t k, int64_t groups, int64_t group_size, int32_t minus,
               const Int4Rows& rows) {
-  if (half)
-    quantize(static_cast<const uint16_t*>(x), k, groups, group_size, minus, rows);
-  else
-    quantize(static_cast<const float*>(x), k, groups, group_size, minus, rows);
-}
-
-/// Stores F32_LANES numbers, or fewer at the end of the row.
-template <class T>
-DIFFBIT_INLINE void put(T* to, int64_t room, F32 values) {
-  if (room >= F32_LANES) return store(to, values);
-  T part[F32_LANES];
-  store(part, values);
-  if (room > 0) std::memcpy(to, part, static_cast<size_t>(room) * sizeof(T));
+  const auto put = [&](int64_t row, int64_t g, const int8_t* bytes, int32_t sum, float scale) {
+    int8_t* q = rows.q + g * group_size * rows.count + 4 * row;
+    for (int64_t i = 0; i < group_size; i += INT4_STEP, q += 8 * rows.count)
+      store_parted(bytes + i, q, q + 4 * rows.count);
+    rows.offsets[g * rows.count + row] = minus * sum;
+    rows.scales[g * rows.count + row] = scale;
+  };
+  round_groups(x, half, k, groups, group_size, rows.count, put);
 }
 
 template <int BITS, int TILES, int ROWS, bool ZEROS>
@@ -231,6 +183,45 @@ void multiply(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int
   multiply_rows_of<BITS, MOST_ROWS>(rows, weight, first, apart, count, y, half);
 }
 
+#ifdef DIFFBIT_TILES
+template <int BITS>
+void unpack_values(const Int4Weight& weight, int64_t tile, UnpackedTile& to) {
+  const int64_t size = weight.group_size, middle = 1 << (BITS - 1);
+  const uint8_t* codes = weight.codes + tile * weight.groups * size * INT4_TILE * BITS / 8;
+  const int64_t first = tile * weight.scale_groups * INT4_TILE, step = weight.scale_groups == 1 ? 0 : INT4_TILE;
+  alignas(64) uint8_t each[STEP_BYTES];  // lane of each byte
+  for (int i = 0; i < STEP_BYTES; ++i) each[i] = static_cast<uint8_t>(i / 4);
+  int8_t* values = to.values;
+  to.has_zeros = BITS == 8 && weight.zeros;
+  for (int64_t g = 0; g < weight.groups; ++g) {
+    const uint8_t* zeros = weight.zeros ? weight.zeros + first + g * step : nullptr;
+    for (int v = 0; v < VECTORS; ++v)
+      store(to.scales + g * INT4_TILE + v * F32_LANES, load(weight.scales + first + g * step + v * F32_LANES));
+    if (to.has_zeros)
+      for (int i = 0; i < INT4_TILE; ++i) to.zeros[g * INT4_TILE + i] = zeros[i] - middle;
+    for (int v = 0; v < VECTORS; ++v) {
+      const Bytes less = BITS == 4 && zeros ? lookup(load_table(zeros), load_bytes(each + v * WIDTH)) : splat(uint8_t{middle});
+      int8_t* at = values + v * WIDTH;
+      for (int64_t i = 0; i < size * BITS / 32; ++i) {
+        const Bytes both = load_bytes(codes + i * STEP_BYTES + v * WIDTH);
+        if (BITS == 8) {
+          store(at + i * STEP_BYTES, minus(both, less));
+        } else {
+          store(at + 2 * i * STEP_BYTES, minus(both & splat(uint8_t{15}), less));
+          store(at + (2 * i + 1) * STEP_BYTES, minus(shift<4>(both) & splat(uint8_t{15}), less));
+        }
+      }
+    }
+    codes += size * INT4_TILE * BITS / 8;
+    values += size * INT4_TILE;
+  }
+  for (float& factor : to.factors) factor = weight.factor;
+}
+#else
+template <int BITS>
+constexpr decltype(Int4Kernels::unpack_values) unpack_values = nullptr;
+#endif
+
 }  // namespace
 
 #define DIFFBIT_TABLE(BITS)                                                                                           \
@@ -238,7 +229,8 @@ void multiply(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int
    {0, streams_of(1), streams_of(2), streams_of(3), streams_of(4), streams_of(5), streams_of(6), streams_of(7),       \
     streams_of(8)},                                                                                                   \
    quantize,                                                                                                          \
-   multiply<BITS>}
+   multiply<BITS>,                                                                                                    \
+   unpack_values<BITS>}
 extern const Int4Kernels int4 = DIFFBIT_TABLE(4);
 extern const Int4Kernels int8 = DIFFBIT_TABLE(8);
 

@@ -30,6 +30,7 @@ struct LowBitMatMulKernels {
   /// For more than LOWBIT_FEW_ROWS rows `weight` is unpacked.
   void (*multiply)(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, int64_t apart, int64_t count, void* y,
                    bool half);
+  void (*unpack_values)(const LowBitWeight& weight, int64_t tile, UnpackedTile& to);
 };
 
 DIFFBIT_DECLARE(LowBitMatMulKernels, lowbit_matmul)

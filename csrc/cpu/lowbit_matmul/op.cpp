@@ -11,13 +11,13 @@ constexpr int UNPACKED = 3;  // slot of scratch
 }  // namespace
 
 LowBitMatMul::LowBitMatMul(const Node& node)
-    : LowBitNode(node), kernels(DIFFBIT_PICK(lowbit_matmul)), rounding(DIFFBIT_PICK(int4)) {}
+    : LowBitNode(node), kernels(DIFFBIT_PICK(lowbit_matmul)), rounding(DIFFBIT_PICK(int4)), many(DIFFBIT_PICK(many_rows)) {}
 
 void LowBitMatMul::compute(Context& context) const {
   const LowBitTensors of = tensors(context);
   const LowBitWeight weight = planes_of(*this, of, *of.factor.as<float>());
   const int32_t minus = weight.levels ? kernels->minus_of_levels : -(1 << (bits - 1));
-  multiply_tiles(context, of.a, of.y, k, bits, weight, minus, rounding->quantize, *kernels, LOWBIT_FEW_ROWS, [&](int64_t tile) {
+  multiply_tiles(context, of.a, of.y, k, bits, weight, minus, rounding->quantize, *kernels, *many, LOWBIT_FEW_ROWS, [&](int64_t tile) {
     LowBitWeight unpacked = weight;
     kernels->unpack(unpacked, tile, scratch<uint8_t>(UNPACKED, weight.groups * weight.group_size * INT4_TILE));
     return unpacked;

@@ -39,6 +39,6 @@ void multiply(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, i
 
 }  // namespace
 
-extern const LowBitMatMulKernels lowbit_matmul = {4, {0, 2, 1, 1, 1, 0, 0, 0, 0}, -128, unpack, multiply};
+extern const LowBitMatMulKernels lowbit_matmul = {4, {0, 2, 1, 1, 1, 0, 0, 0, 0}, -128, unpack, multiply, nullptr};
 
 }  // namespace diffbit::scalar

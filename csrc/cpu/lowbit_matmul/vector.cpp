@@ -256,6 +256,43 @@ void unpack(LowBitWeight& weight, int64_t tile, uint8_t* to) {
   weight.unpacked = to;
 }
 
+#ifdef DIFFBIT_TILES
+/// Every code less 2^(BITS - 1), or every level less 128, to a byte.
+template <int BITS, bool TABLE>
+void unpack_runs(const uint8_t* run, int64_t runs, const uint8_t* levels, int8_t* to) {
+  uint8_t bytes[16] = {};
+  for (int i = 0; TABLE && i < 1 << BITS; ++i) bytes[i] = levels[i] ^ 128;
+  const Bytes table = load_table(bytes), middle = splat(uint8_t{1 << (BITS - 1)});
+  for (int64_t i = 0; i < runs; ++i, run += BITS * LOWBIT_PLANE)
+    DIFFBIT_UNROLL
+    for (int quad = 0; quad < LOWBIT_QUADS; ++quad, to += LOWBIT_PLANE)
+      DIFFBIT_UNROLL
+      for (int v = 0; v < VECTORS; ++v) {
+        const Bytes codes = codes_of<BITS>(run + v * WIDTH, quad);
+        store(to + v * WIDTH, TABLE ? lookup(table, codes) : minus(codes, middle));
+      }
+}
+
+void unpack_values(const LowBitWeight& weight, int64_t tile, UnpackedTile& to) {
+  using Unpack = decltype(&unpack_runs<2, false>);
+  constexpr Unpack of[2][5] = {{unpack_runs<2, false>, unpack_runs<3, false>, unpack_runs<4, false>, unpack_runs<5, false>,
+                                unpack_runs<6, false>},
+                               {unpack_runs<2, true>, unpack_runs<3, true>, unpack_runs<4, true>}};
+  const int64_t runs = weight.groups * weight.group_size / LOWBIT_RUN, first = tile * weight.groups * INT4_TILE;
+  const uint8_t* codes = weight.codes + tile * runs * weight.bits * LOWBIT_PLANE;
+  of[weight.levels != nullptr][weight.bits - 2](codes, runs, weight.levels, to.values);
+  for (int64_t i = 0; i < weight.groups * INT4_TILE; i += F32_LANES)
+    store(to.scales + i, weight.int8_scales ? load(static_cast<const int8_t*>(weight.scales) + first + i)
+                                            : load(static_cast<const uint16_t*>(weight.scales) + first + i));
+  for (int i = 0; i < INT4_TILE; i += F32_LANES) {
+    const F32 row_scales = weight.row_scales ? load(weight.row_scales + tile * INT4_TILE + i) : splat(1.0f);
+    store(to.factors + i, row_scales * splat(weight.factor));
+  }
+}
+#else
+constexpr decltype(LowBitMatMulKernels::unpack_values) unpack_values = nullptr;
+#endif
+
 }  // namespace
 
 extern const LowBitMatMulKernels lowbit_matmul = {
@@ -263,6 +300,7 @@ extern const LowBitMatMulKernels lowbit_matmul = {
     {0, streams_of(1), streams_of(2), streams_of(3), streams_of(4), streams_of(5), streams_of(6), streams_of(7), streams_of(8)},
     BYTE_MIDDLE - 128,
     unpack,
-    multiply};
+    multiply,
+    unpack_values};
 
 }  // namespace diffbit::DIFFBIT_ISA

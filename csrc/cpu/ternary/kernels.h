@@ -8,6 +8,9 @@
 
 namespace diffbit {
 
+constexpr int64_t TERNARY_ROWS_TOGETHER = 32;  // q has room for a multiple of so many rows
+constexpr int64_t TERNARY_MOST_ROWS = 256;     // of a call of `multiply`
+
 /// A row of activations: its scale a, and the sum of q, because the codes are one more than the weights.
 struct TernaryRow {
   float scale;
@@ -26,11 +29,13 @@ struct TernaryProduct {
 };
 
 struct TernaryKernels {
+  int64_t rows_per_task;  // of the activations; a multiple of TERNARY_ROWS_TOGETHER, at most TERNARY_MOST_ROWS
   /// Bytes of a quantized row, a multiple of 64. Each set defines its own order of bytes.
   int64_t (*quantized_size)(int64_t blocks);
   /// Quantizes x [k], fp32 or fp16, to one row of q with 8 or 4 bits.
   TernaryRow (*quantize)(const void* x, bool half, int64_t bits, int64_t k, int64_t blocks, int8_t* q);
-  /// Computes y for the activation rows row_begin..row_end and the weight rows begin..end.
+  /// Computes y for the activation rows row_begin..row_end, from a multiple of TERNARY_ROWS_TOGETHER on, and the weight rows
+  /// begin..end.
   void (*multiply)(const TernaryProduct& product, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end);
 };
 

@@ -9,7 +9,6 @@ namespace {
 
 enum Scratch { QUANTIZED, ROWS };
 constexpr int64_t NUMBERS_PER_TASK = 32 * 1024;  // for quantizing: a few microseconds
-constexpr int64_t ROWS_PER_TASK = 96;            // of the activations
 constexpr int64_t WEIGHTS_PER_TASK = 128;        // rows of the weight if arithmetic is the bottleneck
 
 /// The same if memory is the bottleneck: long streams, but work for sixteen threads if each task then has 64 KiB.
@@ -30,7 +29,7 @@ void TernaryMatMul::compute(Context& context) const {
 
   const bool half = a.type == ort::FLOAT16;
   const int64_t q_size = kernels->quantized_size(blocks);
-  int8_t* q = scratch<int8_t>(QUANTIZED, rows * q_size);
+  int8_t* q = scratch<int8_t>(QUANTIZED, divide_up(rows, TERNARY_ROWS_TOGETHER) * TERNARY_ROWS_TOGETHER * q_size);
   TernaryRow* quantized = scratch<TernaryRow>(ROWS, rows);
   const int64_t some = divide_up(NUMBERS_PER_TASK, k);
   context.parallel(divide_up(rows, some), [&](int64_t task) {
@@ -42,11 +41,13 @@ void TernaryMatMul::compute(Context& context) const {
 
   const TernaryProduct product = {q, quantized, packed.as<uint8_t>(), blocks, n, scale.as<float>(), of.scale_per_row,
                                   y.data, half};
-  const int64_t row_tasks = divide_up(rows, ROWS_PER_TASK), rows_each = divide_up(rows, row_tasks);
+  const int64_t row_tasks = divide_up(rows, kernels->rows_per_task);
+  const int64_t rows_each = divide_up(divide_up(rows, row_tasks), TERNARY_ROWS_TOGETHER) * TERNARY_ROWS_TOGETHER;
   const int64_t weights_each = rows < 4 ? streamed_rows(n, blocks * TERNARY_BLOCK_BYTES) : WEIGHTS_PER_TASK;
   const int64_t weight_tasks = divide_up(n, weights_each);
   context.parallel(row_tasks * weight_tasks, [&](int64_t task) {
     const int64_t row = task / weight_tasks * rows_each, begin = task % weight_tasks * weights_each;
+    if (row >= rows) return;
     kernels->multiply(product, row, std::min(row + rows_each, rows), begin,
                        std::min(begin + weights_each, n));
   });

@@ -54,6 +54,6 @@ void multiply(const TernaryProduct& product, int64_t row_begin, int64_t row_end,
 
 }  // namespace
 
-extern const TernaryKernels ternary = {quantized_size, quantize, multiply};
+extern const TernaryKernels ternary = {96, quantized_size, quantize, multiply};
 
 }  // namespace diffbit::scalar

@@ -16,6 +16,34 @@
 namespace diffbit::DIFFBIT_ISA {
 namespace {
 
+/// Bytes of a row of q that are used.
+int64_t used_size(int64_t blocks) {
+  const int64_t bytes = blocks * TERNARY_BLOCK_BYTES;
+  return (bytes + WIDTH - 1) / WIDTH * WIDTH * 4;
+}
+
+#ifdef DIFFBIT_TILES
+/// Rows whose distance is a power of two would meet in the same lines of a cache.
+int64_t quantized_size(int64_t blocks) { return used_size(blocks) / 64 % 2 ? used_size(blocks) : used_size(blocks) + 64; }
+#else
+int64_t quantized_size(int64_t blocks) { return used_size(blocks); }
+#endif
+
+}  // namespace
+}  // namespace diffbit::DIFFBIT_ISA
+
+#ifdef DIFFBIT_TILES
+#include "many_rows.h"
+#endif
+
+namespace diffbit::DIFFBIT_ISA {
+namespace {
+
+#ifdef DIFFBIT_TILES
+constexpr int64_t ROWS_PER_TASK = TERNARY_MOST_ROWS;  // unpacking takes as long as products with about 40
+#else
+constexpr int64_t ROWS_PER_TASK = 96;
+#endif
 constexpr int64_t PANEL = 1024;      // weight rows whose sums are kept at a time
 constexpr int64_t NEAR = 24 * 1024;  // bytes of activations that fit into the first-level cache besides the weights
 constexpr int64_t FLIGHT = 8192;     // bytes of weights on their way from memory, over all streams
@@ -23,10 +51,6 @@ constexpr int64_t FLIGHT = 8192;     // bytes of weights on their way from memor
 // The largest tile, whose sums are all in registers
 constexpr int ROWS = TERNARY_ROWS, MOST_COLUMNS = TERNARY_COLUMNS;
 
-int64_t quantized_size(int64_t blocks) {
-  const int64_t bytes = blocks * TERNARY_BLOCK_BYTES;
-  return (bytes + WIDTH - 1) / WIDTH * WIDTH * 4;
-}
 
 /// The position of the activation for weight i.
 DIFFBIT_INLINE int64_t place(int64_t i) {
@@ -36,7 +60,7 @@ DIFFBIT_INLINE int64_t place(int64_t i) {
 }
 
 TernaryRow quantize(const void* x, bool half, int64_t bits, int64_t k, int64_t blocks, int8_t* q) {
-  const int64_t size = quantized_size(blocks);
+  const int64_t size = used_size(blocks);
   constexpr int64_t LAST = 4 * WIDTH > TERNARY_BLOCK ? 4 * WIDTH : TERNARY_BLOCK;  // bytes that x may not write
   for (int64_t i = size - LAST; i < size; i += WIDTH) store(q + i, splat(uint8_t{0}));
   Ints sums = zero();
@@ -234,6 +258,13 @@ void panel_of(int64_t rows, const TernaryProduct& product, int64_t row, int64_t 
 }
 
 void multiply(const TernaryProduct& product, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end) {
+#ifdef DIFFBIT_TILES
+  if (row_end - row_begin >= LEAST_MANY_ROWS) {
+    for (; begin < end; begin += SIDE)
+      multiply_side(product, row_begin, row_end, begin, end - begin < SIDE ? end : begin + SIDE);
+    return;
+  }
+#endif
   for (; begin < end; begin += PANEL) {
     const int64_t count = end - begin < PANEL ? end - begin : PANEL;
     for (int64_t row = row_begin; row < row_end;) {
@@ -246,6 +277,6 @@ void multiply(const TernaryProduct& product, int64_t row_begin, int64_t row_end,
 
 }  // namespace
 
-extern const TernaryKernels ternary = {quantized_size, quantize, multiply};
+extern const TernaryKernels ternary = {ROWS_PER_TASK, quantized_size, quantize, multiply};
 
 }  // namespace diffbit::DIFFBIT_ISA

@@ -1,0 +1,148 @@
+// Products of attention with many query rows by matrix instructions of bfloat16. A float is the sum of three bfloat16, its
+// parts: its upper half, that of the rest, and what then remains. Of the nine products of parts three are at most 2^-22 of the whole
+// and left out; the other six are added in float32, so results are about as near as those of floats.
+//
+//   A   rows of floats become, 32 at a time, 32 first parts, 32 second ones ...
+//   B   [rows, columns] becomes [rows / 32, columns / 16, parts, 16 pairs of rows, 16 columns, 2]; rows beyond are zeros
+#pragma once
+
+#include "kernels.h"
+
+#include "../simd/vectors.h"
+
+namespace diffbit::DIFFBIT_ISA {
+namespace {
+
+constexpr int64_t STEP = SPLIT_STEP;             // numbers of a row of A in a tile
+constexpr int64_t PART = TILE_ROWS * TILE_BYTES / 4;  // floats that a tile takes
+constexpr int64_t PARTS = SPLIT_PARTS;
+constexpr int64_t COLUMNS = TILE_BYTES / 4;
+constexpr int64_t TOGETHER = SPLIT_ROWS;
+static_assert(STEP == TILE_BYTES / 2 && TOGETHER == 2 * TILE_ROWS, "what tiles hold");
+
+/// n floats to a row of A.
+void split_row(const float* from, int64_t n, float* to) {
+  for (int64_t i = 0; i < n; i += STEP) {
+    F32 rest[STEP / F32_LANES];
+    DIFFBIT_UNROLL
+    for (int64_t j = 0; j < STEP / F32_LANES; ++j) {
+      const int64_t left = n - i - j * F32_LANES;
+      const float* at = from + i + j * F32_LANES;
+      rest[j] = left >= F32_LANES ? load(at) : left > 0 ? load_part(at, left) : splat(0.0f);
+    }
+    DIFFBIT_UNROLL
+    for (int part = 0; part < PARTS; ++part, to += STEP / 2) {
+      store_upper(reinterpret_cast<uint16_t*>(to), rest);
+      for (F32& one : rest) one = one - upper(one);
+    }
+  }
+}
+
+/// `from` [rows, columns] to B; columns are a multiple of 16.
+void split_matrix(const float* from, int64_t rows, int64_t columns, float* to) {
+  for (int64_t begin = 0; begin < rows; begin += STEP)
+    for (int64_t column = 0; column < columns; column += COLUMNS, to += PARTS * PART)
+      for (int64_t row = begin; row < begin + STEP; row += 2)
+        for (int64_t i = 0; i < COLUMNS; i += F32_LANES) {
+          const float* at = from + row * columns + column + i;
+          F32 even = row < rows ? load(at) : splat(0.0f), odd = row + 1 < rows ? load(at + columns) : splat(0.0f);
+          DIFFBIT_UNROLL
+          for (int part = 0; part < PARTS; ++part) {
+            store(to + part * PART + (row - begin) / 2 * COLUMNS + i, upper_pairs(even, odd));
+            even = even - upper(even), odd = odd - upper(odd);
+          }
+        }
+}
+
+/// c [16 ROWS, 16 WIDE] = a b, or (ADD) += a b, for `steps` steps of 32, which are b_step floats apart in b.
+template <bool ADD, int ROWS, int WIDE>
+void multiply_tiles(const float* a, int64_t a_stride, const float* b, int64_t b_step, int64_t steps, float* c,
+                    int64_t c_stride) {
+  const int64_t a_bytes = 4 * a_stride, c_bytes = 4 * c_stride;
+  const float* down = a + TILE_ROWS * a_stride;
+  float* c_down = c + TILE_ROWS * c_stride;
+  if (ADD) {
+    load_tile<0>(c, c_bytes);
+    if (WIDE > 1) load_tile<1>(c + COLUMNS, c_bytes);
+    if (ROWS > 1) load_tile<2>(c_down, c_bytes);
+    if (ROWS > 1 && WIDE > 1) load_tile<3>(c_down + COLUMNS, c_bytes);
+  } else {
+    clear<0>(), clear<1>(), clear<2>(), clear<3>();
+  }
+  for (int64_t i = 0; i < steps; ++i, b += b_step)
+    DIFFBIT_UNROLL
+    for (int part = 0; part < PARTS; ++part, a += STEP / 2, down += STEP / 2) {
+      load_tile<4>(a, a_bytes);
+      if (ROWS > 1) load_tile<5>(down, a_bytes);
+      DIFFBIT_UNROLL
+      for (int64_t line = 0; line < WIDE * PART; line += COLUMNS) prefetch(b + b_step + part * WIDE * PART + line);
+      DIFFBIT_UNROLL
+      for (int other = PARTS - 1 - part; other >= 0; --other) {
+        load_tile<6>(b + other * PART, TILE_BYTES);
+        if (WIDE > 1) load_tile<7>(b + (PARTS + other) * PART, TILE_BYTES);
+        add_bfloats<0, 4, 6>();
+        if (WIDE > 1) add_bfloats<1, 4, 7>();
+        if (ROWS > 1) add_bfloats<2, 5, 6>();
+        if (ROWS > 1 && WIDE > 1) add_bfloats<3, 5, 7>();
+      }
+    }
+  store_tile<0>(c, c_bytes);
+  if (WIDE > 1) store_tile<1>(c + COLUMNS, c_bytes);
+  if (ROWS > 1) store_tile<2>(c_down, c_bytes);
+  if (ROWS > 1 && WIDE > 1) store_tile<3>(c_down + COLUMNS, c_bytes);
+}
+
+/// The same for at most 32 rows and 32 columns.
+template <bool ADD>
+void multiply_some(const float* a, int64_t a_stride, const float* b, int64_t b_step, int64_t steps, int64_t rows,
+                   int64_t columns, float* c, int64_t c_stride) {
+  const bool tall = rows > TILE_ROWS, wide = columns > COLUMNS;
+  (tall ? wide ? multiply_tiles<ADD, 2, 2> : multiply_tiles<ADD, 2, 1>
+        : wide ? multiply_tiles<ADD, 1, 2> : multiply_tiles<ADD, 1, 1>)(a, a_stride, b, b_step, steps, c, c_stride);
+}
+
+void split_keys(float* block, int64_t d) {
+  float packed[ATTENTION_KEYS * ATTENTION_MOST_D];
+  std::memcpy(packed, block, sizeof *packed * static_cast<size_t>(ATTENTION_KEYS * d));
+  split_matrix(packed, d, ATTENTION_KEYS, block);
+}
+
+void split_values(float* block, int64_t d) {
+  float rows[ATTENTION_KEYS * ATTENTION_MOST_D];
+  std::memcpy(rows, block, sizeof *rows * static_cast<size_t>(ATTENTION_KEYS * padded(d)));
+  split_matrix(rows, ATTENTION_KEYS, padded(d), block);
+}
+
+void split_scores(const float* packed, int64_t blocks, int64_t d, const float* q, int64_t rows, float* s, int64_t stride) {
+  const int64_t width = split_size(d);  // of a row
+  const Tiles in_use(TILE_BYTES);
+  for (int64_t row = 0; row < rows; row += TOGETHER) {
+    const int64_t some = rows - row < TOGETHER ? rows - row : TOGETHER;
+    alignas(64) float split[TOGETHER * split_size(ATTENTION_MOST_D)];
+    for (int64_t i = 0; i < some; ++i) split_row(q + (row + i) * padded(d), d, split + i * width);
+    for (int64_t block = 0; block < blocks; ++block)
+      multiply_some<false>(split, width, packed + block * ATTENTION_KEYS * width, 2 * PARTS * PART, (d + STEP - 1) / STEP, some,
+                           ATTENTION_KEYS, s + row * stride + block * ATTENTION_KEYS, stride);
+  }
+}
+
+void split_mix(const CacheRows& values, int64_t n, int64_t d, const float* p, int64_t rows, int64_t stride, float* out) {
+  constexpr int64_t KEYS = 128, WIDTH = KEYS * PARTS / 2;  // keys at a time, floats that they take
+  const int64_t columns = padded(d), width = values.count * columns;
+  const Tiles in_use(TILE_BYTES);
+  alignas(64) float split[TOGETHER * WIDTH];
+  for (int64_t row = 0; row < rows; row += TOGETHER)
+    for (int64_t t = 0; t < n; t += KEYS) {
+      const int64_t some = rows - row < TOGETHER ? rows - row : TOGETHER, keys = n - t < KEYS ? n - t : KEYS;
+      for (int64_t i = 0; i < some; ++i) split_row(p + (row + i) * stride + t, keys, split + i * WIDTH);
+      for (int64_t j = 0; j < values.count; ++j)
+        for (int64_t column = 0; column < columns; column += 2 * COLUMNS) {
+          const float* from = static_cast<const float*>(values.rows[j]) + t * split_size(d) + column / COLUMNS * PARTS * PART;
+          multiply_some<true>(split, WIDTH, from, ATTENTION_KEYS * split_size(d), (keys + STEP - 1) / STEP, some,
+                              columns - column, out + row * width + j * columns + column, width);
+        }
+    }
+}
+
+}  // namespace
+}  // namespace diffbit::DIFFBIT_ISA

@@ -1,0 +1,119 @@
+// Products of many rows of activations with an unpacked tile of any format in groups, by matrix instructions; compiled once per
+// instruction set, and empty in sets without them.
+//
+// A group's product has 16 x 16 sums, which go through memory to vectors of 16 columns; there they are scaled and added to
+// results that stay in registers. The products of the next groups are computed meanwhile.
+#include "groups.h"
+
+namespace diffbit::DIFFBIT_ISA {
+namespace {
+
+#ifdef DIFFBIT_TILES
+
+constexpr int VECTORS = INT4_TILE / F32_LANES;
+constexpr int64_t AHEAD = 2;  // groups
+static_assert(INT4_TILE * 4 == TILE_BYTES && MANY_ROWS == TILE_ROWS, "a tile of the weight fills rows of B");
+
+/// Bytes of a row of A.
+DIFFBIT_INLINE int64_t slice_of(int64_t group_size) { return group_size < TILE_BYTES ? group_size : TILE_BYTES; }
+
+void quantize(const void* x, bool half, int64_t k, int64_t groups, int64_t group_size, int32_t minus,
+              const Int4Rows& rows) {
+  const int64_t slice = slice_of(group_size);
+  const auto put = [&](int64_t row, int64_t g, const int8_t* bytes, int32_t sum, float scale) {
+    for (int64_t i = 0; i < group_size; i += INT4_STEP) {
+      int8_t* to = rows.q + (g * group_size + i / slice * slice) * MANY_ROWS + row * slice + i % slice;
+      store_parted(bytes + i, to, to + 4);
+    }
+    rows.offsets[g * MANY_ROWS + row] = minus * sum;
+    rows.scales[g * MANY_ROWS + row] = scale;
+  };
+  round_groups(x, half, k, groups, group_size, rows.count, put);
+}
+
+/// A group's sums, of 16 rows of q and 16 of the weight.
+template <int TILE>
+DIFFBIT_INLINE void sum_group(const int8_t* q, const int8_t* values, int64_t group_size, int64_t slice, int32_t* sums) {
+  clear<TILE>();
+  for (int64_t i = 0; i < group_size; i += slice) {
+    load_tile<4 + TILE>(q + i * MANY_ROWS, slice);
+    load_tile<6 + TILE>(values + i * INT4_TILE, TILE_BYTES);
+    add_bytes<TILE, 4 + TILE, 6 + TILE>();
+  }
+  store_tile<TILE>(sums, TILE_BYTES);
+}
+
+template <bool ZEROS>
+void multiply_block(const Int4Rows& rows, const UnpackedTile& tile, int64_t groups, int64_t group_size, float* y) {
+  const int64_t slice = slice_of(group_size), bytes = group_size * MANY_ROWS;
+  alignas(64) int32_t sums[2 * AHEAD][MANY_ROWS * INT4_TILE];
+  F32 results[MANY_ROWS][VECTORS];
+  DIFFBIT_UNROLL
+  for (int r = 0; r < MANY_ROWS; ++r)
+    DIFFBIT_UNROLL
+    for (int v = 0; v < VECTORS; ++v) results[r][v] = splat(0.0f);
+  const auto add = [&](int64_t g) __attribute__((always_inline)) {
+    DIFFBIT_UNROLL
+    for (int v = 0; v < VECTORS; ++v) {
+      const int64_t column = g * INT4_TILE + v * F32_LANES;
+      const F32 scale = load(tile.scales + column);
+      DIFFBIT_UNROLL
+      for (int r = 0; r < MANY_ROWS; ++r) {
+        Ints sum = load_ints(sums[g % (2 * AHEAD)] + r * INT4_TILE + v * F32_LANES);
+        if (ZEROS) sum.v += load_ints(tile.zeros + column).v * rows.offsets[g * MANY_ROWS + r];
+        results[r][v] = fma(to_floats(sum), scale * splat(rows.scales[g * MANY_ROWS + r]), results[r][v]);
+      }
+    }
+  };
+  const auto sum = [&](int64_t g) __attribute__((always_inline)) {
+    if (g >= groups) return;
+    const int8_t *q = rows.q + g * bytes, *values = tile.values + g * bytes;
+    int32_t* to = sums[g % (2 * AHEAD)];
+    if (g % 2)
+      sum_group<1>(q, values, group_size, slice, to);
+    else
+      sum_group<0>(q, values, group_size, slice, to);
+  };
+  for (int64_t g = 0; g < AHEAD; ++g) sum(g);
+  for (int64_t g = 0; g < groups; ++g) {
+    sum(g + AHEAD);
+    add(g);
+  }
+  DIFFBIT_UNROLL
+  for (int v = 0; v < VECTORS; ++v) {
+    const F32 factor = load(tile.factors + v * F32_LANES);
+    DIFFBIT_UNROLL
+    for (int r = 0; r < MANY_ROWS; ++r) store(y + r * INT4_TILE + v * F32_LANES, results[r][v] * factor);
+  }
+}
+
+void multiply(const Int4Rows& rows, const UnpackedTile& tile, int64_t groups, int64_t group_size, void* y, int64_t n,
+              int64_t room, bool half) {
+  const Tiles in_use(slice_of(group_size));
+  for (int64_t first = 0; first < rows.count; first += MANY_ROWS) {
+    const int64_t begin = first * groups, count = rows.count - first < MANY_ROWS ? rows.count - first : MANY_ROWS;
+    const Int4Rows block{MANY_ROWS, rows.q + begin * group_size, rows.offsets + begin, rows.scales + begin};
+    float values[MANY_ROWS * INT4_TILE];
+    (tile.has_zeros ? multiply_block<true> : multiply_block<false>)(block, tile, groups, group_size, values);
+    for (int64_t r = 0; r < count; ++r)
+      for (int64_t i = 0; i < INT4_TILE; i += F32_LANES) {
+        const F32 some = load(values + r * INT4_TILE + i);
+        const int64_t at = (first + r) * n + i;
+        if (half)
+          put(static_cast<uint16_t*>(y) + at, room - i, some);
+        else
+          put(static_cast<float*>(y) + at, room - i, some);
+      }
+  }
+}
+
+#else
+constexpr decltype(ManyRowsKernels::quantize) quantize = nullptr;
+constexpr decltype(ManyRowsKernels::multiply) multiply = nullptr;
+#endif
+
+}  // namespace
+
+extern const ManyRowsKernels many_rows = {quantize, multiply};
+
+}  // namespace diffbit::DIFFBIT_ISA
