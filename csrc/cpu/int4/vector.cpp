@@ -23,9 +23,16 @@ constexpr int64_t LARGEST_GROUP = 128;
 /// Initial value of a group's sums: its offset times each row's zero point, if `dot` and `dot_bytes` do not include it.
 template <int BITS, bool ZEROS>
 DIFFBIT_INLINE Ints offsets(int32_t offset, const uint8_t* zeros) {
-  if (BITS == 4) return ZEROS ? times_bytes(offset, zeros) : splat_int(offset);
+  if (BITS == 4) return ZEROS ? times_bytes(offset << NIBBLE_SHIFT, zeros) : splat_int(offset << NIBBLE_SHIFT);
   if (!ZEROS) return splat_int(offset * (128 - BYTE_MIDDLE));
   return times_bytes(offset, zeros) + splat_int(-offset * BYTE_MIDDLE);
+}
+
+/// A group's sums as floats.
+template <int BITS>
+DIFFBIT_INLINE F32 total(Ints sums) {
+  if constexpr (BITS == 4 && NIBBLE_SHIFT) return to_floats(shift<NIBBLE_SHIFT>(sums));
+  return to_floats(sums);
 }
 
 template <class T>
@@ -144,17 +151,22 @@ void tiles(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_
         DIFFBIT_UNROLL
         for (int t = 0; t < TILES; ++t) {
           prefetch(codes[t] + AHEAD);
-          Bytes low[VECTORS], high[VECTORS];
+          Bytes both[VECTORS], low[VECTORS], high[VECTORS];
           DIFFBIT_UNROLL
           for (int v = 0; v < VECTORS; ++v) {
-            const Bytes both = load_bytes(codes[t] + v * WIDTH);
-            low[v] = both & nibble;
-            high[v] = shift<4>(both) & nibble;
+            both[v] = load_bytes(codes[t] + v * WIDTH);
+            low[v] = both[v] & nibble;
+            high[v] = shift<4>(both[v]) & nibble;
           }
           codes[t] += STEP_BYTES;
           DIFFBIT_UNROLL
           for (int r = 0; r < ROWS; ++r) {
             const auto even = splat4(q + 4 * r), odd = splat4(q + 4 * (ROWS + r));
+            if constexpr (NIBBLE_SHIFT) {
+              DIFFBIT_UNROLL
+              for (int v = 0; v < VECTORS; ++v) partial[t][r][v] = dot_nibbles(partial[t][r][v], both[v], even, odd);
+              continue;
+            }
             DIFFBIT_UNROLL
             for (int v = 0; v < VECTORS; ++v) partial[t][r][v] = dot(partial[t][r][v], low[v], even);
             DIFFBIT_UNROLL
@@ -181,7 +193,7 @@ void tiles(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_
         const F32 scale = load(scales[t] + v * F32_LANES);
         DIFFBIT_UNROLL
         for (int r = 0; r < ROWS; ++r)
-          results[t][r][v] = fma(to_floats(sums[t][r][v]), scale * splat(rows.scales[g * ROWS + r]), results[t][r][v]);
+          results[t][r][v] = fma(total<BITS>(sums[t][r][v]), scale * splat(rows.scales[g * ROWS + r]), results[t][r][v]);
       }
       scales[t] += scale_step;
       if (ZEROS) zeros[t] += scale_step;

@@ -1,5 +1,6 @@
 // WebAssembly's SIMD128: the dot product is of int16, and there is no fused multiply-add: `fma` rounds twice, so floats may
-// differ in their last bits from the other sets', while integers are the same.
+// differ in their last bits from the other sets', while integers are the same. Relaxed SIMD, which some browsers lack, has a
+// dot product of bytes.
 #pragma once
 
 #include "../half.h"
@@ -106,10 +107,31 @@ DIFFBIT_INLINE v128_t first_signed(Bytes a) { return wasm_i16x8_shr(wasm_i16x8_s
 DIFFBIT_INLINE v128_t second_signed(Bytes a) { return wasm_i16x8_shr(a.v, 8); }
 DIFFBIT_INLINE Ints add_dot(Ints sums, v128_t a, v128_t b) { return {wasm_i32x4_add(sums.v, wasm_i32x4_dot_i16x8(a, b))}; }
 
-DIFFBIT_INLINE Ints dot(Ints sums, Bytes codes, Bytes activations) {
+DIFFBIT_INLINE Ints dot_bytes(Ints sums, Bytes codes, Bytes activations) {
   sums = add_dot(sums, first_codes(codes), first_signed(activations));
   return add_dot(sums, second_codes(codes), second_signed(activations));
 }
+constexpr int32_t BYTE_MIDDLE = 0;
+DIFFBIT_INLINE Ints dot_centered(Ints sums, Bytes codes, Bytes activations) { return dot_bytes(sums, codes, activations); }
+
+#if defined(__wasm_relaxed_simd__)
+/// Of codes up to 127, for which every processor computes the same.
+DIFFBIT_INLINE Ints dot(Ints sums, Bytes codes, Bytes activations) {
+  return {wasm_i32x4_relaxed_dot_i8x16_i7x16_add(activations.v, codes.v, sums.v)};
+}
+constexpr int NIBBLE_SHIFT = 0;
+#else
+DIFFBIT_INLINE Ints dot(Ints sums, Bytes codes, Bytes activations) { return dot_bytes(sums, codes, activations); }
+/// Nibbles are masked but not shifted down; activations have the other factor of 256 = 2^NIBBLE_SHIFT.
+constexpr int NIBBLE_SHIFT = 8;
+#endif
+DIFFBIT_INLINE Ints dot_nibbles(Ints sums, Bytes both, Bytes even, Bytes odd) {
+  sums = add_dot(sums, wasm_v128_and(both.v, wasm_i16x8_const_splat(0x000f)), wasm_i16x8_shl(even.v, 8));
+  sums = add_dot(sums, wasm_v128_and(both.v, wasm_i16x8_const_splat(0x00f0)), wasm_i16x8_shr(wasm_i16x8_shl(odd.v, 8), 4));
+  sums = add_dot(sums, wasm_v128_and(both.v, wasm_i16x8_const_splat(0x0f00)), second_signed(even));
+  return add_dot(sums, wasm_u16x8_shr(both.v, 12), wasm_v128_and(odd.v, wasm_i16x8_const_splat(-256)));
+}
+
 DIFFBIT_INLINE void store(void* to, Bytes a) { wasm_v128_store(to, a.v); }
 DIFFBIT_INLINE void store(int32_t* to, Ints a) { wasm_v128_store(to, a.v); }
 
@@ -170,13 +192,9 @@ DIFFBIT_INLINE Ints dot_signed(Ints sums, Bytes a, Bytes b) {
 }
 DIFFBIT_INLINE Ints start_signed(Ints sums, Bytes) { return sums; }
 
-constexpr int32_t BYTE_MIDDLE = 0;
-DIFFBIT_INLINE Ints dot_bytes(Ints sums, Bytes codes, Bytes activations) { return dot(sums, codes, activations); }
-DIFFBIT_INLINE Ints dot_centered(Ints sums, Bytes codes, Bytes activations) { return dot(sums, codes, activations); }
-
 constexpr int TERNARY_ROWS = 2, TERNARY_COLUMNS = 2, TERNARY_CHAINS = 1;
 constexpr TernaryPass TERNARY_PASSES[4] = {{2, 0, 0x30, true}, {1, 0, 0x0c, true}, {3, 6, 3, false}, {0, 0, 3, false}};
-constexpr int INT4_ROWS = 4, INT4_TWO_TILES = 1;
+constexpr int INT4_ROWS = 4, INT4_TWO_TILES = 1, REGISTERS = 16;
 
 }  // namespace
 }  // namespace diffbit::DIFFBIT_ISA
