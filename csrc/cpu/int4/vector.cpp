@@ -23,7 +23,8 @@ constexpr int64_t LARGEST_GROUP = 128;
 /// Initial value of a group's sums: its offset times each row's zero point, if `dot` and `dot_bytes` do not include it.
 template <int BITS, bool ZEROS>
 DIFFBIT_INLINE Ints offsets(int32_t offset, const uint8_t* zeros) {
-  if (BITS == 4) return ZEROS ? times_bytes(offset << NIBBLE_SHIFT, zeros) : splat_int(offset << NIBBLE_SHIFT);
+  constexpr int32_t TIMES = 1 << NIBBLE_SHIFT;
+  if (BITS == 4) return ZEROS ? times_bytes(offset * TIMES, zeros) : splat_int(offset * TIMES);
   if (!ZEROS) return splat_int(offset * (128 - BYTE_MIDDLE));
   return times_bytes(offset, zeros) + splat_int(-offset * BYTE_MIDDLE);
 }

@@ -194,7 +194,7 @@ DIFFBIT_INLINE Ints start_signed(Ints sums, Bytes) { return sums; }
 
 constexpr int TERNARY_ROWS = 2, TERNARY_COLUMNS = 2, TERNARY_CHAINS = 1;
 constexpr TernaryPass TERNARY_PASSES[4] = {{2, 0, 0x30, true}, {1, 0, 0x0c, true}, {3, 6, 3, false}, {0, 0, 3, false}};
-constexpr int INT4_ROWS = 4, INT4_TWO_TILES = 1, REGISTERS = 16;
+constexpr int INT4_ROWS = 8, INT4_TWO_TILES = 1, REGISTERS = 16;
 
 }  // namespace
 }  // namespace diffbit::DIFFBIT_ISA
