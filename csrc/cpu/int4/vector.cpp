@@ -123,21 +123,24 @@ void tiles(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_
         for (int v = 0; v < VECTORS; ++v)
           sums[t][r][v] = offsets<BITS, ZEROS>(rows.offsets[g * ROWS + r], zeros[t] + (ZEROS ? v * F32_LANES : 0));
     if constexpr (BITS == 8) {
-      for (int64_t half_step = 0; half_step < 2 * runs * STEPS; ++half_step, q += 4 * ROWS)
+      constexpr int AT_ONCE = ROWS == 1 ? 2 * STEPS : 1;  // half steps
+      for (int64_t begin = 0; begin < 2 * runs * STEPS; begin += AT_ONCE)
         DIFFBIT_UNROLL
-        for (int t = 0; t < TILES; ++t) {
-          prefetch(codes[t] + AHEAD);
-          Bytes weights[VECTORS];
+        for (int part = 0; part < AT_ONCE; ++part, q += 4 * ROWS)
           DIFFBIT_UNROLL
-          for (int v = 0; v < VECTORS; ++v) weights[v] = load_bytes(codes[t] + v * WIDTH);
-          codes[t] += STEP_BYTES;
-          DIFFBIT_UNROLL
-          for (int r = 0; r < ROWS; ++r) {
-            const auto four = splat4(q + 4 * r);
+          for (int t = 0; t < TILES; ++t) {
+            prefetch(codes[t] + AHEAD);
+            Bytes weights[VECTORS];
             DIFFBIT_UNROLL
-            for (int v = 0; v < VECTORS; ++v) sums[t][r][v] = dot_bytes(sums[t][r][v], weights[v], four);
+            for (int v = 0; v < VECTORS; ++v) weights[v] = load_bytes(codes[t] + v * WIDTH);
+            codes[t] += STEP_BYTES;
+            DIFFBIT_UNROLL
+            for (int r = 0; r < ROWS; ++r) {
+              const auto four = splat4(q + 4 * r);
+              DIFFBIT_UNROLL
+              for (int v = 0; v < VECTORS; ++v) sums[t][r][v] = dot_bytes(sums[t][r][v], weights[v], four);
+            }
           }
-        }
     }
     for (int64_t run = 0; BITS == 4 && run < runs; ++run) {
       Partial partial[TILES][ROWS][VECTORS];
