@@ -111,9 +111,7 @@ async function download(url, size, file, signal, report) {
       if (whole && begin) file.clear(); // the server sends no parts
       if (!whole && !reply.headers.get("Content-Range")?.startsWith(`bytes ${begin}-`))
         throw new Refused(`${url}: the server sent another part of the file than the one from byte ${begin}.`);
-      for (const reader = reply.body.getReader(); ; ) {
-        const { done, value } = await reader.read();
-        if (done) break;
+      for await (const value of partsOf(reply.body)) {
         if (file.length + value.length > size) throw new Refused(`${url} is longer than the ${size} bytes of the manifest.`);
         file.append(value);
         report(file.length);
@@ -124,6 +122,22 @@ async function download(url, size, file, signal, report) {
       failures = file.length > begin ? 0 : failures + 1;
       if (failures === STARTS) throw new Error(`${url}: the download stopped at ${file.length} of ${size} bytes (${error.message}). Try again: it goes on from there.`);
     }
+  }
+}
+
+// The parts of a body as they come, one after the other in the same memory if the browser can do that
+async function* partsOf(body) {
+  let [reader, buffer] = [null, new ArrayBuffer(1 << 20)];
+  try {
+    reader = body.getReader({ mode: "byob" });
+  } catch {
+    [reader, buffer] = [body.getReader(), null];
+  }
+  for (;;) {
+    const { done, value } = await reader.read(...(buffer ? [new Uint8Array(buffer)] : []));
+    if (done) return;
+    yield value;
+    if (buffer) ({ buffer } = value);
   }
 }
 
