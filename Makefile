@@ -6,7 +6,7 @@
 # make build       compiles the native library again after a change in csrc/; the targets above do so by themselves. With an
 #                  NVIDIA card it has kernels for that card; SKBUILD_CMAKE_DEFINE=DIFFBIT_CUDA=ON compiles them without one
 #                  (docs/gpu.md)
-# make wasm        compiles the runtime for WebAssembly again after a change in csrc/: apps/web/js/wasm/runtime.wasm
+# make wasm        compiles the runtime for WebAssembly again after a change in csrc/: apps/web/js/wasm/*.wasm
 # make arm64       an ARM Python with ONNX Runtime, with which the tests run whole artifacts on qemu-aarch64
 # make fuzz        reads 50,000 damaged files (tests/fuzz); CI reads 1,500 of them
 # make kill        kills commands before every step that changes the disk (tests/kill); CI before some of them

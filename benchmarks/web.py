@@ -138,7 +138,7 @@ def main() -> None:
         address = f"http://127.0.0.1:{server.server_port}/"
         for number in range(arguments.rounds):
             for name, (function, model) in rows.items():
-                for threads in arguments.threads if function != "diffbit" else [1]:  # its kernels take one
+                for threads in arguments.threads:
                     place = model if function == "transformers" else f"/{model}"
                     request = {"place": place, "text": text, "tokens": arguments.tokens, "threads": threads}
                     row = measure(address, (site / "lib").resolve(), function, **request)

@@ -32,7 +32,8 @@ def web(
     checkpoint is exported for WebGPU first (`diffbit export --target webgpu`); that artifact runs on both.
     The page checks the files' hashes and keeps them in the browser; a download that was interrupted goes on.
     """
-    from .site import MODULE, write_site
+    from .build import MODULE
+    from .site import write_site
 
     with as_artifacts([artifact], "webgpu") as (path,):
         sizes = write_site(path, output, packages=packages, license=license, overwrite=overwrite)

@@ -24,7 +24,6 @@ from ...io.errors import DiffbitError
 from ...io.files import check_apart, new_folder, write_json
 from ...io.tokenizer_files import TOKENIZER
 from ...runtime import FILE_BYTES, MANIFEST, Artifact
-from .build import MODULE
 
 PAGE = Path(__file__).parent / "page"
 PACKAGE = Path(__file__).parent / "js"  # the npm package: `npm pack` makes it of this folder
@@ -101,7 +100,7 @@ def write_site(
             if file.name != ENTRY:
                 shutil.copyfile(file, folder / RUNNER / file.name)
         (folder / RUNNER / KERNELS.name).mkdir()
-        for file in (*KERNELS.glob("*.js"), *([MODULE] if MODULE.is_file() else [])):
+        for file in (*KERNELS.glob("*.js"), *KERNELS.glob("*.wasm")):
             shutil.copyfile(file, folder / RUNNER / KERNELS.name / file.name)
         (folder / MODEL_FOLDER).mkdir()
         for name in (MANIFEST, *opened.files):

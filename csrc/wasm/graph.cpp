@@ -7,7 +7,7 @@
 #include <exception>
 #include <typeinfo>
 
-#define EXPORT(name) extern "C" __attribute__((export_name("diffbit_" #name)))
+#include "export.h"
 
 extern "C" [[noreturn]] __attribute__((import_module("env"), import_name("fail"))) void diffbit_fail(const char* text);
 

@@ -3,6 +3,7 @@
 #include <cstdlib>
 
 #include "graph.h"
+#include "pool.h"
 
 using namespace diffbit;
 using wasm::fail;
@@ -88,7 +89,7 @@ OrtStatus* get_output(OrtKernelContext* context, size_t index, const int64_t* sh
   return nullptr;
 }
 OrtStatus* parallel_for(const OrtKernelContext*, void (*task)(void*, size_t), size_t total, size_t, void* data) {
-  for (size_t i = 0; i < total; ++i) task(data, i);
+  wasm::run_tasks(task, total, data);
   return nullptr;
 }
 

@@ -87,9 +87,9 @@ void unary(Node& node) {
 }
 struct Logistic {
   F32 operator()(F32 x) const {  // of the tail's exponential, which cannot overflow
-    const F32 tail = diffbit::DIFFBIT_ISA::exp(splat(0.0f) - magnitude(x)), small = tail / (splat(1.0f) + tail);
+    const F32 one = splat(1.0f), tail = diffbit::DIFFBIT_ISA::exp(splat(0.0f) - magnitude(x));
     const v128_t negative = wasm_f32x4_lt(raw(x), raw(splat(0.0f)));
-    return floats(wasm_v128_bitselect(raw(small), raw(splat(1.0f) / (splat(1.0f) + tail)), negative));
+    return floats(wasm_v128_bitselect(raw(tail), raw(one), negative)) / (one + tail);
   }
 };
 struct Positive { F32 operator()(F32 x) const { return floats(wasm_f32x4_max(raw(x), raw(splat(0.0f)))); } };

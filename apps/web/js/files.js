@@ -13,7 +13,8 @@ export const inNode = typeof process !== "undefined" && Boolean(process.versions
 
 // source: the artifact's folder or address; onProgress({file, loaded, total}): bytes of all files that are read;
 // signal: an AbortSignal that stops the download
-// -> {manifest, graph, data, has(name), read(name), json(name)}; graph: the name of the ONNX file, data: those of its weights
+// -> {manifest, graph, data, has(name), read(name, room), json(name)}; graph: the name of the ONNX file, data: those of its
+// weights; room(size) -> {bytes, sha256()}: memory for the file, which read fills and returns
 export async function openFiles(source, { onProgress = () => {}, signal } = {}) {
   const remote = source instanceof URL ? source.protocol !== "file:" : !inNode || /^https?:/.test(source);
   const place = remote ? serverFiles(source, signal) : await folderFiles(source);
@@ -30,8 +31,8 @@ export async function openFiles(source, { onProgress = () => {}, signal } = {}) 
   const total = names.reduce((sum, name) => sum + manifest.files[name].bytes, 0);
   const lengths = {};
   const has = (name) => names.includes(name);
-  const read = (name) =>
-    place.read(name, manifest.files[name], (length) => {
+  const read = (name, room = memory) =>
+    place.read(name, manifest.files[name], room, (length) => {
       lengths[name] = length;
       onProgress({ file: name, loaded: Object.values(lengths).reduce((a, b) => a + b), total });
     });
@@ -41,39 +42,49 @@ export async function openFiles(source, { onProgress = () => {}, signal } = {}) 
 
 async function folderFiles(source) {
   const load = (name) => import(/* webpackIgnore: true */ /* @vite-ignore */ `node:${name}`); // no bundler wants these
-  const [{ readFile }, { join }, { fileURLToPath }] = await Promise.all(["fs/promises", "path", "url"].map(load));
+  const [{ open }, { join }, { fileURLToPath }] = await Promise.all(["fs/promises", "path", "url"].map(load));
   const path = (name) => join(source instanceof URL ? fileURLToPath(source) : source, name);
-  const bytes = async (name) => {
+  const fill = async (name, room) => {
+    let file;
     try {
-      return new Uint8Array(await readFile(path(name)));
+      file = await open(path(name));
+      const into = room((await file.stat()).size);
+      for (let at = 0, got; at < into.bytes.length; at += got) {
+        ({ bytesRead: got } = await file.read(into.bytes, at, into.bytes.length - at, at));
+        if (!got) throw new Error("it became shorter");
+      }
+      return into;
     } catch (error) {
       throw new Error(`${path(name)} cannot be read (${error.code ?? error.message}). Wanted the folder of an artifact, as diffbit export writes it.`);
+    } finally {
+      await file?.close();
     }
   };
-  const read = async (name, entry, report) => {
-    const file = await bytes(name);
-    const sha256 = await hash(file);
+  const read = async (name, entry, room, report) => {
+    const into = await fill(name, room);
+    const sha256 = await into.sha256();
     if (sha256 !== entry.sha256) throw damaged(path(name), sha256, entry);
-    report(file.length);
-    return file;
+    report(into.bytes.length);
+    return into.bytes;
   };
-  return { path, read, manifest: () => bytes(MANIFEST) };
+  return { path, read, manifest: async () => (await fill(MANIFEST, memory)).bytes };
 }
 
 function serverFiles(source, signal) {
   const base = new URL(String(source).replace(/\/?$/, "/"), globalThis.location?.href);
   const path = (name) => new URL(name, base).href;
-  const read = async (name, entry, report) => {
+  const read = async (name, entry, room, report) => {
+    const into = room(entry.bytes);
     for (;;) {
-      const file = await keep(base.href, entry);
+      const file = await keep(base.href, entry, into.bytes);
       const fresh = file.length === 0;
       try {
         if (file.length > entry.bytes) file.clear();
         await download(path(name), entry.bytes, file, signal, report);
         report(entry.bytes);
-        const bytes = file.read();
-        const sha256 = await hash(bytes);
-        if (sha256 === entry.sha256) return bytes;
+        file.read(into.bytes);
+        const sha256 = await into.sha256();
+        if (sha256 === entry.sha256) return into.bytes;
         file.clear();
         if (fresh) throw damaged(name, sha256, entry); // else what was kept is wrong, and the whole file is fetched again
       } catch (error) {
@@ -100,9 +111,7 @@ async function download(url, size, file, signal, report) {
       if (whole && begin) file.clear(); // the server sends no parts
       if (!whole && !reply.headers.get("Content-Range")?.startsWith(`bytes ${begin}-`))
         throw new Refused(`${url}: the server sent another part of the file than the one from byte ${begin}.`);
-      for (const reader = reply.body.getReader(); ; ) {
-        const { done, value } = await reader.read();
-        if (done) break;
+      for await (const value of partsOf(reply.body)) {
         if (file.length + value.length > size) throw new Refused(`${url} is longer than the ${size} bytes of the manifest.`);
         file.append(value);
         report(file.length);
@@ -113,6 +122,22 @@ async function download(url, size, file, signal, report) {
       failures = file.length > begin ? 0 : failures + 1;
       if (failures === STARTS) throw new Error(`${url}: the download stopped at ${file.length} of ${size} bytes (${error.message}). Try again: it goes on from there.`);
     }
+  }
+}
+
+// The parts of a body as they come, one after the other in the same memory if the browser can do that
+async function* partsOf(body) {
+  let [reader, buffer] = [null, new ArrayBuffer(1 << 20)];
+  try {
+    reader = body.getReader({ mode: "byob" });
+  } catch {
+    [reader, buffer] = [body.getReader(), null];
+  }
+  for (;;) {
+    const { done, value } = await reader.read(...(buffer ? [new Uint8Array(buffer)] : []));
+    if (done) return;
+    yield value;
+    if (buffer) ({ buffer } = value);
   }
 }
 
@@ -132,8 +157,8 @@ async function answer(url, options) {
 
 let full = false; // whether the file system had no room
 
-// Where a file's bytes go: a file of the origin private file system named by its hash, else memory
-async function keep(site, { sha256, bytes }) {
+// Where a download goes: to a file of the origin private file system named by its hash, else to `room`
+async function keep(site, { sha256, bytes }, room) {
   try {
     if (full || bytes === 0) throw new Error("memory");
     const root = await navigator.storage.getDirectory();
@@ -141,7 +166,7 @@ async function keep(site, { sha256, bytes }) {
     const handle = await folder.getFileHandle(sha256, { create: true });
     return new Kept(await handle.createSyncAccessHandle());
   } catch {
-    return new Held(bytes); // node, a private window, a page's own thread, or another tab that has the file open
+    return new Held(room); // node, a private window, a page's own thread, or another tab that has the file open
   }
 }
 
@@ -157,10 +182,8 @@ class Kept {
     this.length += written;
   }
 
-  read() {
-    const bytes = new Uint8Array(this.length);
-    this.handle.read(bytes, { at: 0 });
-    return bytes;
+  read(into) {
+    this.handle.read(into, { at: 0 });
   }
 
   clear() {
@@ -175,8 +198,8 @@ class Kept {
 }
 
 class Held {
-  constructor(size) {
-    this.bytes = new Uint8Array(size);
+  constructor(room) {
+    this.bytes = room;
     this.length = 0;
   }
 
@@ -185,15 +208,18 @@ class Held {
     this.length += part.length;
   }
 
-  read() {
-    return this.bytes;
-  }
+  read() {} // it is there
 
   clear() {
     this.length = 0;
   }
 
   close() {}
+}
+
+function memory(size) {
+  const bytes = new Uint8Array(size);
+  return { bytes, sha256: () => hash(bytes) };
 }
 
 async function hash(bytes) {

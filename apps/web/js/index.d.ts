@@ -52,7 +52,7 @@ export interface Generation {
 export interface LoadOptions {
   /** Default: the GPU if there is one that computes the model's golden logits, else the CPU. */
   device?: "cpu" | "webgpu";
-  /** Of onnxruntime-web on the CPU; default 1. diffbit's own kernels run on one. In a browser more need cross-origin isolation. */
+  /** On the CPU; default: the processors, at most 4. In a browser more than one need cross-origin isolation. */
   threads?: number;
   /** Bytes of all files that are read, as they come. */
   onProgress?: (progress: { file: string; loaded: number; total: number }) => void;

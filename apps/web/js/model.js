@@ -33,6 +33,30 @@ export async function loadModel(source, { Tokenizer, Template, runtimes }, { onP
   const files = await openFiles(source, { onProgress, signal });
   const { manifest } = files;
   if (!files.has("tokenizer.json")) throw new Error("The artifact has no tokenizer.json. Export the model with --tokenizer.");
+  const data = (name, room) => files.read(files.has(name) ? name : `onnx/${name}`, room); // as the graph names them
+  const graph = await files.read(files.graph);
+  const texts = readTexts(files, Tokenizer, Template); // while the weights come
+  texts.catch(() => {}); // awaited below
+  let failure;
+  for (const { name, open } of runtimes) {
+    let engine;
+    try {
+      engine = await open({ graph, data, dataNames: files.data, manifest });
+      const model = new Model({ ...(await texts), manifest, engine, runtime: name });
+      const error = await model.goldenError();
+      if (error <= manifest.golden.tolerance) return model;
+      throw new Error(`The self-test failed (${name}): the error of the logits is ${error}, at most ${manifest.golden.tolerance} is right.`);
+    } catch (error) {
+      await engine?.close?.();
+      await texts; // if they are what failed, no other runtime will do
+      if (signal?.aborted) throw error;
+      failure = error;
+    }
+  }
+  throw failure;
+}
+
+async function readTexts(files, Tokenizer, Template) {
   const config = await files.json("tokenizer_config.json");
   const texts = {
     special: specialTokens({ ...(await files.json("special_tokens_map.json")), ...config }),
@@ -44,24 +68,7 @@ export async function loadModel(source, { Tokenizer, Template, runtimes }, { onP
     : Array.isArray(config.chat_template)
       ? config.chat_template.find(({ name }) => name === "default")?.template
       : config.chat_template;
-  texts.template = template ? new Template(template) : null;
-  const data = (name) => files.read(files.has(name) ? name : `onnx/${name}`); // as the graph names them
-  let failure;
-  for (const { name, open } of runtimes) {
-    let engine;
-    try {
-      engine = await open({ graph: await files.read(files.graph), data, dataNames: files.data, manifest });
-      const model = new Model({ ...texts, manifest, engine, runtime: name });
-      const error = await model.goldenError();
-      if (error <= manifest.golden.tolerance) return model;
-      throw new Error(`The self-test failed (${name}): the error of the logits is ${error}, at most ${manifest.golden.tolerance} is right.`);
-    } catch (error) {
-      await engine?.close?.();
-      if (signal?.aborted) throw error;
-      failure = error;
-    }
-  }
-  throw failure;
+  return { ...texts, template: template ? new Template(template) : null };
 }
 
 function specialTokens(config) {

@@ -4,7 +4,6 @@ import { runtimes } from "./diffbit/runtimes.js";
 import { Template } from "./lib/jinja.js";
 import { Tokenizer } from "./lib/tokenizers.min.mjs";
 
-const threads = self.crossOriginIsolated ? Math.min(4, navigator.hardwareConcurrency || 1) : 1;
 let model;
 let messages = [];
 let stop; // aborts the download or the answer
@@ -16,7 +15,7 @@ async function importOrt(provider) {
 }
 
 async function load(signal) {
-  const libraries = { Tokenizer, Template, runtimes: await runtimes(importOrt, { threads }) };
+  const libraries = { Tokenizer, Template, runtimes: await runtimes(importOrt) };
   const began = performance.now();
   const onProgress = (progress) => postMessage({ progress });
   model = await loadModel(new URL("./model/", import.meta.url), libraries, { onProgress, signal });

@@ -124,7 +124,7 @@ DIFFBIT_INLINE void each_block(const BlockRows& rows, int64_t n, const Work& wor
 
 template <int BITS>
 void scores(const BlockRows& keys, int64_t n, int64_t d, const float* q, QueryRows rows, float* s, int64_t stride) {
-  constexpr int MOST = L == 8 ? 2 : 4;  // AVX2 has 16 registers
+  constexpr int MOST = REGISTERS == 16 ? 2 : 4;
   each_block(keys, n, [&](int64_t j, int64_t block) {
     const uint8_t* codes = keys.codes[j] + block * BLOCK * d * BITS / 8;
     const Half* scales = keys.scales[j] + block * 2 * d;
@@ -237,7 +237,7 @@ DIFFBIT_INLINE void mix_tile(const uint8_t* codes, const Half* scales, int64_t d
 template <int BITS, int ROWS>
 DIFFBIT_INLINE void mix_rows(const uint8_t* codes, const Half* scales, int64_t d, const float* p, int64_t stride,
                              float* out, int64_t width, bool asks) {
-  constexpr int GROUPS = L == 16 || ROWS == 1 ? 2 : 1;  // registers: 16 with AVX2, 32 elsewhere
+  constexpr int GROUPS = L == 16 || ROWS == 1 ? 2 : 1;
   float p_sums[ROWS];
   DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row) {
     F32 part = load(p + row * stride);

@@ -111,7 +111,7 @@ DIFFBIT_INLINE void score_tile(const C* keys, int64_t n, int64_t d, const float*
 
 template <class C>
 void scores(const CacheRows& keys, int64_t n, int64_t d, const float* q, QueryRows rows, float* s, int64_t stride) {
-  constexpr int MOST = L == 8 ? 2 : 4;  // AVX2 has 16 registers
+  constexpr int MOST = REGISTERS == 16 ? 2 : 4;
   in_turns<C>(keys, n, d, 1, [&](int64_t j, int64_t begin, int64_t end) {
     const C* from = static_cast<const C*>(keys.rows[j]) + begin * d;
     in_tiles<MOST>(rows.begin(j), rows.end(j), [&](auto count, int64_t row) {
@@ -190,8 +190,7 @@ DIFFBIT_INLINE void mix_tile(const C* values, int64_t n, int64_t d, const float*
 template <class C, int ROWS>
 DIFFBIT_INLINE void mix_rows(const C* values, int64_t n, int64_t d, const float* p, int64_t stride, float* out,
                              int64_t width, bool asks) {
-  // Registers: 16 with AVX2, 32 elsewhere
-  constexpr int VECTORS = L == 8 ? (ROWS == 1 ? 8 : ROWS <= 3 ? 4 : 2) : (L == 4 && ROWS <= 2 ? 8 : 4);
+  constexpr int VECTORS = REGISTERS == 16 ? (ROWS == 1 ? 8 : ROWS <= 3 ? 4 : 2) : (L == 4 && ROWS <= 2 ? 8 : 4);
   int64_t i = 0;
   for (; i + VECTORS * L <= d; i += VECTORS * L)
     mix_tile<C, ROWS, VECTORS>(values + i, n, d, p, stride, out + i, width, asks);
@@ -298,7 +297,7 @@ DIFFBIT_INLINE void packed_tile(const float* packed, int64_t d, const float* q, 
 
 [[maybe_unused]] void packed_scores(const float* packed, int64_t blocks, int64_t d, const float* q, int64_t rows, float* s,
                    int64_t stride) {
-  constexpr int MOST = L == 16 ? 8 : 6, VECTORS = L == 4 ? 4 : 2;
+  constexpr int MOST = L == 16 ? 8 : 6, VECTORS = L == 4 && REGISTERS == 32 ? 4 : 2;
   for (int64_t block = 0; block < blocks; ++block)
     for (int64_t key = 0; key < ATTENTION_KEYS; key += VECTORS * L) {
       const float *from = packed + block * ATTENTION_KEYS * d + key, *one = q;

@@ -16,7 +16,11 @@ void multiply_tiles(Context& context, const Tensor& a, const Tensor& y, int64_t 
                     int32_t minus, decltype(Int4Kernels::quantize) quantize, const Kernels& kernels,
                     const ManyRowsKernels& many, int64_t few, const Prepare& prepare) {
   enum Scratch { QUANTIZED, OFFSETS, ROW_SCALES, VALUES = 4, SCALES, ZEROS };  // those from 4 on of the workers
-  constexpr int64_t BYTES_PER_TASK = 96 << 10;  // of codes, for few rows: about ten microseconds
+#if defined(__wasm__)
+  constexpr int64_t BYTES_PER_TASK = 32 << 10;  // of codes, for few rows; the module's threads take tasks at little cost
+#else
+  constexpr int64_t BYTES_PER_TASK = 96 << 10;  // about ten microseconds
+#endif
   constexpr int64_t CACHED_BYTES = 512 << 10;   // of activations that stay in a core's cache while tiles pass
   constexpr int64_t TILES_PER_TASK = 8;
 

@@ -20,9 +20,17 @@ constexpr int64_t AHEAD = 4096;  // bytes to prefetch
 /// Initial value of a group's sums: its offset times each row's zero point, if `dot` and `dot_bytes` do not include it.
 template <int BITS, bool ZEROS>
 DIFFBIT_INLINE Ints offsets(int32_t offset, const uint8_t* zeros) {
-  if (BITS == 4) return ZEROS ? times_bytes(offset, zeros) : splat_int(offset);
+  constexpr int32_t TIMES = 1 << NIBBLE_SHIFT;
+  if (BITS == 4) return ZEROS ? times_bytes(offset * TIMES, zeros) : splat_int(offset * TIMES);
   if (!ZEROS) return splat_int(offset * (128 - BYTE_MIDDLE));
   return times_bytes(offset, zeros) + splat_int(-offset * BYTE_MIDDLE);
+}
+
+/// A group's sums as floats.
+template <int BITS>
+DIFFBIT_INLINE F32 total(Ints sums) {
+  if constexpr (BITS == 4 && NIBBLE_SHIFT) return to_floats(shift<NIBBLE_SHIFT>(sums));
+  return to_floats(sums);
 }
 
 void quantize(const void* x, bool half, int64_t k, int64_t groups, int64_t group_size, int32_t minus,
@@ -67,21 +75,24 @@ void tiles(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_
         for (int v = 0; v < VECTORS; ++v)
           sums[t][r][v] = offsets<BITS, ZEROS>(rows.offsets[g * ROWS + r], zeros[t] + (ZEROS ? v * F32_LANES : 0));
     if constexpr (BITS == 8) {
-      for (int64_t half_step = 0; half_step < 2 * runs * STEPS; ++half_step, q += 4 * ROWS)
+      constexpr int AT_ONCE = ROWS == 1 ? 2 * STEPS : 1;  // half steps
+      for (int64_t begin = 0; begin < 2 * runs * STEPS; begin += AT_ONCE)
         DIFFBIT_UNROLL
-        for (int t = 0; t < TILES; ++t) {
-          prefetch(codes[t] + AHEAD);
-          Bytes weights[VECTORS];
+        for (int part = 0; part < AT_ONCE; ++part, q += 4 * ROWS)
           DIFFBIT_UNROLL
-          for (int v = 0; v < VECTORS; ++v) weights[v] = load_bytes(codes[t] + v * WIDTH);
-          codes[t] += STEP_BYTES;
-          DIFFBIT_UNROLL
-          for (int r = 0; r < ROWS; ++r) {
-            const auto four = splat4(q + 4 * r);
+          for (int t = 0; t < TILES; ++t) {
+            prefetch(codes[t] + AHEAD);
+            Bytes weights[VECTORS];
             DIFFBIT_UNROLL
-            for (int v = 0; v < VECTORS; ++v) sums[t][r][v] = dot_bytes(sums[t][r][v], weights[v], four);
+            for (int v = 0; v < VECTORS; ++v) weights[v] = load_bytes(codes[t] + v * WIDTH);
+            codes[t] += STEP_BYTES;
+            DIFFBIT_UNROLL
+            for (int r = 0; r < ROWS; ++r) {
+              const auto four = splat4(q + 4 * r);
+              DIFFBIT_UNROLL
+              for (int v = 0; v < VECTORS; ++v) sums[t][r][v] = dot_bytes(sums[t][r][v], weights[v], four);
+            }
           }
-        }
     }
     for (int64_t run = 0; BITS == 4 && run < runs; ++run) {
       Partial partial[TILES][ROWS][VECTORS];
@@ -96,17 +107,22 @@ void tiles(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_
         DIFFBIT_UNROLL
         for (int t = 0; t < TILES; ++t) {
           prefetch(codes[t] + AHEAD);
-          Bytes low[VECTORS], high[VECTORS];
+          Bytes both[VECTORS], low[VECTORS], high[VECTORS];
           DIFFBIT_UNROLL
           for (int v = 0; v < VECTORS; ++v) {
-            const Bytes both = load_bytes(codes[t] + v * WIDTH);
-            low[v] = both & nibble;
-            high[v] = shift<4>(both) & nibble;
+            both[v] = load_bytes(codes[t] + v * WIDTH);
+            low[v] = both[v] & nibble;
+            high[v] = shift<4>(both[v]) & nibble;
           }
           codes[t] += STEP_BYTES;
           DIFFBIT_UNROLL
           for (int r = 0; r < ROWS; ++r) {
             const auto even = splat4(q + 4 * r), odd = splat4(q + 4 * (ROWS + r));
+            if constexpr (NIBBLE_SHIFT) {
+              DIFFBIT_UNROLL
+              for (int v = 0; v < VECTORS; ++v) partial[t][r][v] = dot_nibbles(partial[t][r][v], both[v], even, odd);
+              continue;
+            }
             DIFFBIT_UNROLL
             for (int v = 0; v < VECTORS; ++v) partial[t][r][v] = dot(partial[t][r][v], low[v], even);
             DIFFBIT_UNROLL
@@ -133,7 +149,7 @@ void tiles(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_
         const F32 scale = load(scales[t] + v * F32_LANES);
         DIFFBIT_UNROLL
         for (int r = 0; r < ROWS; ++r)
-          results[t][r][v] = fma(to_floats(sums[t][r][v]), scale * splat(rows.scales[g * ROWS + r]), results[t][r][v]);
+          results[t][r][v] = fma(total<BITS>(sums[t][r][v]), scale * splat(rows.scales[g * ROWS + r]), results[t][r][v]);
       }
       scales[t] += scale_step;
       if (ZEROS) zeros[t] += scale_step;

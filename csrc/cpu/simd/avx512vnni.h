@@ -190,7 +190,7 @@ DIFFBIT_INLINE Ints dot_bytes(Ints sums, Bytes codes, Bytes activations) { retur
 
 constexpr int TERNARY_ROWS = 4, TERNARY_COLUMNS = 6, TERNARY_CHAINS = 2;
 constexpr TernaryPass TERNARY_PASSES[4] = {{3, 0, 0xc0, true}, {2, 0, 0x30, true}, {1, 0, 0x0c, true}, {0, 0, 3, false}};
-constexpr int INT4_ROWS = 8, INT4_TWO_TILES = 4;
+constexpr int INT4_ROWS = 8, INT4_TWO_TILES = 4, REGISTERS = 32, NIBBLE_SHIFT = 0;
 
 }  // namespace
 }  // namespace diffbit::DIFFBIT_ISA

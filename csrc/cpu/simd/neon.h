@@ -158,7 +158,7 @@ DIFFBIT_INLINE Ints dot_bytes(Ints sums, Bytes codes, Bytes activations) {
 
 constexpr int TERNARY_ROWS = 4, TERNARY_COLUMNS = 4, TERNARY_CHAINS = 2;
 constexpr TernaryPass TERNARY_PASSES[4] = {{2, 0, 0x30, true}, {1, 0, 0x0c, true}, {3, 6, 3, false}, {0, 0, 3, false}};
-constexpr int INT4_ROWS = 4, INT4_TWO_TILES = 2;
+constexpr int INT4_ROWS = 4, INT4_TWO_TILES = 2, REGISTERS = 32, NIBBLE_SHIFT = 0;
 
 }  // namespace
 }  // namespace diffbit::DIFFBIT_ISA

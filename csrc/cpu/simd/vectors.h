@@ -30,6 +30,9 @@
 //   load_codes<BITS>   a group of 32 packed codes (kv_cache.pack) as floats, neighbours side by side
 //   load_weights       of TernaryMatMul; REST: half a vector, where a row is an odd number of blocks
 //   store_activations  of TernaryMatMul: the first 32 bytes, and the others (a vector of 32 or less has none)
+//   dot_nibbles        the products of both nibbles of `both`, times 2^NIBBLE_SHIFT, where that needs fewer shifts; shift 0:
+//                      there is no such function
+//   REGISTERS          how many vectors stay in registers: 16 or 32
 //   TERNARY_ROWS, TERNARY_COLUMNS, TERNARY_CHAINS, TERNARY_PASSES, INT4_ROWS, INT4_TWO_TILES
 //                      sizes of tiles whose sums stay in registers: cpu/ternary/vector.cpp and cpu/int4/vector.cpp say how
 #pragma once
@@ -130,7 +133,7 @@ DIFFBIT_INLINE void in_tiles(int64_t begin, int64_t end, const Work& work) {
   for (; row + MOST <= end; row += MOST) work(std::integral_constant<int, MOST>(), row);
   if constexpr (MOST > 4)
     if (row + 4 <= end) work(std::integral_constant<int, 4>(), row), row += 4;
-  if constexpr (MOST > 3 && F32_LANES != 8)  // 16 registers hold tiles of 2
+  if constexpr (MOST > 3 && REGISTERS == 32)
     if (row + 3 == end) return work(std::integral_constant<int, 3>(), row);
   if constexpr (MOST > 2)
     if (row + 2 <= end) work(std::integral_constant<int, 2>(), row), row += 2;

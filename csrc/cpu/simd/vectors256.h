@@ -164,7 +164,7 @@ DIFFBIT_INLINE Bytes load_weights(const uint8_t* from) {
 }
 DIFFBIT_INLINE void store_activations(int8_t* to, int8_t*, Bytes a) { store(to, a); }
 
-constexpr int INT4_ROWS = 4, INT4_TWO_TILES = 2;
+constexpr int INT4_ROWS = 4, INT4_TWO_TILES = 2, REGISTERS = 16, NIBBLE_SHIFT = 0;
 
 }  // namespace
 }  // namespace diffbit::DIFFBIT_ISA

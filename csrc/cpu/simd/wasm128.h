@@ -1,5 +1,6 @@
 // WebAssembly's SIMD128: the dot product is of int16, and there is no fused multiply-add: `fma` rounds twice, so floats may
-// differ in their last bits from the other sets', while integers are the same.
+// differ in their last bits from the other sets', while integers are the same. Relaxed SIMD, which some browsers lack, has a
+// dot product of bytes.
 #pragma once
 
 #include "../half.h"
@@ -78,12 +79,10 @@ DIFFBIT_INLINE F32 partners(F32 a) {
 constexpr int WIDTH = 16;
 struct Bytes { v128_t v; };
 struct Ints { v128_t v; };
-/// Four bytes as int16, twice, as `dot` multiplies them: widened once for all the vectors that they meet.
-struct Four { v128_t v; };
 
 DIFFBIT_INLINE Bytes load_bytes(const void* from) { return {wasm_v128_load(from)}; }
 DIFFBIT_INLINE Bytes splat(uint8_t byte) { return {wasm_u8x16_splat(byte)}; }
-DIFFBIT_INLINE Four splat4(const void* from) { return {wasm_i16x8_extend_low_i8x16(wasm_v128_load32_splat(from))}; }
+DIFFBIT_INLINE Bytes splat4(const void* from) { return {wasm_v128_load32_splat(from)}; }
 DIFFBIT_INLINE Bytes operator&(Bytes a, Bytes b) { return {wasm_v128_and(a.v, b.v)}; }
 DIFFBIT_INLINE Bytes operator|(Bytes a, Bytes b) { return {wasm_v128_or(a.v, b.v)}; }
 template <int BY>
@@ -101,27 +100,38 @@ DIFFBIT_INLINE Ints shift(Ints a) {
 }
 DIFFBIT_INLINE Ints pair_sums(Ints a, Ints b) { return {wasm_i32x4_add(evens(a.v, b.v), odds(a.v, b.v))}; }
 
-// The products of a lane's four bytes, as two sums of two of them in neighbouring lanes: of lanes 0 and 1, of 2 and 3
-constexpr bool PARTIAL_IS_INTS = false;
-struct Partial { v128_t low, high; };
-DIFFBIT_INLINE Partial no_partial() { return {wasm_i32x4_const_splat(0), wasm_i32x4_const_splat(0)}; }
-constexpr int64_t dots(int) { return int64_t{1} << 40; }
-DIFFBIT_INLINE void in_order(Partial&) {}
-DIFFBIT_INLINE Partial partial_of(Ints) { return no_partial(); }
-DIFFBIT_INLINE Ints flush(Ints sums, Partial partial) { return sums + pair_sums(Ints{partial.low}, Ints{partial.high}); }
-DIFFBIT_INLINE Ints with_partial(Ints sums, Partial partial) { return flush(sums, partial); }
+// The bytes of each 16 bits, as int16: a dot product of the first and one of the second of each pair stay in their lane
+DIFFBIT_INLINE v128_t first_codes(Bytes a) { return wasm_v128_and(a.v, wasm_i16x8_const_splat(255)); }
+DIFFBIT_INLINE v128_t second_codes(Bytes a) { return wasm_u16x8_shr(a.v, 8); }
+DIFFBIT_INLINE v128_t first_signed(Bytes a) { return wasm_i16x8_shr(wasm_i16x8_shl(a.v, 8), 8); }
+DIFFBIT_INLINE v128_t second_signed(Bytes a) { return wasm_i16x8_shr(a.v, 8); }
+DIFFBIT_INLINE Ints add_dot(Ints sums, v128_t a, v128_t b) { return {wasm_i32x4_add(sums.v, wasm_i32x4_dot_i16x8(a, b))}; }
 
-DIFFBIT_INLINE v128_t low_of(Bytes codes) { return wasm_u16x8_extend_low_u8x16(codes.v); }
-DIFFBIT_INLINE v128_t high_of(Bytes codes) { return wasm_u16x8_extend_high_u8x16(codes.v); }
-DIFFBIT_INLINE Partial dot(Partial partial, Bytes codes, Four activations) {
-  return {wasm_i32x4_add(partial.low, wasm_i32x4_dot_i16x8(low_of(codes), activations.v)),
-          wasm_i32x4_add(partial.high, wasm_i32x4_dot_i16x8(high_of(codes), activations.v))};
+DIFFBIT_INLINE Ints dot_bytes(Ints sums, Bytes codes, Bytes activations) {
+  sums = add_dot(sums, first_codes(codes), first_signed(activations));
+  return add_dot(sums, second_codes(codes), second_signed(activations));
 }
-DIFFBIT_INLINE Partial dot(Partial partial, Bytes codes, Bytes activations) {
-  const v128_t low = wasm_i16x8_extend_low_i8x16(activations.v), high = wasm_i16x8_extend_high_i8x16(activations.v);
-  return {wasm_i32x4_add(partial.low, wasm_i32x4_dot_i16x8(low_of(codes), low)),
-          wasm_i32x4_add(partial.high, wasm_i32x4_dot_i16x8(high_of(codes), high))};
+constexpr int32_t BYTE_MIDDLE = 0;
+DIFFBIT_INLINE Ints dot_centered(Ints sums, Bytes codes, Bytes activations) { return dot_bytes(sums, codes, activations); }
+
+#if defined(__wasm_relaxed_simd__)
+/// Of codes up to 127, for which every processor computes the same.
+DIFFBIT_INLINE Ints dot(Ints sums, Bytes codes, Bytes activations) {
+  return {wasm_i32x4_relaxed_dot_i8x16_i7x16_add(activations.v, codes.v, sums.v)};
 }
+constexpr int NIBBLE_SHIFT = 0;
+#else
+DIFFBIT_INLINE Ints dot(Ints sums, Bytes codes, Bytes activations) { return dot_bytes(sums, codes, activations); }
+/// Nibbles are masked but not shifted down; activations have the other factor of 256 = 2^NIBBLE_SHIFT.
+constexpr int NIBBLE_SHIFT = 8;
+#endif
+DIFFBIT_INLINE Ints dot_nibbles(Ints sums, Bytes both, Bytes even, Bytes odd) {
+  sums = add_dot(sums, wasm_v128_and(both.v, wasm_i16x8_const_splat(0x000f)), wasm_i16x8_shl(even.v, 8));
+  sums = add_dot(sums, wasm_v128_and(both.v, wasm_i16x8_const_splat(0x00f0)), wasm_i16x8_shr(wasm_i16x8_shl(odd.v, 8), 4));
+  sums = add_dot(sums, wasm_v128_and(both.v, wasm_i16x8_const_splat(0x0f00)), second_signed(even));
+  return add_dot(sums, wasm_u16x8_shr(both.v, 12), wasm_v128_and(odd.v, wasm_i16x8_const_splat(-256)));
+}
+
 DIFFBIT_INLINE void store(void* to, Bytes a) { wasm_v128_store(to, a.v); }
 DIFFBIT_INLINE void store(int32_t* to, Ints a) { wasm_v128_store(to, a.v); }
 
@@ -153,7 +163,7 @@ DIFFBIT_INLINE void load_codes(const uint8_t* from, F32 (&to)[8]) {
   DIFFBIT_UNROLL for (int place = 0; place < 8 / BITS; ++place) {
     const Bytes codes = {wasm_v128_and(wasm_u8x16_shr(bytes, place * BITS), mask)};
     DIFFBIT_UNROLL for (int half = 0; half < BITS / 2; ++half) {
-      const v128_t wide = half ? high_of(codes) : low_of(codes);
+      const v128_t wide = half ? wasm_u16x8_extend_high_u8x16(codes.v) : wasm_u16x8_extend_low_u8x16(codes.v);
       const int at = 2 * (place * BITS / 2 + half);
       to[at] = floats(wasm_f32x4_convert_i32x4(wasm_u32x4_extend_low_u16x8(wide)));
       to[at + 1] = floats(wasm_f32x4_convert_i32x4(wasm_u32x4_extend_high_u16x8(wide)));
@@ -177,21 +187,16 @@ DIFFBIT_INLINE Bytes load_weights(const uint8_t* from) {
 DIFFBIT_INLINE void store_activations(int8_t* to, int8_t*, Bytes a) { store(to, a); }
 
 DIFFBIT_INLINE Ints dot_signed(Ints sums, Bytes a, Bytes b) {
-  const v128_t low = wasm_i32x4_dot_i16x8(wasm_i16x8_extend_low_i8x16(a.v), wasm_i16x8_extend_low_i8x16(b.v));
-  const v128_t high = wasm_i32x4_dot_i16x8(wasm_i16x8_extend_high_i8x16(a.v), wasm_i16x8_extend_high_i8x16(b.v));
-  return flush(sums, {low, high});
+  sums = add_dot(sums, first_signed(a), first_signed(b));
+  return add_dot(sums, second_signed(a), second_signed(b));
 }
 DIFFBIT_INLINE Ints start_signed(Ints sums, Bytes) { return sums; }
 
-constexpr int32_t BYTE_MIDDLE = 0;
-DIFFBIT_INLINE Ints dot_bytes(Ints sums, Bytes codes, Four activations) {
-  return flush(sums, dot(no_partial(), codes, activations));
-}
-DIFFBIT_INLINE Ints dot_centered(Ints sums, Bytes codes, Four activations) { return dot_bytes(sums, codes, activations); }
-
 constexpr int TERNARY_ROWS = 2, TERNARY_COLUMNS = 2, TERNARY_CHAINS = 1;
 constexpr TernaryPass TERNARY_PASSES[4] = {{2, 0, 0x30, true}, {1, 0, 0x0c, true}, {3, 6, 3, false}, {0, 0, 3, false}};
-constexpr int INT4_ROWS = 4, INT4_TWO_TILES = 0;
+constexpr int INT4_ROWS = 8, INT4_TWO_TILES = 1, REGISTERS = 16;
 
 }  // namespace
 }  // namespace diffbit::DIFFBIT_ISA
+
+#include "partial_is_ints.h"

@@ -1,9 +1,9 @@
-// Greedy tokens of an artifact: node greedy.mjs FOLDER MODULE COUNT BLOCK ID... -> {ids, logits, again, memory, error, seconds} as
+// Greedy tokens of an artifact: node greedy.mjs FOLDER MODULE THREADS COUNT BLOCK ID... -> {ids, logits, again, memory, error, seconds} as
 // JSON; BLOCK: prompt tokens a step; `again`: whether a second run after reset, and one after truncate, give the same bits.
 import { readFileSync } from "node:fs";
 import { open } from "../../../apps/web/js/wasm/runtime.js";
 
-const [folder, wasm, count, block, ...words] = process.argv.slice(2);
+const [folder, wasm, threads, count, block, ...words] = process.argv.slice(2);
 const prompt = words.map(Number);
 const read = (name) => readFileSync(`${folder}/${name}`);
 
@@ -26,7 +26,7 @@ const same = (a, b) => JSON.stringify([a.ids, a.logits]) === JSON.stringify([b.i
 
 try {
   const manifest = JSON.parse(read("diffbit.json"));
-  const model = await open({ graph: read("model.onnx"), data: read, manifest, wasm: readFileSync(wasm) });
+  const model = await open({ graph: read("model.onnx"), data: read, manifest, wasm: readFileSync(wasm), threads: Number(threads) });
   const first = await generate(model, prompt);
   model.reset();
   const again = [same(first, await generate(model, prompt))];
@@ -34,7 +34,8 @@ try {
     const last = { ...first, ...(await generate(model, prompt.slice(-1))) };
     again.push(last.ids.join() === first.ids.join());
   }
-  console.log(JSON.stringify({ ...first, again, memory: model.memory }));
+  console.log(JSON.stringify({ ...first, again, memory: model.memory, threads: model.threads }));
+  model.close();
 } catch (error) {
   console.log(JSON.stringify({ error: `${error.name}: ${error.message}` }));
 }

@@ -1,13 +1,13 @@
-// Runs recorded nodes in the WebAssembly module: node nodes.mjs MODULE NODES RESULTS ISA. The files are those of
+// Runs recorded nodes in the WebAssembly module: node nodes.mjs MODULE NODES RESULTS ISA THREADS. The files are those of
 // tests/native/host.cpp, which says how they are written.
 import { readFileSync, writeFileSync } from "node:fs";
 import { Module } from "../../../apps/web/js/wasm/module.js";
 import { BYTES } from "../../../apps/web/js/wasm/onnx.js";
 
-const [wasm, recorded, results, isa] = process.argv.slice(2);
+const [wasm, recorded, results, isa, threads] = process.argv.slice(2);
 const file = readFileSync(recorded);
-const code = await WebAssembly.compile(readFileSync(wasm));
-const load = () => Module.load(code, { DIFFBIT_ISA: isa });
+const code = readFileSync(wasm);
+const load = () => Module.load(code, { threads: Number(threads), environment: { DIFFBIT_ISA: isa } });
 
 let at = 0;
 function line() {
@@ -72,9 +72,13 @@ while (at < file.length) {
     }
   } catch (error) {
     write(`error ${error.message}\n`);
+    module.close();
     module = await load();
   }
   write("end\n");
-  if (module.memory.buffer.byteLength > 1 << 29) module = await load(); // nothing is freed
+  if (module.memory.buffer.byteLength > 1 << 29) {
+    module.close();
+    module = await load(); // nothing is freed
+  }
 }
 writeFileSync(results, Buffer.concat(written));

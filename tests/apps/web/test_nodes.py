@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 
 # SIMD128 multiplies and adds with two roundings where the other sets have one
 ROUNDED = ("Int4MatMul", "Int8MatMul", "LowBitMatMul")
+VARIANTS = [("wasm128", False, 1), ("wasm128", True, 1), ("wasm128", False, 3), ("scalar", False, 1)]
 ROUNDINGS = {"wasm128": 16, "scalar": 1}  # of attention's outputs
 
 
@@ -30,13 +31,13 @@ def check(of: Node, got: list[np.ndarray], isa: str) -> None:
     np.testing.assert_allclose(a, b, rtol=unit, atol=largest * (2**-20), equal_nan=True)
 
 
-@pytest.mark.parametrize("isa", ["wasm128", "scalar"])
-def test_every_case_gives_the_expected_arrays(isa: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("isa", "relaxed", "threads"), VARIANTS)
+def test_every_case_gives_the_expected_arrays(isa: str, relaxed: bool, threads: int, tmp_path: Path) -> None:
     # the scalar sources are those that tests/native has tested: a few, to see that they are compiled right
     cases = [*nodes(ROUNDINGS[isa])][:: 1 if isa == "wasm128" else 5]
     recorded, results = tmp_path / "nodes", tmp_path / "results"
     recorded.write_bytes(b"".join(map(record, cases)))
-    node("nodes.mjs", module(), recorded, results, isa)
+    node("nodes.mjs", module(relaxed), recorded, results, isa, threads)
     outputs = read_results(results.read_bytes())
     assert [*outputs] == [case.name for case in cases]
     wrong = []

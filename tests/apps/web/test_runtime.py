@@ -48,8 +48,9 @@ def exported(source: Path, folder: Path, weights: str | None, keys: str | None, 
     return export_artifact(folder / "low", folder / "artifact")
 
 
-def run(artifact: Path, prompt: list[int], step: int) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(node("greedy.mjs", artifact, module(), TOKENS, step, *prompt))
+def run(artifact: Path, prompt: list[int], step: int, threads: int = 1, relaxed: bool = False) -> dict[str, Any]:
+    output = node("greedy.mjs", artifact, module(relaxed), threads, TOKENS, step, *prompt)
+    result: dict[str, Any] = json.loads(output)
     return result
 
 
@@ -72,6 +73,9 @@ def test_tokens_and_logits_are_those_of_a_session(
     assert np.abs(np.array(got["logits"]) - logits).max() < (0.05 if weights else 1e-4) * spread
     assert got["again"][0], "another run gives other bits"
     assert all(got["again"]), "after truncate, the tokens differ"
+    other = run(artifact, prompt, step, threads=3, relaxed=True)
+    assert other["threads"] == 3
+    assert (other["ids"], other["logits"]) == (got["ids"], got["logits"]), "threads, relaxed SIMD: other bits"
 
 
 def test_an_unknown_operator_is_refused_by_name(trained: Callable[[str], Path], tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 // The WebAssembly module (csrc/wasm) for JavaScript: tensors in its memory, and nodes that compute with them.
+import { canShare, compile, instantiate, startThread } from "./instance.js";
 
 // What the runtime cannot run, though another one may: an operator, a type, a kind of cache
 export class Unsupported extends Error {
@@ -7,51 +8,37 @@ export class Unsupported extends Error {
 
 const POINTER = { type: 0, rank: 4, data: 8, shape: 16 }; // members of OrtValue in csrc/wasm/graph.h
 
-async function compiled(wasm) {
-  if (wasm instanceof WebAssembly.Module) return wasm;
-  if (wasm instanceof ArrayBuffer || ArrayBuffer.isView(wasm)) return WebAssembly.compile(wasm);
-  if (String(wasm).startsWith("file:")) {
-    const { readFile } = await import("node:fs/promises"); // fetch in Node.js does not read files
-    return WebAssembly.compile(await readFile(new URL(wasm)));
-  }
-  const answer = await fetch(wasm);
-  if (!answer.ok) throw new Error(`${wasm}: the server answered ${answer.status}`);
-  return WebAssembly.compile(await answer.arrayBuffer());
-}
+const STACK = 512 << 10; // bytes of a thread's stack
 
 export class Module {
-  // wasm: its address, bytes or a WebAssembly.Module; environment: variables that the C++ code sees
-  static async load(wasm, environment = {}) {
+  #threads = [];
+
+  // wasm: its address or bytes; threads: at most one where threads cannot share memory; most: bytes to which memory may grow;
+  // environment: variables that the C++ code sees
+  static async load(wasm, { threads = 1, most = 1 << 30, environment } = {}) {
     const module = new Module();
-    const variables = Object.entries(environment).map(([name, value]) => new TextEncoder().encode(`${name}=${value}\0`));
-    const write = (at, ...numbers) => new Uint32Array(module.memory.buffer, at, numbers.length).set(numbers);
-    const system = {
-      environ_sizes_get(count, bytes) {
-        write(count, variables.length);
-        write(bytes, variables.reduce((sum, one) => sum + one.length, 0));
-        return 0;
-      },
-      environ_get(pointers, bytes) {
-        for (const [i, one] of variables.entries()) {
-          write(pointers + 4 * i, bytes);
-          new Uint8Array(module.memory.buffer).set(one, bytes);
-          bytes += one.length;
-        }
-        return 0;
-      },
-      proc_exit(code) {
-        throw new Error(`the runtime ended with ${code}`);
-      },
-    };
-    const refuse = () => 52; // ENOSYS: there are no files
-    const { exports } = await WebAssembly.instantiate(await compiled(wasm), {
-      env: { fail: (at) => module.#fail(at) },
-      wasi_snapshot_preview1: new Proxy(system, { get: (all, name) => all[name] ?? refuse }),
-    });
-    module.memory = exports.memory;
+    const shared = threads > 1 && canShare;
+    const { code, memory } = await compile(wasm, { shared, most });
+    module.memory = memory;
+    const exports = await instantiate(code, memory, { environment, fail: (at) => module.#fail(at) });
     module.call = Object.fromEntries(Object.entries(exports).map(([name, value]) => [name.replace("diffbit_", ""), value]));
     exports._initialize();
+    const start = () => {
+      const stack = module.allocate(STACK) + STACK;
+      return startThread({ code, memory, stack, storage: module.allocate(exports.__tls_size.value) });
+    };
+    if (shared) module.#threads = (await Promise.all(Array.from({ length: threads - 1 }, start))).filter(Boolean);
     return module;
+  }
+
+  get threads() {
+    return 1 + this.#threads.length;
+  }
+
+  close() {
+    this.call.end();
+    for (const thread of this.#threads) thread.terminate();
+    this.#threads = [];
   }
 
   #fail(at) {
@@ -65,6 +52,12 @@ export class Module {
   }
   bytes(at, size) {
     return new Uint8Array(this.memory.buffer, at, size);
+  }
+
+  // The SHA-256 of bytes in memory, in hexadecimal digits
+  sha256(at, size) {
+    const digest = this.bytes(this.call.sha256(at, size) >>> 0, 32);
+    return Array.from(digest, (byte) => byte.toString(16).padStart(2, "0")).join("");
   }
 
   #texts = new Map();

@@ -16,21 +16,39 @@ const INT64 = 7;
 
 const product = (numbers) => numbers.reduce((all, one) => all * one, 1);
 
-// graph: the bytes of model.onnx; data: async (name) -> the bytes of a file of weights, which is asked for once;
+const SPARE = 256 << 20; // bytes of memory for all but weights and caches
+
+// graph: the bytes of model.onnx; data: async (name, room) -> the bytes of a file of weights, which is asked for once;
+// room(size) -> {bytes, sha256()}: memory of the runtime that may be filled and returned, so the file is in memory only once;
 // manifest: diffbit.json; wasm: the module's address or bytes
-export async function open({ graph, data, manifest, wasm, environment }) {
-  const module = await Module.load(wasm, environment);
-  const model = new Model(module, readGraph(graph), manifest);
+export async function open({ graph, data, manifest, wasm, threads, environment }) {
+  const read = readGraph(graph);
+  const weights = read.initializers.reduce((sum, { length }) => sum + length, 0);
+  const module = await Module.load(wasm, { threads, environment, most: weights + cacheBytes(manifest) + SPARE });
+  const model = new Model(module, read, manifest);
   const files = new Map();
   for (const tensor of model.weights) files.set(tensor.file, [...(files.get(tensor.file) ?? []), tensor]);
   for (const [name, tensors] of files) {
-    const bytes = await data(name);
-    for (const { offset, length, at } of tensors) {
+    let at;
+    const room = (size) => {
+      at = module.allocate(size);
+      return { bytes: module.bytes(at, size), sha256: () => module.sha256(at, size) };
+    };
+    const bytes = await data(name, room);
+    if (bytes.buffer !== module.memory.buffer) room(bytes.length).bytes.set(bytes);
+    for (const { value, shape, offset, length } of tensors) {
       if (offset + length > bytes.length) throw new Error(`${name}: ends before its weights do`);
-      module.bytes(at, length).set(bytes.subarray(offset, offset + length));
+      module.place(value, shape, at + offset);
     }
   }
   return model;
+}
+
+// Of a full context
+function cacheBytes({ cache, context_length }) {
+  const tokens = Math.ceil(context_length / BLOCK) * BLOCK;
+  const bytes = ({ dtype, shape }) => product(shape.map((size) => sizeOf(size, tokens))) * Number(dtype.match(/\d+$/)) / 8;
+  return cache.layers.flatMap(({ buffers }) => buffers.map(bytes)).reduce((sum, one) => sum + one, 0);
 }
 
 class Model {
@@ -76,10 +94,12 @@ class Model {
     }
     for (const tensor of initializers) {
       if (this.#values.has(tensor.name)) continue; // the default of an input
-      const at = module.allocate(tensor.length);
-      if (tensor.file === undefined) module.bytes(at, tensor.length).set(tensor.bytes);
-      else this.weights.push({ ...tensor, at });
-      this.#values.set(tensor.name, module.value({ type: tensor.type, shape: tensor.shape, data: at }));
+      const { type, shape } = tensor;
+      const at = tensor.file === undefined ? module.allocate(tensor.length) : 0;
+      const value = module.value({ type, shape, data: at });
+      if (at) module.bytes(at, tensor.length).set(tensor.bytes);
+      else this.weights.push({ ...tensor, value });
+      this.#values.set(tensor.name, value);
     }
   }
 
@@ -203,6 +223,14 @@ class Model {
 
   get memory() {
     return this.#module.memory.buffer.byteLength;
+  }
+
+  get threads() {
+    return this.#module.threads;
+  }
+
+  close() {
+    this.#module.close();
   }
 }
 
