@@ -23,7 +23,7 @@ from ..io.hub import download, is_hub_name
 from ..io.processes import leave, speaks
 from ..version import __version__
 from . import bench, export, quantize, run, verify
-from .output import print_error
+from .output import out_of_memory, print_error
 
 LAB_PACKAGES = {
     "torch", "safetensors", "onnx", "onnx_ir", "bitsandbytes", "matplotlib", "datasets", "pyarrow",
@@ -168,13 +168,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if package not in LAB_PACKAGES:
             raise
         message = str(MissingDependency(package, "lab", "this command"))
-    except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported here
+    except (RuntimeError, MemoryError) as error:
+        if (sentence := out_of_memory(error)) is None:
             raise
-        reason = str(error).partition("\n")[0]
-        message = (
-            f"the GPU's memory does not suffice ({reason}); use shorter windows or a smaller batch, or --device cpu"
-        )
+        message = sentence
     except OSError as error:
         message = f"{error.filename or 'input or output'}: failed ({error.strerror or error})"
     if speaks():

@@ -24,6 +24,16 @@ if TYPE_CHECKING:
     from ..runtime import Verification
 
 
+def out_of_memory(error: RuntimeError | MemoryError) -> str | None:
+    """A sentence if torch or numpy had too little memory, of a GPU or of the machine; torch is not imported here."""
+    reason = str(error).partition("\n")[0]
+    if type(error).__name__ == "OutOfMemoryError":
+        return f"the GPU's memory does not suffice ({reason}); use shorter windows or a smaller batch, or --device cpu"
+    if isinstance(error, MemoryError) or "can't allocate memory" in reason:
+        return f"the memory does not suffice ({reason}); use a shorter context, shorter windows or a smaller batch"
+    return None
+
+
 def print_error(message: str) -> None:
     """Print an error to stderr, also with --quiet: one line of at most MOST_CHARACTERS."""
     line = " ".join(filter(None, map(str.strip, message.splitlines())))

@@ -7,9 +7,12 @@ import re
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from diffbit.cli import print_table
+from diffbit.cli.output import out_of_memory
 
 ROWS: list[dict[str, Any]] = [
     {"model": f"SmolLM2-135M-Instruct.{i}", "what": "weights", **{f"figure {k}": 1000.5 * k + i for k in range(9)}}
@@ -77,3 +80,13 @@ def test_columns_limit_a_file_too(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_one_column_that_is_too_wide_folds(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = printed([{"text": "word " * 40, "number": 3}], monkeypatch, 80)
     assert max(map(len, lines)) <= 80 and "".join(lines).count("word") == 40
+
+
+def test_too_little_memory_is_a_sentence() -> None:
+    with pytest.raises(RuntimeError) as torchs:
+        torch.empty(1 << 56)
+    with pytest.raises(MemoryError) as numpys:
+        np.empty(1 << 56)
+    for raised in (torchs, numpys):
+        assert re.match(r"the memory does not suffice \(.*\); use a shorter context", out_of_memory(raised.value) or "")
+    assert out_of_memory(RuntimeError("a defect")) is None

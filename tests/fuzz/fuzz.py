@@ -25,7 +25,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 import diffbit
-from diffbit.cli.output import print_error
+from diffbit.cli.output import out_of_memory, print_error
 from diffbit.io.errors import DiffbitError
 from diffbit.io.progress import set_quiet
 
@@ -131,8 +131,11 @@ def act(target: Target, here: Path) -> None:
     try:
         with in_process():
             target.act(here / "case")
-    except DiffbitError as error:
-        print_error(str(error))
+    except (DiffbitError, RuntimeError, MemoryError) as error:
+        message = str(error) if isinstance(error, DiffbitError) else out_of_memory(error)
+        if message is None:
+            raise
+        print_error(message)
         sys.exit(forks.REFUSED)
 
 
