@@ -171,7 +171,7 @@ AttentionNode::Tensors AttentionNode::tensors(Context& context) const {
   const bool by_row = past_length.rank == 1 && past_length.shape[0] != 1;
   past_length.expect({by_row ? batch : 1});
   const int64_t* lengths = past_length.as<int64_t>();
-  const int64_t past = *std::max_element(lengths, lengths + past_length.shape[0]);
+  const int64_t past = past_length.shape[0] ? *std::max_element(lengths, lengths + past_length.shape[0]) : 0;
   constexpr int64_t ANY = int64_t{1} << 40;
   for (const CacheTensors* cache : {&of.keys, &of.values}) {
     const int64_t most = cache->ring ? ANY

@@ -115,7 +115,7 @@ def test_bad_files_are_told_in_a_sentence(tmp_path: Path) -> None:
         "bad.jsonl": "line 2: is not valid JSON",
         "list.jsonl": "line 1: contains a JSON list, wanted an object",
         "number.jsonl": "line 1: text is .*, wanted text or none",
-        "surrogate.jsonl": "lone surrogate",
+        "surrogate.jsonl": "no character",
         "empty.txt": "holds no text",
         "bad.parquet": "not a readable parquet",
         "image.png": "cannot be read as text",

@@ -70,7 +70,7 @@ def test_an_edited_manifest_is_noticed(folder: Path) -> None:
         ({"context_length": "24"}, "context_length is '24', wanted a whole number"),
         ({"eos_token_ids": [1, 40]}, r"eos_token_ids\[1\] is 40, wanted a token id from 0 to 39"),
         ({"eos_token_ids": [1.5]}, r"eos_token_ids\[0\] is 1.5, wanted a whole number"),
-        ({"files": {"\ud800": {}}}, "wanted the name of a file in the folder"),
+        ({"files": {"\ud800": {}}}, "no character"),
         ({"files": {"../model.onnx": {}}}, "a key of files is '../model.onnx', wanted the name of a file"),
         ({"files": {"/etc/passwd": {}}}, "a key of files is '/etc/passwd', wanted the name"),
         ({"files": {}}, "lists no model.onnx"),

@@ -86,6 +86,7 @@ class Model {
         this.#values.set(name, buffer.value);
         continue;
       }
+      if (!(name in room) && initializers.some((tensor) => tensor.name === name)) continue; // it keeps its default
       if (!(name in room) || type !== INT64) throw new Unsupported(`the runtime for WebAssembly has no input ${name}`);
       const at = module.allocate(8 * room[name]);
       this.#inputs[name] = [module.value({ type }), at];
