@@ -3,8 +3,8 @@
 A new text is prefilled alone, in its own row of the buffers, and joins the others at the next step, whatever their
 lengths. A finished row keeps its tokens until another text takes the row. A new text reuses the longest prefix that any
 row holds, copied if necessary: earlier turns of a conversation, or a shared system prompt. A low-bit cache has the
-recent tokens in 16 bits, and codes of the others: to cut it, copies of the recent tokens are kept, for each block of a
-prompt and for its end.
+recent tokens in 16 bits, and codes of the others: to cut it, copies of the recent tokens are kept, at the end of a
+prompt and where two prompts part, the last MOST_RECENT of a row.
 
 This needs buffers of which `RowCaches` can hold several rows. Other sessions have one row and compute one text after
 the other; `Rows.of` chooses.
@@ -24,6 +24,7 @@ from ...runtime import Logits, Session
 from .prefixes import LEAST, PrefixFiles
 from .rows import REST, RowCaches
 
+MOST_RECENT = 4
 WORTH_COPYING = 16  # tokens: a prefix in another row is copied if it is longer by at least as many
 
 
@@ -124,8 +125,8 @@ class _Batch(Rows):
             self._lengths[row] = end
             if len(part) == self.session.chunk and start == self._whole[row]:
                 self._whole[row] = end
-            if recent := self._caches.recent(row):
-                self._recent[row][end] = recent
+            if end in (shared, len(ids)) and (recent := self._caches.recent(row)):
+                self._recent[row] = dict([*self._recent[row].items(), (end, recent)][-MOST_RECENT:])
             if end == shared:
                 self._store(row, end)
         assert logits is not None

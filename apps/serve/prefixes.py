@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ...runtime import Artifact
 
 IDS, DIGEST = "ids", "sha256"
 LEAST = 64  # tokens of a prefix that is worth a file
+DAMAGED = SafetensorError, OSError, TypeError, ValueError  # the last two: a type that numpy does not have
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -42,8 +44,12 @@ class PrefixFiles:
         for file in sorted(self.folder.glob("*.safetensors")):
             try:
                 with safe_open(file, "numpy") as opened:
-                    self._ids[file] = opened.get_tensor(IDS)
-            except (SafetensorError, OSError):
+                    ids = opened.get_tensor(IDS)
+            except DAMAGED:
+                ids = np.zeros(0)
+            if ids.dtype == np.int64 and ids.ndim == 1:
+                self._ids[file] = ids
+            else:
                 self._forget(file)
 
     def longest(self, ids: NDArray[np.int64]) -> tuple[int, Path | None]:
@@ -58,7 +64,7 @@ class PrefixFiles:
                 arrays = {name: opened.get_tensor(name) for name in wanted}
                 digest = (opened.metadata() or {}).get(DIGEST)
             os.utime(file)
-        except (SafetensorError, OSError):
+        except DAMAGED:
             arrays, digest = {}, None
         kinds = [{name: (one.dtype, one.shape) for name, one in some.items()} for some in (arrays, wanted)]
         if kinds[0] == kinds[1] and digest == _digest(self._ids[file], arrays):
@@ -86,7 +92,8 @@ class PrefixFiles:
 
     def _forget(self, file: Path) -> None:
         self._ids.pop(file, None)
-        file.unlink(missing_ok=True)
+        with suppress(OSError):  # a folder of this name, or one that may only be read
+            file.unlink()
 
 
 def _digest(ids: NDArray[np.int64], arrays: Arrays) -> str:

@@ -58,7 +58,9 @@ class RowCaches:
         return self._session.run(self._binding, ids, mask, positions, last=True, shorter_by=longest - lengths)[:, -1]
 
     def recent(self, row: int) -> dict[str, NDArray[Any]]:
-        """A copy of what a row has of fixed size: the residual windows of a low-bit cache, and rings."""
+        """A copy of a row's residual windows; none if the cache has rings, whose copies would be large."""
+        if any(buffer.ring for buffer in self._buffers.values()):
+            return {}
         return {name: self._arrays[name][row].copy() for name, buffer in self._buffers.items() if not buffer.grows}
 
     def first(self, row: int, count: int) -> dict[str, NDArray[Any]]:

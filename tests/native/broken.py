@@ -242,7 +242,11 @@ def broken_attention() -> Iterator[Broken]:
         ("past_beyond", f"past_length is 12, {ceiling}", {"past_length": length(12)}),
         ("past_huge", f"past_length is 9223372036854775807, {ceiling}", {"past_length": length((1 << 63) - 1)}),
         ("past_least", f"past_length is -9223372036854775808, {ceiling}", {"past_length": length(-1 << 63)}),
-        ("past_two", "past_length has 2 numbers, wanted one where past and present are not", {"past_length": np.array([3, 4])}),
+        (
+            "past_two",
+            "past_length has 2 numbers, wanted one where",
+            {"past_length": np.array([3, 4])},
+        ),
         ("past_empty", r"past_length is \[0\], wanted \[2\]", {"past_length": np.array([], np.int64)}),
         ("mask_short", r"attention_mask is \[2, 9\], wanted \[2, 10\]", {"past_length": length(5)}),
         (

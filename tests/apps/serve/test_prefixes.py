@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from diffbit.apps.serve.batch import Rows
 from diffbit.apps.serve.prefixes import PrefixFiles
@@ -95,6 +96,17 @@ def test_a_damaged_file_is_deleted(artifact: Path, tmp_path: Path, damage: str) 
     ((cached, logits),) = serve(artifact, tmp_path, QUESTIONS[2])
     assert cached == 0 and not files(tmp_path)
     np.testing.assert_array_equal(logits, alone(artifact, QUESTIONS[2]))
+
+
+def test_what_is_no_prefix_is_left_out(artifact: Path, tmp_path: Path) -> None:
+    opened = Session(artifact).artifact
+    folder = PrefixFiles(tmp_path, opened, MOST).folder
+    save_file({"ids": np.array(5)}, folder / "a number.safetensors")
+    save_file({"ids": np.zeros(3, np.float32)}, folder / "floats.safetensors")
+    save_file({"other": np.zeros(3, np.int64)}, folder / "no ids.safetensors")
+    (folder / "folder.safetensors").mkdir()
+    assert PrefixFiles(tmp_path, opened, MOST).longest(np.zeros(9, np.int64)) == (0, None)
+    assert [path.name for path in folder.iterdir()] == ["folder.safetensors"]
 
 
 def test_the_folder_stays_small(artifact: Path, tmp_path: Path) -> None:
