@@ -42,7 +42,7 @@ class RowCaches:
 
     def run(self, rows: slice, ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> Logits:
         """Append ids [n, S] to rows of `lengths` [n] tokens, REST for a row that is left alone; return the logits
-        [n, V] after the last of them. S > 1 is for one row."""
+        [n, V] after the last of them. Several rows take few tokens at once."""
         if rows != self._bound:
             for name, cache in self._arrays.items():
                 part = cache[rows]

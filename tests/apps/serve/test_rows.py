@@ -94,6 +94,24 @@ def test_rows_are_those_of_texts_alone(export: Callable[[str], Path], name: str,
         lengths += ~rest
 
 
+@pytest.mark.parametrize("name", ["float", "int4, diff_v1", "int8, a window"])
+def test_rows_take_a_few_tokens_at_once(export: Callable[[str], Path], name: str) -> None:
+    """Also where blocks of a cache become whole between them."""
+    random = np.random.default_rng(4)
+    session, alone = Session(export(name)), [Session(export(name)) for _ in range(2)]
+    caches, lengths = RowCaches(session, 2), np.array([39, 70])
+    for row, length in enumerate(lengths):
+        prompt = random.integers(3, 1000, (1, length))
+        caches.run(slice(row, row + 1), prompt, np.array([0]))
+        alone[row].prefill(prompt)
+    for _ in range(12):
+        ids = random.integers(3, 1000, (2, 3))
+        got = caches.run(slice(0, 2), ids, lengths)
+        for row in range(2):
+            np.testing.assert_array_equal(got[row], alone[row].prefill(ids[row : row + 1])[0])
+        lengths += 3
+
+
 def test_a_row_is_copied_and_cut(export: Callable[[str], Path]) -> None:
     random = np.random.default_rng(2)
     session, alone = (Session(export("int4, diff_v1")) for _ in range(2))
