@@ -601,3 +601,13 @@ def test_gpu_tables(gpu: Any) -> None:
     ]  # fmt: skip
     text = gpu.tables([{"command": "x", "date": "2026-01-01", "card": "H200"}], rows)
     assert "- `x`, 2026-01-01: H200" in text and "89 %" in text and "1.30x (wanted 1.4)" in text and "10.00x" in text
+
+
+@pytest.mark.slow
+def test_batch(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    artifact, numbers = export_artifact(trained("diff_v2"), tmp_path / "artifact"), tmp_path / "batch.json"
+    done = run("batch.py", str(artifact), "--contexts", "40", "--threads", "1", "--json", str(numbers))
+    assert done.code == 0, done.error
+    (row,) = json.loads(numbers.read_text())
+    assert row["name"] == "diffbit artifact" and row["context"] == 40
+    assert all(row[count] > 0 for count in ("1", "4", "8", "16", "memory"))
