@@ -10,7 +10,7 @@ keys and values, attention logits. Intervals are over training runs, each rounde
 models    these numbers, the cache's size and outliers: DIR/PRESET-NAME.json has them as soon as a variant has been
           measured, and an interrupted run goes on from there. Several machines can share the work: `--only mla,gdla
           --json FILE` on one, `--known FILE` on the other
-states    what rounding a state of fixed size costs, where it is rounded after every STATE_TOKENS tokens
+states    what rounding states of fixed size costs, after every token, as an artifact's decoding rounds int8 ones
 speeds    decoding by models of the same sizes with random weights and a long context, on ONNX Runtime, with one thread,
           the variants by turns, medians of ROUNDS; trains nothing
 """
@@ -18,6 +18,7 @@ speeds    decoding by models of the same sizes with random weights and a long co
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import sys
@@ -34,13 +35,10 @@ from accuracy import texts
 from machine import describe
 from report import Row, add_outputs, command_line, increase, interval, say, table, write_outputs
 from runs import QUICK, losses, over_runs, train
-from torch import Tensor
 
 from diffbit.apps.evaluate.compare import compare
 from diffbit.apps.outliers.activations import measure
 from diffbit.apps.train.presets import model_config
-from diffbit.apps.variants.mixers._segments import SegmentState
-from diffbit.apps.variants.mixers.retention import RetentionState
 from diffbit.calib_data import Windows, train_tokenizer
 from diffbit.export import export_artifact
 from diffbit.io.drawing import drawn
@@ -49,7 +47,9 @@ from diffbit.io.files import read_json, write_json
 from diffbit.io.progress import set_quiet, track
 from diffbit.models import Checkpoint, Decoder, KVCache, ModelConfig, load, num_parameters, save, variants
 from diffbit.models.attention import AttentionOptions
+from diffbit.models.layers import FixedState
 from diffbit.quantize import AttentionScheme, Scheme, sizes
+from diffbit.quantize.attention import rounded_state
 from diffbit.runtime import bench
 
 MLP = {"crate": "ista"}  # CRATE's layer is its attention and a step of ISTA
@@ -59,7 +59,8 @@ ROUNDED = {"weights": ("4", "3", "2"), "kv": ("8", "4", "2"), "logits": ("4",)}
 METHODS = ("rtn", "gptq")
 CONTEXTS = 128, 4096
 NEW_TOKENS, ROUNDS = 32, 3
-STATE_BITS, STATE_TOKENS = (8, 4, 2), 32
+STATE_BITS = 8, 4, 2
+STATE_WINDOWS = 64
 PARTS = "models", "states", "speeds"
 
 
@@ -98,10 +99,13 @@ def has_attention(config: ModelConfig) -> bool:
 
 
 def cache(config: ModelConfig) -> Row:
-    """{format: [bytes that a token adds to the cache, bytes of states of fixed size]}; None: not for this variant."""
+    """{format: [bytes that a token adds to the cache, bytes of states of fixed size]}; None: not for this variant.
+
+    States are int8 in all but "float"."""
     by_format: Row = {}
+    states = any(not buffer.holds_tokens for buffer in sizes(config, Scheme()).cache.buffers.values())
     for format in ("float", "int8", "int4"):
-        low = {} if format == "float" else {"keys": format, "values": format}
+        low = {} if format == "float" else {"keys": format, "values": format, "states": "int8" if states else None}
         try:
             scheme = Scheme(attention=AttentionScheme(**low))
             scheme.attention.check(config)
@@ -112,41 +116,19 @@ def cache(config: ModelConfig) -> Row:
     return by_format
 
 
-def rounded(state: Tensor, bits: int) -> Tensor:
-    """Each row in so many bits, with a scale in float16."""
-    most = 2 ** (bits - 1) - 1
-    scale = (state.abs().amax(-1, keepdim=True) / most).half().float().clamp(min=1e-12)
-    return (state / scale).round().clamp(-most, most) * scale
-
-
-def round_states(cache: KVCache, bits: int) -> int:
-    """Round what has a fixed size; how many states that are."""
-    found = 0
-    for state in cache.layers:
-        if isinstance(state, SegmentState):
-            state.tensors = tuple(rounded(tensor, bits) for tensor in state.tensors)
-        elif isinstance(state, RetentionState):
-            state.value = rounded(state.value, bits)
-        else:
-            continue
-        found += 1
-    return found
-
-
 @torch.inference_mode()
 def state_loss(path: Path, windows: Windows, bits: int | None) -> float:
-    """Nats per token, with states of so many bits."""
-    model, total = load(path), 0.0
-    for ids, target in zip(torch.from_numpy(windows.ids), torch.from_numpy(windows.target), strict=True):
-        cache = KVCache(model.config, 1, len(ids))
-        logits = []
-        for piece in ids[None].split(STATE_TOKENS, 1):
-            logits.append(model(piece, cache=cache)[0])
-            if bits is not None and not round_states(cache, bits):
-                raise ValueError(f"{path} has no state of fixed size")
-        nll = F.cross_entropy(torch.cat(logits)[:-1], ids[1:], reduction="none")
-        total += nll[target[1:]].sum().item()
-    return total / windows.scored
+    """Nats per token, with states of so many bits, token by token."""
+    model = load(path)
+    ids, target = (torch.from_numpy(part[:STATE_WINDOWS]) for part in (windows.ids, windows.target))
+    cache = KVCache(model.config, *ids.shape)
+    if not any(isinstance(state, FixedState) and state.tensors for state in cache.layers):
+        raise ValueError(f"{path} has no state of fixed size")
+    for layer in model.model.layers:
+        layer.self_attn.rounded_state = None if bits is None else functools.partial(rounded_state, bits=bits)
+    logits = [model(token, cache=cache)[:, 0] for token in ids.T[:-1, :, None]]
+    nll = F.cross_entropy(torch.stack(logits, -1), ids[:, 1:], reduction="none")
+    return nll[target[:, 1:]].mean().item()
 
 
 def low_bit_states(name: str, paths: Sequence[Path], quick: bool) -> Row:

@@ -6,20 +6,6 @@ from .text_tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer, train_to
 from .window import Windows, eval_windows, samples, stream, windows
 
 __all__ = [
-    "END_OF_TEXT",
-    "VALUE",
-    "Corpus",
-    "NeedleWindows",
-    "Needles",
-    "Split",
-    "TextTokenizer",
-    "Windows",
-    "eval_windows",
-    "load_text",
-    "load_tokenizer",
-    "needle_windows",
-    "samples",
-    "stream",
-    "train_tokenizer",
-    "windows",
-]
+    "END_OF_TEXT", "VALUE", "Corpus", "NeedleWindows", "Needles", "Split", "TextTokenizer", "Windows", "eval_windows",
+    "load_text", "load_tokenizer", "needle_windows", "samples", "stream", "train_tokenizer", "windows",
+]  # fmt: skip

@@ -87,6 +87,10 @@ class SchemeOptions:
         int | None,
         typer.Option(help="Residual window: recent tokens that an int4 or int2 cache keeps in float16; default: 32."),
     ] = None
+    states: Annotated[
+        Literal["int8"] | None,
+        typer.Option(help="Keep the states of recurrent layers (retention, Mamba, ...) in int8, a scale per row."),
+    ] = None
     scheme_file: Annotated[
         Path | None, typer.Option("--scheme", help="Read the whole scheme from a .json or .toml file instead.")
     ] = None
@@ -104,14 +108,14 @@ class SchemeOptions:
             if self != SchemeOptions(scheme_file=self.scheme_file):
                 raise DiffbitError(
                     "--scheme reads the whole scheme from a file; leave out --weights, --embedding, --head, "
-                    "--override, --activations, --kv, --qk and --kv-window"
+                    "--override, --activations, --kv, --qk, --kv-window and --states"
                 )
             return Scheme.from_file(self.scheme_file)
-        formats = (self.weights, self.embedding, self.head, self.kv, self.qk)
+        formats = (self.weights, self.embedding, self.head, self.kv, self.qk, self.states)
         if all(format in (None, "none") for format in formats) and not self.override and not weights_later:
             raise DiffbitError(
-                "nothing to quantize: pass --weights FORMAT, --embedding, --head, --kv FORMAT, --qk FORMAT, --override "
-                "or --scheme FILE"
+                "nothing to quantize: pass --weights FORMAT, --embedding, --head, --kv FORMAT, --qk FORMAT, --states "
+                "FORMAT, --override or --scheme FILE"
             )
         weights = None if self.weights in (None, "none") else parse_format(self.weights)
         embedding, head = table_formats(weights_later or weights is not None, self.embedding, self.head)
@@ -129,15 +133,12 @@ class SchemeOptions:
         from ..quantize.scheme import parse_kv
 
         cache = parse_kv("none" if self.kv is None else self.kv)
-        scheme = AttentionScheme(qk=None if self.qk == "none" else self.qk, keys=cache["keys"], values=cache["values"])
-        if self.kv_window is None:
-            return scheme
-        if not scheme.has_window:
-            raise DiffbitError(
-                "--kv-window applies only to an int4 or int2 cache; pass --kv int4 or --kv int2, or leave --kv-window "
-                "out"
-            )
-        return replace(scheme, window=self.kv_window)
+        scheme = AttentionScheme(
+            qk=None if self.qk == "none" else self.qk, keys=cache["keys"], values=cache["values"], states=self.states
+        )
+        if self.kv_window is not None and not scheme.has_window:
+            raise DiffbitError("--kv-window is for an int4 or int2 cache; pass --kv int4 or --kv int2, or leave it out")
+        return scheme if self.kv_window is None else replace(scheme, window=self.kv_window)
 
 
 @dataclass(frozen=True)

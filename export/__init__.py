@@ -11,10 +11,6 @@ from .foreign_checkpoint import export_checkpoint
 from .reference import reference_model
 
 __all__ = [
-    "compare_greedy_tokens",
-    "compare_with_checkpoint",
-    "export_artifact",
-    "export_checkpoint",
-    "export_demand",
+    "compare_greedy_tokens", "compare_with_checkpoint", "export_artifact", "export_checkpoint", "export_demand",
     "reference_model",
-]
+]  # fmt: skip

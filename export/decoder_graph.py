@@ -292,7 +292,20 @@ class DecoderGraph(OnnxGraph):
         if index == self._tail:
             self._leave_tokens()
         with self.scope(f"layers.{index}"):
-            self._present.append(block.onnx(self, self._past[index]))
+            past = self._past[index]
+            states = [part.name for part in self.cache.layers[index] if part.dtype == "int8" and not part.holds_tokens]
+            for name in states:
+                scale = self.op("Unsqueeze", [past[f"{name}_scale"], self.const([-1])])
+                past[name] = self.op("Mul", [self.cast(past[name], np.float32), scale])
+            present = block.onnx(self, past)
+            for name in states:  # as ops/kv_cache.py rounds rows
+                most = self.op("ReduceMax", [self.op("Abs", [present[name]]), self.const([-1])], keepdims=1)
+                scale = self.op("Div", [most, self.const(127, np.float32)])
+                zero = self.op("Equal", [scale, self.const(0, np.float32)])
+                codes = self.op("Div", [present[name], self.op("Where", [zero, self.const(1, np.float32), scale])])
+                present[name] = self.cast(self.op("Round", [codes]), np.int8)
+                present[f"{name}_scale"] = self.op("Squeeze", [scale, self.const([-1])])
+            self._present.append(present)
 
     def _last_tokens(self, x: ir.Value) -> ir.Value:
         """x [B, S, ...] from `logits_from` on."""

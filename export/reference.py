@@ -16,7 +16,7 @@ from ..formats import QTensor, QuantEmbedding
 from ..io.errors import DiffbitError
 from ..models import Block, Checkpoint, Decoder, rope_for
 from ..models.checkpoint.names import EMBEDDING, HEAD
-from ..models.layers.state import Carried
+from ..models.layers.state import Carried, FixedState, State
 from ..quantize import Scheme, Weights, as_exported, load, load_block, read_scheme
 from ..quantize.layer import assemble
 from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE
@@ -63,8 +63,24 @@ class Stream:
             as_exported(block, self._target)
             yield block
             with torch.inference_mode():
-                self._x = block(self._x, self._rope, carried=self._carried)
+                self._x = self._through(
+                    block, self.config.layers[index].mixer.state(len(self._x), 0, torch.float32, "cpu")
+                )
                 self._disturb()
+
+    def _through(self, block: Block, state: State) -> Tensor:
+        """The prompt through a layer. `verify` runs its last token alone, which reads a state as the others left it."""
+        is_rounded = block.self_attn.rounded_state is not None and isinstance(state, FixedState) and state.tensors
+        if not is_rounded or self._ids.shape[1] == 1:
+            out: Tensor = block(self._x, self._rope, carried=self._carried)
+            return out
+        pairs: list[tuple[Tensor, Carried]] = []
+        for part in (slice(-1), slice(-1, None)):
+            rope, carried = tuple(table[:, part] for table in self._rope), Carried()
+            pairs.append((block(self._x[:, part], rope, None, state, carried), carried))
+        (before, given), (last, more) = pairs
+        self._carried |= {index: tuple(map(_joined, given[index], more[index])) for index in given}
+        return _joined(before, last)
 
     def _disturb(self) -> None:
         copies = self._x[1:]
@@ -83,6 +99,10 @@ class Stream:
         as_exported(top, self._target)
         with torch.inference_mode():
             return norm, top["lm_head"], top["lm_head"](norm(self._x[:, -1:]))[:, 0]
+
+
+def _joined(before: Tensor, last: Tensor) -> Tensor:
+    return torch.cat((before, last), 1)
 
 
 def check_scheme(checkpoint: Checkpoint, target: str = "cpu") -> None:

@@ -42,32 +42,11 @@ KINDS: tuple[ModuleType, ...] = tuple(
 )
 
 __all__ = [
-    "BLOCK",
-    "GROUP_SIZES",
-    "TABLES",
-    "CodebookFormat",
-    "Format",
-    "IntFormat",
-    "MXFormat",
-    "QTensor",
-    "QuantEmbedding",
-    "QuantLinear",
-    "Rounding",
-    "TernaryFormat",
-    "divisor",
-    "finite",
-    "names",
-    "pack_bits",
-    "parse_format",
-    "quantize_per_block_int8",
-    "quantize_per_token_int8",
-    "rounded_input",
-    "row_blocks",
-    "row_bytes",
-    "spread",
-    "straight_through",
-    "unpack_bits",
-]
+    "BLOCK", "GROUP_SIZES", "TABLES", "CodebookFormat", "Format", "IntFormat", "MXFormat", "QTensor", "QuantEmbedding",
+    "QuantLinear", "Rounding", "TernaryFormat", "divisor", "finite", "names", "pack_bits", "parse_format",
+    "quantize_per_block_int8", "quantize_per_token_int8", "rounded_input", "row_blocks", "row_bytes", "spread",
+    "straight_through", "unpack_bits",
+]  # fmt: skip
 
 
 def parse_format(name: str) -> Format:

@@ -18,23 +18,7 @@ from .layers.state import LayerCache
 from .torch_cache import KVCache
 
 __all__ = [
-    "Block",
-    "Checkpoint",
-    "CheckpointWriter",
-    "Decoder",
-    "KVCache",
-    "LayerCache",
-    "LayerSpec",
-    "ModelConfig",
-    "NumLayers",
-    "RopeScaling",
-    "attention_options",
-    "causal_mask",
-    "load",
-    "load_block",
-    "num_parameters",
-    "rope_for",
-    "rope_tables",
-    "save",
-    "variants",
-]
+    "Block", "Checkpoint", "CheckpointWriter", "Decoder", "KVCache", "LayerCache", "LayerSpec", "ModelConfig",
+    "NumLayers", "RopeScaling", "attention_options", "causal_mask", "load", "load_block", "num_parameters", "rope_for",
+    "rope_tables", "save", "variants",
+]  # fmt: skip

@@ -27,29 +27,7 @@ from .scheme import (
 from .sizes import Sizes, sizes
 
 __all__ = [
-    "EMBEDDING_MODULE",
-    "HEAD_MODULE",
-    "KV",
-    "LOGIT_BITS",
-    "QK",
-    "REPORT_FILE",
-    "AttentionScheme",
-    "Report",
-    "Scheme",
-    "Sizes",
-    "WeightReport",
-    "Weights",
-    "apply",
-    "as_exported",
-    "linear_shapes",
-    "load",
-    "load_block",
-    "quant_linear",
-    "quantize_checkpoint",
-    "read_scheme",
-    "read_weight",
-    "save",
-    "sizes",
-    "step_bytes",
-    "table_formats",
-]
+    "EMBEDDING_MODULE", "HEAD_MODULE", "KV", "LOGIT_BITS", "QK", "REPORT_FILE", "AttentionScheme", "Report", "Scheme",
+    "Sizes", "WeightReport", "Weights", "apply", "as_exported", "linear_shapes", "load", "load_block", "quant_linear",
+    "quantize_checkpoint", "read_scheme", "read_weight", "save", "sizes", "step_bytes", "table_formats",
+]  # fmt: skip

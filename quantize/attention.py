@@ -24,7 +24,9 @@ from torch import Tensor, nn
 
 from ..models.attention import Attention
 from ..models.layers.arithmetic import Arithmetic
+from ..models.mixers import Mixer
 from ..ops.diff_attention_reference import cached, mixed, scores
+from ..ops.kv_cache import quantize_rows
 from .scheme import AttentionScheme
 
 
@@ -65,9 +67,17 @@ class LowBitAttention(Arithmetic):
         return mixed(shares, values.grouped(groups, rows.shape[2])).flatten(4).flatten(1, 2)
 
 
+def rounded_state(state: Tensor, bits: int = 8) -> Tensor:
+    """Return a state fp32 [..., d] as its quantized rows hold it."""
+    codes, scale = quantize_rows(state, bits)
+    return codes * scale[..., None]
+
+
 def set_attention(model: nn.Module, scheme: AttentionScheme) -> None:
-    """Apply a scheme's attention to every attention layer of a decoder or block."""
+    """Apply a scheme's attention to every layer of a decoder or block."""
     for module in model.modules():
+        if isinstance(module, Mixer) and scheme.states:
+            module.rounded_state = rounded_state
         if isinstance(module, Attention):
             if scheme.logits is not None:
                 module.logits_hook = logits_hook(scheme.logits)

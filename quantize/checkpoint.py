@@ -118,7 +118,7 @@ def quantize_checkpoint(
 def _formats(scheme: Scheme, config: ModelConfig) -> Mapping[str, Format]:
     """{module: format} of the weights that the scheme quantizes. Raises DiffbitError if it quantizes nothing."""
     formats = scheme.formats(config)
-    if not formats and not scheme.attention.is_low_bit:
+    if not formats and not scheme.attention.is_low_bit and scheme.attention.states is None:
         raise DiffbitError(
             "the scheme quantizes nothing; name a format for the weights, such as --weights int4_g32, or for the KV "
             "cache, such as --kv int4"

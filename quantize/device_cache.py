@@ -11,6 +11,9 @@ Buffers of one layer and one sequence; `tokens` is the capacity, Hk the number o
 
 T is the graph's float type. Keys and values may have different formats. With a sliding window, all buffers but the
 recent ones are rings (`kv_cache.ring_rows`).
+
+A state of a fixed size, fp32 [..., d], may be int8, too, with scales float32 [...] in a buffer <name>_scale. Each call
+reads it, computes in float32, and rounds what it leaves, so results depend slightly on how tokens are split into calls.
 """
 
 from __future__ import annotations
@@ -48,7 +51,16 @@ def cache_spec(config: ModelConfig, scheme: AttentionScheme, dtype: str) -> Cach
     layers = [layer.mixer.buffers(kv) for layer in config.layers]
     if any(buffer.ring for layer in layers for buffer in layer):  # GroupQueryAttention pads at the end, a ring in front
         layers = [tuple(replace(buffer, in_place=WITH_RINGS[buffer.in_place]) for buffer in layer) for layer in layers]
+    if scheme.states:
+        layers = [tuple(part for buffer in layer for part in _int8_state(buffer)) for layer in layers]
     return CacheSpec(tuple(layers))
+
+
+def _int8_state(buffer: Buffer) -> tuple[Buffer, ...]:
+    """Return a state's codes and scales; keys and values as they are."""
+    if buffer.holds_tokens:
+        return (buffer,)
+    return Buffer(buffer.name, "int8", buffer.shape), Buffer(f"{buffer.name}_scale", "float32", buffer.shape[:-1])
 
 
 def buffers(

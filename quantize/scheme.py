@@ -18,7 +18,8 @@ and the head ("model.embed_tokens", "lm_head").
 
 In `attention`, logits is a number of bits, with one scale per query row (attention.py). keys and values are the formats
 of the KV cache: fp16, int8, int4 or int2 (ops/kv_cache.py); the last two keep `window` recent tokens in float16. qk,
-int8 or int4, is the format of queries, so that q k^T is a product of integers; keys have at most as many bits.
+int8 or int4, is the format of queries, so that q k^T is a product of integers; keys have at most as many bits. states =
+"int8" is for recurrent layers.
 """
 
 from __future__ import annotations
@@ -60,14 +61,15 @@ TABLES = (EMBEDDING_MODULE, HEAD_MODULE)
 @dataclass(frozen=True)
 class AttentionScheme:
     """logits: bits of the attention logits, 2 to 16. qk: format of queries, "int8" or "int4". keys, values: formats of
-    the KV cache, "fp16", "int8", "int4" or "int2". None: float. window: the least number of recent tokens that a cache
-    of less than 8 bits keeps in float16."""
+    the KV cache, "fp16", "int8", "int4" or "int2". states: format of what a recurrent layer keeps, "int8". None: float.
+    window: the least number of recent tokens that a cache of less than 8 bits keeps in float16."""
 
     logits: Annotated[int, bounds(LOGIT_BITS[0], LOGIT_BITS[-1])] | None = None
     qk: Annotated[str, one_of(*QK)] | None = None
     keys: Annotated[str, one_of(*CACHED)] | None = None
     values: Annotated[str, one_of(*CACHED)] | None = None
     window: Annotated[int, bounds(0, MOST_WINDOW)] = WINDOW
+    states: Annotated[str, one_of("int8")] | None = None
 
     def __post_init__(self) -> None:
         check(self, "attention")
@@ -107,12 +109,15 @@ class AttentionScheme:
                     )
             return ()
 
-        for mixer in {layer.mixer for layer in config.layers}:
-            mixer.buffers(kv)
+        own = [mixer.buffers(kv) for mixer in {layer.mixer for layer in config.layers}]
+        if self.states and not any(map(len, own)):
+            raise DiffbitError(
+                f"states cannot be {self.states}: the model has none of a fixed size; use --kv for its cache"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that are not float, as plain JSON."""
-        values = {name: getattr(self, name) for name in ("logits", "qk", "keys", "values")}
+        values = {name: getattr(self, name) for name in ("logits", "qk", "keys", "values", "states")}
         values = {name: value for name, value in values.items() if value is not None}
         return values | ({"window": self.window} if self.has_window else {})
 

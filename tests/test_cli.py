@@ -101,7 +101,7 @@ def test_what_people_use_comes_first(monkeypatch: pytest.MonkeyPatch, capfd: pyt
         "--overwrite",
         "--help",
     ]
-    assert len(more) == 16 and "--embedding" in more
+    assert len(more) == 17 and "--embedding" in more
 
 
 def completions(line: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,7 @@ import typer
 
 from ...cli import Json, Quiet, print_json, print_table, remark
 from ...io.errors import DiffbitError
-from ...io.hub import HubName, is_read, upload
+from ...io.hub import TRANSFORMERS_JS, HubName, hub_of, is_read
 from ...runtime import MANIFEST, Artifact
 from .card import Card, read_results
 
@@ -117,3 +118,27 @@ def has_chat_template(folder: Path) -> bool:
     except NoTemplate:
         return False
     return True
+
+
+def upload(
+    target: HubName, files: Mapping[str, Path | bytes], private: bool | None, message: str
+) -> tuple[str, list[str]]:
+    """Make `files` the model of a repository, which is created if necessary. Returns the commit's URL and the names of
+    the files that it removes: those of an earlier model, which would be read as parts of this one.
+
+    private: whether a new repository is private; None: the account's default.
+    """
+    with hub_of(target) as hub:
+        api = hub.HfApi()
+        api.create_repo(target.repo, private=private, exist_ok=True)
+        there = api.list_repo_files(target.repo, revision=target.revision)
+        stale = sorted(name for name in there if name not in files and _is_of_a_model(name))
+        operations = [hub.CommitOperationAdd(name, file) for name, file in files.items()]
+        operations += [hub.CommitOperationDelete(name) for name in stale]
+        done = api.create_commit(target.repo, operations, commit_message=message, revision=target.revision)
+        return str(done.commit_url), stale
+
+
+def _is_of_a_model(name: str) -> bool:
+    """Whether `download` would take a file of a repository: not a README, a license, or what lies in other folders."""
+    return name.startswith(TRANSFORMERS_JS) or ("/" not in name and is_read(name))

@@ -2,14 +2,14 @@
 hf:ORG/NAME/FILE.gguf a file.
 
 Cache, token and server are those of huggingface_hub: HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE. Only files that
-diffbit reads, at the top level of a repository or folder, are downloaded and uploaded: never code, never a pickle.
+diffbit reads, at the top level of a repository or folder, are downloaded: never code, never a pickle.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -71,7 +71,7 @@ def download(path: str | Path) -> Path:
     if not is_hub_name(path):
         return Path(path)
     name = HubName.parse(Path(path).as_posix())
-    with _hub(name) as hub:
+    with hub_of(name) as hub:
         if name.path is not None and name.path.lower().endswith(".gguf"):
             return _gguf(hub, name, name.path)
         within = f"{name.path}/" if name.path else ""
@@ -90,30 +90,6 @@ def download(path: str | Path) -> Path:
         if any(folder.glob("*.safetensors")) or manifest.is_file():
             return folder
         return _gguf(hub, name, _only_gguf(hub, name, folder))
-
-
-def upload(
-    target: HubName, files: Mapping[str, Path | bytes], private: bool | None, message: str
-) -> tuple[str, list[str]]:
-    """Make `files` the model of a repository, which is created if necessary. Returns the commit's URL and the names of
-    the files that it removes: those of an earlier model, which would be read as parts of this one.
-
-    private: whether a new repository is private; None: the account's default.
-    """
-    with _hub(target) as hub:
-        api = hub.HfApi()
-        api.create_repo(target.repo, private=private, exist_ok=True)
-        there = api.list_repo_files(target.repo, revision=target.revision)
-        stale = sorted(name for name in there if name not in files and _is_of_a_model(name))
-        operations = [hub.CommitOperationAdd(name, file) for name, file in files.items()]
-        operations += [hub.CommitOperationDelete(name) for name in stale]
-        done = api.create_commit(target.repo, operations, commit_message=message, revision=target.revision)
-        return str(done.commit_url), stale
-
-
-def _is_of_a_model(name: str) -> bool:
-    """Whether `download` would take a file of a repository: not a README, a license, or what lies in other folders."""
-    return name.startswith(TRANSFORMERS_JS) or ("/" not in name and is_read(name))
 
 
 def _gguf(hub: ModuleType, name: HubName, file: str) -> Path:
@@ -140,7 +116,7 @@ def _only_gguf(hub: ModuleType, name: HubName, folder: Path) -> str:
 
 
 @contextmanager
-def _hub(name: HubName) -> Iterator[ModuleType]:
+def hub_of(name: HubName) -> Iterator[ModuleType]:
     """huggingface_hub, with its errors as DiffbitErrors, and with progress bars only on a terminal."""
     try:
         import huggingface_hub as hub

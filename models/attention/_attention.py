@@ -23,7 +23,7 @@ from ..layers.arithmetic import Arithmetic, LogitsHook, attend, explicit_softmax
 from ..layers.masks import within
 from ..layers.norm import RMSNorm
 from ..layers.rope import Rope, apply_rope
-from ..layers.state import Carried, LayerCache, NoState, State
+from ..layers.state import Carried, FixedState, LayerCache, State
 from ..mixers import KVBuffers, Mixer, MixerOptions, Operations, Place
 
 
@@ -140,9 +140,9 @@ class AttentionOptions(MixerOptions):
         turns = 2 * (self.qk_norm_eps > 0) + 2 * self.rope  # a norm takes as many operations as RoPE
         return Operations(products, products, 2 * self.softmaxes * context + turns * rotated)
 
-    def state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> LayerCache | NoState:
+    def state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> State:
         if self.keys_of is not None:
-            return NoState()
+            return FixedState()
         return LayerCache.empty((batch, self.cache_heads, capacity, self.head_dim), dtype, device)
 
 

@@ -3,7 +3,7 @@
 A state is an object with `reset()`, which forgets every token. Attention's is a LayerCache, a pair of buffers
 [B, Hk, C, d], allocated once and appended in place: Hk heads of width d (diff_v1 stores a 2d-wide value as two
 neighbouring heads, so that keys and values have the same shape), and C tokens of capacity. Keys are stored rotated. A
-recurrence has tensors of a fixed size.
+recurrence has a FixedState.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ class State(Protocol):
     def reset(self) -> None: ...
 
 
-class NoState:
-    """The state of a mixer without one, which gets everything about earlier tokens from another layer."""
+class FixedState:
+    """Tensors fp32 [B, ...] whose sizes do not depend on the number of tokens, in the order of the mixer's buffers. A
+    layer that gets everything about earlier tokens from another one has none."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
 
     def reset(self) -> None:
-        pass
+        self.tensors = tuple(map(torch.zeros_like, self.tensors))
 
 
 class LayerCache:

@@ -6,10 +6,11 @@ apps/variants/ has Mamba, and docs/extending.md shows another. A file needs noth
 
 from ...ops.cache import TOKENS, Buffer
 from ..graph import Cache, Change, Graph, Heads, Value
-from ..layers import Carried, NoState, Rope, State, apply_rope, real_tokens
+from ..layers import Carried, FixedState, Rope, State, apply_rope, real_tokens
 from ._mixer import KVBuffers, Mixer, MixerOptions, Operations, Place, Replay, Symmetries
 
 __all__ = [
-    "TOKENS", "Buffer", "Cache", "Carried", "Change", "Graph", "Heads", "KVBuffers", "Mixer", "MixerOptions",
-    "NoState", "Operations", "Place", "Replay", "Rope", "State", "Symmetries", "Value", "apply_rope", "real_tokens",
+    "TOKENS", "Buffer", "Cache", "Carried", "Change", "FixedState", "Graph", "Heads", "KVBuffers", "Mixer",
+    "MixerOptions", "Operations", "Place", "Replay", "Rope", "State", "Symmetries", "Value", "apply_rope",
+    "real_tokens",
 ]  # fmt: skip

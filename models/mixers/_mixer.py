@@ -37,7 +37,7 @@ from ...ops.cache import Buffer
 from ..graph import Cache, Graph, Value
 from ..layers.norm import RMSNorm
 from ..layers.rope import Rope
-from ..layers.state import Carried, State
+from ..layers.state import Carried, FixedState, State
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ class MixerOptions(ABC):
     def buffers(self, kv: KVBuffers) -> tuple[Buffer, ...]:
         """Return the buffers of an artifact's cache: `kv(...)`, the mixer's own buffers, or both."""
 
-    @abstractmethod
     def state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> State:
-        """Make the layer's state in torch; capacity in tokens."""
+        """Make the layer's state in torch; capacity in tokens. By default its buffers, which have a fixed size."""
+        return FixedState(*(torch.zeros(batch, *one.sizes(0), device=device) for one in self.buffers(lambda *_: ())))
 
     @abstractmethod
     def operations(self, context: int, low_bit: bool) -> Operations:
@@ -184,6 +184,7 @@ class MixerOptions(ABC):
 
 class Mixer(nn.Module):
     out_scale = 1.0  # the factor on o_proj's product
+    rounded_state: Callable[[Tensor], Tensor] | None = None  # what each call leaves of a FixedState's tensor
     auxiliary_loss: Tensor | None = None  # a scalar of the last call in training, which `diffbit train` adds and clears
     o_proj: nn.Module
 
@@ -241,6 +242,8 @@ class Mixer(nn.Module):
             return self.heads(x, rope, mask, state, values)
 
         heads = compute() if replay is None else replay(compute, values)
+        if self.rounded_state is not None and isinstance(state, FixedState):
+            state.tensors = tuple(map(self.rounded_state, state.tensors))
         out: Tensor = self.o_proj(self.attn_sub_norm(heads))
         if self.out_scale == 1:
             return out

@@ -310,7 +310,7 @@ def test_from_the_command_line(checkpoint_of: Maker, tmp_path: Path) -> None:
         (["--kv", "int3"], "attention.keys is 'int3', wanted one of fp16, int8, int4, int2 or none"),
         (["--kv", "int8,int4,int2"], "a KV cache of 'int8,int4,int2': wanted one format, or two for keys and values"),
         (["--kv", "int4", "--kv-window", "-1"], "attention.window is -1, wanted a whole number from 0"),
-        (["--kv", "int8", "--kv-window", "9"], "--kv-window applies only to an int4 or int2 cache"),
+        (["--kv", "int8", "--kv-window", "9"], "--kv-window is for an int4 or int2 cache"),
         (["--weights", "none", "--kv", "none"], "nothing to quantize"),
         (
             ["--kv", "int4", "--scheme", "s.toml"],

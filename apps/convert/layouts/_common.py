@@ -118,7 +118,7 @@ def weights_only(config: ModelConfig, scheme: Scheme, method: str) -> Mapping[st
     formats = scheme.formats(config)
     if not formats:
         raise DiffbitError("its weights are float; quantize it first, such as with `diffbit quantize --weights int8`")
-    if scheme.attention.is_low_bit:
+    if scheme.attention.is_low_bit or scheme.attention.states:
         raise DiffbitError(
             f"its attention is quantized, which a {method} folder cannot hold; quantize only the weights"
         )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ....io.fields import Count, Rule
-from ....models.mixers import Graph, MixerOptions, Value, real_tokens
+from ....models.mixers import FixedState, Graph, MixerOptions, Value, real_tokens
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,16 @@ class SegmentOptions(MixerOptions):
         return SegmentState(*(torch.zeros(batch, *one.sizes(0), device=device) for one in self.buffers(lambda *_: ())))
 
 
-class SegmentState:
-    """Tensors fp32 [B, ...], and the number of tokens so far, int64 [B, 1]."""
+class SegmentState(FixedState):
+    """Its tensors, and the number of tokens so far, int64 [B, 1]."""
 
     def __init__(self, *tensors: Tensor) -> None:
-        self.tensors = tensors
+        super().__init__(*tensors)
         self.count = torch.zeros(len(tensors[0]), 1, dtype=torch.int64, device=tensors[0].device)
 
     def reset(self) -> None:
-        self.tensors, self.count = tuple(map(torch.zeros_like, self.tensors)), torch.zeros_like(self.count)
+        super().reset()
+        self.count = torch.zeros_like(self.count)
 
     def keep(self, real: Tensor, *tensors: Tensor) -> None:
         """Replace the tensors, after the `real` tokens [B, S]."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ....io.fields import Count
-from ....models.layers import Carried, NoState, Rope, State
+from ....models.layers import Carried, Rope, State
 from ....models.mixers import TOKENS, Buffer, Cache, Graph, KVBuffers, Mixer, MixerOptions, Operations, Place, Value
 
 
@@ -36,9 +35,6 @@ class Options(MixerOptions):
 
     def buffers(self, kv: KVBuffers) -> tuple[Buffer, ...]:
         return ()
-
-    def state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> NoState:
-        return NoState()
 
     def operations(self, context: int, low_bit: bool) -> Operations:
         return Operations(other=3 * self.inner_size)

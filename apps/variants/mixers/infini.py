@@ -12,9 +12,8 @@ z is a column of the memory [M, z], because a value with a 1 behind it adds s(k)
 kept apart, as `pending`, until the first token of the next. Quotients are 0 while the memory is empty. Only local
 queries and keys are rotated (RoPE), as in the paper. A segment is N real tokens, wherever there is padding.
 
-Low bits: those of the weights. The state has a fixed size: N keys and values, and 2 d (d + 1) numbers per head, float32
-(quantize/device_cache.py has formats for keys and values that one operator appends and reads, and this mixer does not
-use it). docs/variants.md has what rounding the state costs.
+Low bits: those of the weights, and int8 states (quantize/device_cache.py): N keys and values, and 2 d (d + 1) numbers
+per head. docs/variants.md has what that costs.
 """
 
 from __future__ import annotations

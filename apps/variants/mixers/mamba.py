@@ -20,19 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from ....io.fields import Count, bounds
-from ....models.layers import Carried, Rope, State, real_tokens
+from ....models.layers import Carried, FixedState, Rope, State, real_tokens
 from ....models.mixers import TOKENS, Buffer, Cache, Graph, KVBuffers, Mixer, MixerOptions, Operations, Place, Value
 from ....ops import causal_conv, selective_scan
-
-
-class MambaState:
-    """The last K - 1 tokens before the convolution, fp32 [B, K-1, C], and the scan's h, fp32 [B, N, C]."""
-
-    def __init__(self, conv: Tensor, scan: Tensor) -> None:
-        self.conv, self.scan = conv, scan
-
-    def reset(self) -> None:
-        self.conv, self.scan = torch.zeros_like(self.conv), torch.zeros_like(self.scan)
 
 
 @dataclass(frozen=True)
@@ -54,14 +44,11 @@ class Options(MixerOptions):
         return "x_proj", "dt_proj"
 
     def buffers(self, kv: KVBuffers) -> tuple[Buffer, ...]:
+        """The last K - 1 tokens before the convolution, and the scan's h."""
         return (
             Buffer("conv", "float32", (self.conv_width - 1, self.inner_size), "native"),
             Buffer("scan", "float32", (self.state_size, self.inner_size), "native"),
         )
-
-    def state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> MambaState:
-        conv, scan = (torch.zeros(batch, *buffer.sizes(0), device=device) for buffer in self.buffers(lambda *_: ()))
-        return MambaState(conv, scan)
 
     def operations(self, context: int, low_bit: bool) -> Operations:
         """Count three operations per number of h (decay, update, read); exponentials and SiLUs are `other`."""
@@ -86,15 +73,16 @@ class Mamba(Mixer):
         """carried: m is added to it for later layers."""
         options, real = self.options, real_tokens(mask, x.shape[1])
         kept = options.state(len(x), 0, x.dtype, x.device) if state is None else state
-        assert isinstance(kept, MambaState)
+        assert isinstance(kept, FixedState)
+        past_conv, past_scan = kept.tensors
         u, z = self.in_proj(x).chunk(2, -1)
-        u, conv = causal_conv.reference(u, *self._conv(), kept.conv, real)
+        u, conv = causal_conv.reference(u, *self._conv(), past_conv, real)
         dt, b, c = self.x_proj(u).split((options.dt_rank, options.state_size, options.state_size), -1)
         y, memory, scan = selective_scan.reference(
-            u, self.dt_proj(dt), z, b, c, self._decay_rates(), self.D, kept.scan, real=real
+            u, self.dt_proj(dt), z, b, c, self._decay_rates(), self.D, past_scan, real=real
         )
         if state is not None:
-            kept.conv, kept.scan = conv.detach(), scan.detach()
+            kept.tensors = conv.detach(), scan.detach()
         if self.gives:
             carried[self.layer_index] = (memory,)
         return y

@@ -14,10 +14,9 @@ rotation together are xPos (2212.10554) with one decay for a head. The norm of e
 authors' code (torchscale, which replaced GroupNorm by RMSNorm in October 2023); the scales by which it keeps numbers
 small cancel out in the norm. Angles are the model's RoPE.
 
-Low bits: those of the weights; the state stays float32. A scheme has formats for keys and values, which are rounded
-once (quantize/device_cache.py). A state would be rounded again after every call, so a result would depend on how its
-tokens are split into calls; docs/variants.md has what that costs trained models. With random inputs, d = 32 and a scale
-per row, 1024 roundings to int8 make outputs wrong by 2.3 % (h = 0) to 9.8 % (h = 5), to float16 by 0.08 to 0.35 %.
+Low bits: those of the weights, and int8 states (quantize/device_cache.py); docs/variants.md has what they cost trained
+models. With random inputs, d = 32 and a scale per row, 1024 roundings to int8 make outputs wrong by 2.3 % (h = 0) to
+9.8 % (h = 5).
 """
 
 from __future__ import annotations
@@ -31,20 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....io.fields import Count, Rule
-from ....models.layers import Carried, Rope, State, apply_rope, real_tokens
+from ....models.layers import Carried, FixedState, Rope, State, apply_rope, real_tokens
 from ....models.mixers import Buffer, Cache, Graph, KVBuffers, Mixer, MixerOptions, Operations, Place, Value
 
 NORM_EPS = 1e-5
-
-
-class RetentionState:
-    """S, fp32 [B, H, d, 2d]."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-    def reset(self) -> None:
-        self.value = torch.zeros_like(self.value)
 
 
 @dataclass(frozen=True)
@@ -67,9 +56,6 @@ class Options(MixerOptions):
 
     def buffers(self, kv: KVBuffers) -> tuple[Buffer, ...]:
         return (Buffer("retained", "float32", (self.num_heads, self.head_dim, 2 * self.head_dim)),)
-
-    def state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> RetentionState:
-        return RetentionState(torch.zeros(batch, self.num_heads, self.head_dim, 2 * self.head_dim, device=device))
 
     def operations(self, context: int, low_bit: bool) -> Operations:
         """Count decay, update and read of each number of the state; rotations, norm and gate are `other`."""
@@ -100,10 +86,11 @@ class Retention(Mixer):
         apart = (decay[..., None] - decay[..., None, :]).tril().exp().tril()  # [B, H, S, S]
         out = (query @ key.mT * apart) @ value
         if state is not None:
-            assert isinstance(state, RetentionState)
-            out = out + decay.exp()[..., None] * (query @ state.value)
+            assert isinstance(state, FixedState)
+            (before,) = state.tensors
+            out = out + decay.exp()[..., None] * (query @ before)
             left = (decay[..., -1:] - decay).exp()[..., None]  # [B, H, S, 1]
-            state.value = decay[..., -1, None, None].exp() * state.value + (key * left).mT @ value
+            state.tensors = (decay[..., -1, None, None].exp() * before + (key * left).mT @ value,)
         out = F.rms_norm(out, out.shape[-1:], eps=NORM_EPS).to(x.dtype).transpose(1, 2).flatten(2)
         return out * F.silu(self.get_submodule("g_proj")(x))
 

@@ -11,9 +11,8 @@ of its mini-batch, and c_i = max(1 / (i + 1) + u_i, 0) with learned u_i. As in t
 rotated (RoPE, theta 10000) by their place in the mini-batch, and the heads together have a LayerNorm. Below, W is
 [W; b], for inputs with a 1 behind them.
 
-Low bits: those of the weights; `rate_proj` stays float. The state, 2 d (d + 1) numbers per head, is float32: the change
-of W since the first token, and the sum of eta_s dl/dW in this mini-batch. It is rewritten as a whole, so int8 codes
-would have to be rounded again at the end of each mini-batch, inside the loop, for a prompt to give what steps give.
+Low bits: those of the weights; `rate_proj` stays float. The state, 2 d (d + 1) numbers per head, is the change of W
+since the first token, and the sum of eta_s dl/dW in this mini-batch; int8 states (quantize/device_cache.py) round both.
 """
 
 from __future__ import annotations

@@ -37,20 +37,26 @@ def tokens(batch: int, length: int, seed: int = 1) -> torch.Tensor:
 
 
 def artifact_of(
-    decoder: Decoder, folder: Path, *, weights: str | None = None, kv: str = "float", dtype: str = "fp32"
+    decoder: Decoder,
+    folder: Path,
+    *,
+    weights: str | None = None,
+    kv: str = "float",
+    states: str | None = None,
+    dtype: str = "fp32",
 ) -> tuple[Path, Decoder]:
     """Save, quantize and export; return the artifact, which `verify` passes, and its reference in torch."""
     source = folder / "float"
     save(decoder, source)
     write_tokenizer(source, VOCABULARY)
-    if weights or kv != "float":
+    if weights or states or kv != "float":
         format = None if weights is None else parse_format(weights)
         cached = None if kv == "float" else kv
-        scheme = Scheme(weights=format, attention=AttentionScheme(keys=cached, values=cached))
+        scheme = Scheme(weights=format, attention=AttentionScheme(keys=cached, values=cached, states=states))
         quantize_checkpoint(source, folder / "quantized", scheme)
         source = folder / "quantized"
     artifact = export_artifact(source, folder / "onnx", dtype=dtype)
-    assert verify(artifact).passed
+    assert (told := verify(artifact)).passed, told
     return artifact, reference_model(source)
 
 

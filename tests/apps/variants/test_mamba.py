@@ -137,7 +137,7 @@ def test_a_model_in_half_precision_keeps_its_decays() -> None:
     mixer = model.model.layers[0].self_attn
     assert mixer.A_log.dtype == mixer.D.dtype == torch.float32 and mixer.conv1d.weight.dtype == torch.bfloat16
     state = models.KVCache(model.config, 1, 8, dtype=torch.bfloat16).layers[0]
-    assert state.conv.dtype == state.scan.dtype == torch.float32
+    assert all(tensor.dtype == torch.float32 for tensor in state.tensors)
     assert model(tokens(1, 8)).dtype == torch.bfloat16
 
 
