@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -21,18 +20,8 @@ from ...ops.cache import Buffer
 from ..graph import Cache, Graph, Value
 from ..layers.masks import real_tokens
 from ..layers.rope import Rope
-from ..layers.state import Carried, State
+from ..layers.state import Carried, FixedState, State
 from . import KVBuffers, Mixer, MixerOptions, Operations, Place
-
-
-class Memory:
-    """S, fp32 [B, H, d, d]."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-    def reset(self) -> None:
-        self.value = torch.zeros_like(self.value)
 
 
 @dataclass(frozen=True)
@@ -45,9 +34,6 @@ class Options(MixerOptions):
 
     def buffers(self, kv: KVBuffers) -> tuple[Buffer, ...]:
         return (Buffer("memory", "float32", (self.num_heads, self.head_dim, self.head_dim)),)
-
-    def state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> Memory:
-        return Memory(torch.zeros(batch, self.num_heads, self.head_dim, self.head_dim, device=device))
 
     def operations(self, context: int, low_bit: bool) -> Operations:
         return Operations(matrix=3 * self.num_heads * self.head_dim**2)
@@ -70,10 +56,11 @@ class Recurrence(Mixer):
         apart = (total[..., None] - total[..., None, :]).exp().tril()  # [B, H, S, S]
         output = (query @ key.mT * apart) @ value
         if state is not None:
-            assert isinstance(state, Memory)
-            output = output + total.exp()[..., None] * (query @ state.value)
+            assert isinstance(state, FixedState)
+            (memory,) = state.tensors
+            output = output + total.exp()[..., None] * (query @ memory)
             left = (total[..., -1:] - total).exp()[..., None]  # [B, H, S, 1]
-            state.value = total[..., -1, None, None].exp() * state.value + (key * left).mT @ value
+            state.tensors = (total[..., -1, None, None].exp() * memory + (key * left).mT @ value,)
         return (output * self.head_dim**-0.5).to(x.dtype).transpose(1, 2).flatten(2)
 
     def onnx_heads(self, g: Graph, x: Value, past: Cache) -> tuple[Value, Cache]:
