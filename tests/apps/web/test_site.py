@@ -146,6 +146,39 @@ def test_the_page_writes_what_run_writes(artifacts: dict[str, Path], tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("browser", ["firefox", "webkit"])
+def test_other_browsers_write_it_too(browser: str, artifacts: dict[str, Path], tmp_path: Path) -> None:
+    """With diffbit's kernels, in the build without relaxed SIMD where WebKit has none. WebKitGTK shares no memory with
+    threads unless a variable says so; Safari does."""
+    program = shutil.which("firefox-esr") or shutil.which("firefox")
+    if browser == "webkit":
+        found = sorted(Path("/usr/lib").glob("*/webkit2gtk-4.*/MiniBrowser"))
+        program = str(found[0]) if found and shutil.which("WebKitWebDriver") and shutil.which("xvfb-run") else None
+    if not (READY and program) and "DIFFBIT_REQUIRE_WEB" not in os.environ:
+        pytest.skip(f"needs {browser}, Node.js and tests/apps/web/node_modules")
+    module()
+    texts = ["def __init__(self", "import é😀 "]
+    write_site(artifacts["text"], tmp_path / "site", packages=MODULES)
+    session, tokenizer = Session(artifacts["text"]), Tokenizer(artifacts["text"] / "tokenizer.json")
+    expected = [list(generate(session, tokenizer, text, max_tokens=24).token_ids) for text in texts]
+    several = (
+        f"on {min(4, os.cpu_count() or 1)} threads." if browser == "firefox" else " threads."
+    )  # WebKit says 4 or 8
+    for shares in ("0", "1"):
+        with served(tmp_path / "site") as address:
+            request = json.dumps({"address": address, "texts": texts, "most": 24})
+            command = ["node", str(HERE / "elsewhere.mjs"), str(MODULES / "x"), browser, str(program), request]
+            command = ["xvfb-run", "--auto-servernum", *command] if browser == "webkit" else command
+            environment = {**os.environ, "JSC_useSharedArrayBuffer": shares}
+            done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+        assert not done.returncode, done.stderr
+        page = json.loads(done.stdout)
+        assert page["answers"] == expected
+        one = browser == "webkit" and shares == "0"
+        assert ("on 1 thread." if one else several) in page["about"] and "onnxruntime" not in page["about"]
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/apps/web/node_modules")
 def test_a_download_goes_on(artifacts: dict[str, Path], tmp_path: Path) -> None:
     """After a connection that broke, and after a pause and a new visit, which keeps what had come. A third has all."""

@@ -9,8 +9,8 @@ export const hasRelaxed = WebAssembly.validate(
   new Uint8Array([0, 97, 115, 109, 1, 0, 0, 0, 1, 5, 1, 96, 0, 1, 123, 3, 2, 1, 0, 10, 19, 1, 17, 0, ...splat, ...splat, ...splat, 0xfd, 0x93, 2, 11]),
 );
 
-// Whether threads may share memory here
-export const canShare = inNode || Boolean(globalThis.crossOriginIsolated);
+// Whether threads may share memory here; WebKitGTK has pages that are isolated and no memory to share
+export const canShare = inNode || Boolean(globalThis.crossOriginIsolated && globalThis.SharedArrayBuffer);
 
 async function bytesOf(wasm) {
   if (wasm instanceof ArrayBuffer || ArrayBuffer.isView(wasm)) return new Uint8Array(wasm.buffer ?? wasm, wasm.byteOffset, wasm.byteLength);
