@@ -15,6 +15,7 @@ import uvicorn
 from starlette.testclient import TestClient
 from uvicorn.server import ServerState
 
+from diffbit.apps.serve.command import _bound
 from diffbit.apps.serve.connection import Connection
 from diffbit.apps.serve.server import Server
 
@@ -158,3 +159,23 @@ def test_bodies_that_arrive_are_bounded() -> None:
         assert client.post("/v1/completions", content=b" " * 101, headers=kind).status_code == 413
         assert client.post("/v1/completions", content=b"[]", headers=kind).status_code == 400
     assert server._arriving == 0
+
+
+def test_small_answers_leave_at_once() -> None:
+    """Without TCP_NODELAY each answer on a connection that is kept waits 40 ms for the client's acknowledgement."""
+
+    async def accepted() -> int:
+        options: asyncio.Queue[int] = asyncio.Queue()
+
+        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = writer.get_extra_info("socket")
+            options.put_nowait(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        bound = _bound("127.0.0.1", 0)
+        async with await asyncio.start_server(connected, sock=bound):
+            _, writer = await asyncio.open_connection(*bound.getsockname())
+            writer.close()
+            return await options.get()
+
+    assert asyncio.run(accepted()) != 0
