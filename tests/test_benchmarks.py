@@ -8,6 +8,7 @@ import math
 import os
 import re
 import runpy
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -330,6 +331,19 @@ def test_web(trained: Callable[[str], Path], tmp_path: Path) -> None:
     (times,) = row["runs"]
     assert times["tokens"] == 4 and min(times.values()) > 0 and times["memory"] > 30e6 and numbers["prompt"] > 5
     assert run("web.py", "--work", str(tmp_path / "none"), "--quick").code
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("nginx") is None and "DIFFBIT_REQUIRE_WEB" not in os.environ, reason="needs nginx, which CI has"
+)
+def test_proxy(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    """It compares all answers, too."""
+    artifact = export_artifact(trained("diff_v1"), tmp_path / "artifact")
+    done = run("proxy.py", "--artifact", str(artifact), "--quick", "--json", str(tmp_path / "proxy.json"))
+    assert done.code == 0, done.error
+    rows = json.loads((tmp_path / "proxy.json").read_text())["rows"]
+    assert len(rows) == 3 and all(value > 0 for row in rows.values() for value in row.values())
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ Arrays = dict[str, NDArray[Any]]
 
 class PrefixFiles:
     """The prefixes of an artifact in a folder, of at most `most` bytes: the ones that were not used for the longest
-    time are deleted. Raises DiffbitError if the folder cannot be written."""
+    time are deleted. Several servers may have the same folder. Raises DiffbitError if it cannot be written."""
 
     def __init__(self, folder: Path, artifact: Artifact, most: int) -> None:
         self.folder, self.most = folder / artifact.sha256[:16], most
@@ -83,7 +83,10 @@ class PrefixFiles:
             remark(f"a prefix of {len(ids)} tokens was not written ({error})")
             return
         self._ids[file] = ids
-        sizes = {one: one.stat() for one in self._ids if one.exists()}
+        sizes = {}
+        for one in self.folder.glob("*.safetensors"):  # other servers may share the folder, and delete files
+            with suppress(OSError):
+                sizes[one] = one.stat()
         for one in sorted(sizes, key=lambda one: sizes[one].st_mtime_ns):
             if sum(status.st_size for status in sizes.values()) <= self.most:
                 break

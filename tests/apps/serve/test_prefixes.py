@@ -132,3 +132,19 @@ def test_what_cannot_be(artifact: Path, trained: Callable[[str], Path], tmp_path
         PrefixFiles(tmp_path / "file", session.artifact, MOST)
     with pytest.raises(DiffbitError, match="omit --cache-dir"):
         Rows.of(session, 2, PrefixFiles(tmp_path / "files", session.artifact, MOST))
+
+
+def test_two_servers_share_a_folder(artifact: Path, tmp_path: Path) -> None:
+    """What one deletes is computed by the other, and the folder stays as small as it should be."""
+    ids = [np.arange(100) + seed for seed in (3, 4, 5)]
+    arrays = {"0.key": np.arange(6000, dtype=np.float32)}
+    one, other = (PrefixFiles(tmp_path, Session(artifact).artifact, 60_000) for _ in range(2))
+    one.save(ids[0], arrays)
+    assert other.longest(ids[0]) == (0, None)
+    third = PrefixFiles(tmp_path, Session(artifact).artifact, 60_000)
+    count, file = third.longest(ids[0])
+    assert count == 100 and file is not None and third.load(file, arrays) is not None
+    other.save(ids[1], arrays)
+    other.save(ids[2], arrays)  # the folder has room for two
+    assert not file.exists() and sum(path.stat().st_size for path in third.folder.iterdir()) <= 60_000
+    assert third.load(file, arrays) is None and third.longest(ids[0]) == (0, None)
