@@ -51,7 +51,10 @@ def _writing(path: Path) -> Iterator[None]:
 def resolved(path: str | Path) -> Path:
     """Return the absolute path without links. Raises DiffbitError for circular links."""
     try:
-        return Path(path).resolve()
+        real = Path(path).resolve()
+        if any(map(os.path.islink, (real, *real.parents))):  # Python 3.13 says nothing about it
+            raise RuntimeError("a link leads to itself")
+        return real
     except (OSError, RuntimeError) as error:
         raise DiffbitError(f"{path}: cannot be resolved ({error}); choose another place") from None
 

@@ -43,58 +43,65 @@ DIFFBIT_INLINE void sum_group(const int8_t* q, const int8_t* values, int64_t gro
   store_tile<TILE>(sums, TILE_BYTES);
 }
 
-template <bool ZEROS>
-void multiply_block(const Int4Rows& rows, const UnpackedTile& tile, int64_t groups, int64_t group_size, float* y) {
+/// Calls done(block, its results [16][INT4_TILE]) after each block of 16 rows. The first products of the next block are
+/// computed while the last ones of a block are added.
+template <bool ZEROS, typename Done>
+DIFFBIT_INLINE void multiply_blocks(const Int4Rows& rows, const UnpackedTile& tile, int64_t groups, int64_t group_size,
+                                    const Done& done) {
   const int64_t slice = slice_of(group_size), bytes = group_size * MANY_ROWS;
+  const int64_t blocks = (rows.count + MANY_ROWS - 1) / MANY_ROWS, all = blocks * groups;
   alignas(64) int32_t sums[2 * AHEAD][MANY_ROWS * INT4_TILE];
-  F32 results[MANY_ROWS][VECTORS];
-  DIFFBIT_UNROLL
-  for (int r = 0; r < MANY_ROWS; ++r)
-    DIFFBIT_UNROLL
-    for (int v = 0; v < VECTORS; ++v) results[r][v] = splat(0.0f);
-  const auto add = [&](int64_t g) __attribute__((always_inline)) {
-    DIFFBIT_UNROLL
-    for (int v = 0; v < VECTORS; ++v) {
-      const int64_t column = g * INT4_TILE + v * F32_LANES;
-      const F32 scale = load(tile.scales + column);
-      DIFFBIT_UNROLL
-      for (int r = 0; r < MANY_ROWS; ++r) {
-        Ints sum = load_ints(sums[g % (2 * AHEAD)] + r * INT4_TILE + v * F32_LANES);
-        if (ZEROS) sum.v += load_ints(tile.zeros + column).v * rows.offsets[g * MANY_ROWS + r];
-        results[r][v] = fma(to_floats(sum), scale * splat(rows.scales[g * MANY_ROWS + r]), results[r][v]);
-      }
-    }
-  };
-  const auto sum = [&](int64_t g) __attribute__((always_inline)) {
-    if (g >= groups) return;
-    const int8_t *q = rows.q + g * bytes, *values = tile.values + g * bytes;
-    int32_t* to = sums[g % (2 * AHEAD)];
-    if (g % 2)
+  int64_t begun = 0, begun_group = 0;
+  const auto begin = [&]() __attribute__((always_inline)) {
+    if (begun == all) return;
+    const int8_t *q = rows.q + begun * bytes, *values = tile.values + begun_group * bytes;
+    int32_t* to = sums[begun % (2 * AHEAD)];
+    if (begun % 2)
       sum_group<1>(q, values, group_size, slice, to);
     else
       sum_group<0>(q, values, group_size, slice, to);
+    ++begun;
+    begun_group = begun_group + 1 == groups ? 0 : begun_group + 1;
   };
-  for (int64_t g = 0; g < AHEAD; ++g) sum(g);
-  for (int64_t g = 0; g < groups; ++g) {
-    sum(g + AHEAD);
-    add(g);
-  }
-  DIFFBIT_UNROLL
-  for (int v = 0; v < VECTORS; ++v) {
-    const F32 factor = load(tile.factors + v * F32_LANES);
+  for (int64_t i = 0; i < AHEAD; ++i) begin();
+  for (int64_t block = 0; block < blocks; ++block) {
+    F32 results[MANY_ROWS][VECTORS];
     DIFFBIT_UNROLL
-    for (int r = 0; r < MANY_ROWS; ++r) store(y + r * INT4_TILE + v * F32_LANES, results[r][v] * factor);
+    for (int r = 0; r < MANY_ROWS; ++r)
+      DIFFBIT_UNROLL
+      for (int v = 0; v < VECTORS; ++v) results[r][v] = splat(0.0f);
+    for (int64_t g = 0; g < groups; ++g) {
+      begin();
+      const int64_t at = block * groups + g;
+      const int32_t* group_sums = sums[at % (2 * AHEAD)];
+      DIFFBIT_UNROLL
+      for (int v = 0; v < VECTORS; ++v) {
+        const int64_t column = g * INT4_TILE + v * F32_LANES;
+        const F32 scale = load(tile.scales + column);
+        DIFFBIT_UNROLL
+        for (int r = 0; r < MANY_ROWS; ++r) {
+          Ints sum = load_ints(group_sums + r * INT4_TILE + v * F32_LANES);
+          if (ZEROS) sum.v += load_ints(tile.zeros + column).v * rows.offsets[at * MANY_ROWS + r];
+          results[r][v] = fma(to_floats(sum), scale * splat(rows.scales[at * MANY_ROWS + r]), results[r][v]);
+        }
+      }
+    }
+    alignas(64) float values[MANY_ROWS * INT4_TILE];
+    DIFFBIT_UNROLL
+    for (int v = 0; v < VECTORS; ++v) {
+      const F32 factor = load(tile.factors + v * F32_LANES);
+      DIFFBIT_UNROLL
+      for (int r = 0; r < MANY_ROWS; ++r) store(values + r * INT4_TILE + v * F32_LANES, results[r][v] * factor);
+    }
+    done(block, values);
   }
 }
 
 void multiply(const Int4Rows& rows, const UnpackedTile& tile, int64_t groups, int64_t group_size, void* y, int64_t n,
               int64_t room, bool half) {
   const Tiles in_use(slice_of(group_size));
-  for (int64_t first = 0; first < rows.count; first += MANY_ROWS) {
-    const int64_t begin = first * groups, count = rows.count - first < MANY_ROWS ? rows.count - first : MANY_ROWS;
-    const Int4Rows block{MANY_ROWS, rows.q + begin * group_size, rows.offsets + begin, rows.scales + begin};
-    float values[MANY_ROWS * INT4_TILE];
-    (tile.has_zeros ? multiply_block<true> : multiply_block<false>)(block, tile, groups, group_size, values);
+  const auto done = [&](int64_t block, const float* values) {
+    const int64_t first = block * MANY_ROWS, count = rows.count - first < MANY_ROWS ? rows.count - first : MANY_ROWS;
     for (int64_t r = 0; r < count; ++r)
       for (int64_t i = 0; i < INT4_TILE; i += F32_LANES) {
         const F32 some = load(values + r * INT4_TILE + i);
@@ -104,7 +111,11 @@ void multiply(const Int4Rows& rows, const UnpackedTile& tile, int64_t groups, in
         else
           put(static_cast<float*>(y) + at, room - i, some);
       }
-  }
+  };
+  if (tile.has_zeros)
+    multiply_blocks<true>(rows, tile, groups, group_size, done);
+  else
+    multiply_blocks<false>(rows, tile, groups, group_size, done);
 }
 
 #else
