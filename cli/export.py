@@ -64,6 +64,9 @@ def export(
         Literal["plain", "transformers.js"],
         typer.Option(help="transformers.js: the graph lies in a folder onnx/, where transformers.js looks for it."),
     ] = "plain",
+    embeddings: Annotated[
+        bool, typer.Option("--embeddings", help="Give hidden states, no tokens: for /v1/embeddings of `diffbit serve`.")
+    ] = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -76,18 +79,16 @@ def export(
     from ..export import export_artifact, export_checkpoint
 
     if format != "artifact":
-        if (target, dtype, context_length, library, layout) != ("cpu", None, None, False, "plain"):
-            raise DiffbitError(
-                "--target, --dtype, --context-length, --library and --layout apply to --format artifact; leave them out"
-            )
+        if (target, dtype, context_length, library, layout, embeddings) != ("cpu", None, None, False, "plain", False):
+            raise DiffbitError(f"only --tokenizer and --overwrite apply to --format {format}; leave out the others")
         export_checkpoint(checkpoint, output, format, tokenizer=tokenizer, overwrite=overwrite)
         return _print_files(output, as_json)
     export_artifact(
         checkpoint, output, dtype=dtype or dtype_for(target), target=target, context_length=context_length,
-        tokenizer=tokenizer, library=library, layout=layout, overwrite=overwrite,
+        tokenizer=tokenizer, library=library, layout=layout, embeddings=embeddings, overwrite=overwrite,
     )  # fmt: skip
     manifest = read_json(output / "diffbit.json")
-    if not (output / "genai_config.json").exists():
+    if not (embeddings or (output / "genai_config.json").exists()):
         remark(
             f"{output}: has a low-bit KV cache; diffbit can run it, onnxruntime-genai and optimum cannot (for other "
             "loaders, the manifest diffbit.json lists the cache's buffers)"

@@ -60,6 +60,7 @@ def verify(
     report = verification_dict(artifact, settings.device, result)
     if checkpoint is not None and result.passed:
         session = Session(artifact, settings)
+        session.artifact.check_output()
         report |= _compare(session, artifact, checkpoint, data, field, max_windows, length, tokens)
         report["passed"] = all(report[part]["passed"] for part in ("checkpoint", "greedy") if part in report)
     if as_json:

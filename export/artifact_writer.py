@@ -29,7 +29,7 @@ from ..quantize import AttentionScheme, Scheme, read_scheme, sizes
 from ..quantize.device_cache import cache_spec
 from ..quantize.forecast import SLACK, Demand
 from ..quantize.sizes import TensorSize
-from ..runtime.artifact import MANIFEST, ONNX, TARGETS, TOKENIZER, VERSION, manifest_sha256
+from ..runtime.artifact import HIDDEN, MANIFEST, ONNX, TARGETS, TOKENIZER, VERSION, manifest_sha256
 from ..runtime.native import library as native_library
 from ..runtime.sampler import GENERATION
 from ..settings import OF_MODEL
@@ -64,6 +64,7 @@ def export_artifact(
     tokenizer: str | Path | None = None,
     library: bool = False,
     layout: str = "plain",
+    embeddings: bool = False,
     overwrite: bool = False,
 ) -> Path:
     """Write the artifact of a float or quantized checkpoint to the folder `out`, and return it.
@@ -75,6 +76,7 @@ def export_artifact(
     library: put this machine's native library into the folder, where onnxruntime-genai finds it. diffbit itself never
     loads one from an artifact.
     layout: "plain", or "transformers.js": the graph and its data in a folder onnx/, where transformers.js looks.
+    embeddings: return hidden states after the final norm in place of logits; the artifact has no head.
 
     Raises DiffbitError for a checkpoint, scheme, tokenizer or option that an artifact cannot have.
     """
@@ -90,15 +92,10 @@ def export_artifact(
     contents = _tokenizer_files(source, tokenizer)
     scheme = read_scheme(source)
     attention = AttentionScheme() if scheme is None else scheme.attention
-    if attention.logits is not None:
-        raise DiffbitError(
-            f"{source.path}: its scheme rounds attention logits to {attention.logits} bits, which no artifact does; "
-            "`diffbit compare` shows what that costs. Quantize again without logits"
-        )
     webgpu = target == "webgpu"
     cache = (webgpu_cache if webgpu else cache_spec)(config, attention, DTYPE_NAMES[dtype])
     kernels = _library(cache) if library else None
-    js = _for_transformers_js(layout, cache)
+    js = _for_transformers_js(layout, cache, embeddings)
     prompt = golden_prompt(config, length, attention)
     kind = dtype, source.quantization is not None and not webgpu
     require(f"exporting {source.path}", *export_demand(source, scheme, dtype), out)
@@ -106,10 +103,10 @@ def export_artifact(
         where, data = (folder / ONNX, TRANSFORMERS_JS_DATA) if js else (folder, DATA)
         where.mkdir(exist_ok=True)
         graph = (WebGPUGraph if webgpu else DecoderGraph)(where, dtype, config, length, attention, cache, target, data)
-        logits = _write_graph(graph, Stream(source, prompt, NOISE[kind], target), source.path)
+        logits = _write_graph(graph, Stream(source, prompt, NOISE[kind], target), source.path, embeddings)
         loader = _loader(config, dtype, length, cache)
         _write_configs(folder, source, contents, loader, len(graph.files) * js)
-        if _readable_by_others(cache):
+        if _readable_by_others(cache) and not embeddings:
             files.write_json(folder / "genai_config.json", _genai(config, loader, cache, kernels, ONNX * js + MODEL))
             if kernels is not None:
                 shutil.copyfile(kernels, folder / kernels.name)
@@ -126,6 +123,7 @@ def export_artifact(
             "calibration": (source.quantization or {}).get("calibration"),
             "cache": {"layers": [{"buffers": [asdict(buffer) for buffer in layer]} for layer in cache.layers]},
             "context_length": length,
+            **({"output": HIDDEN} if embeddings else {}),
             "eos_token_ids": list(config.eos_token_ids),
             "files": _hashed(folder),
             "golden": _golden(prompt, logits, LEAST_TOLERANCE[kind]),
@@ -154,7 +152,7 @@ def export_demand(checkpoint: Checkpoint, scheme: Scheme | None, dtype: str = "f
     return Demand(memory + min(SLACK, memory), table.nbytes)
 
 
-def _for_transformers_js(layout: str, cache: CacheSpec) -> bool:
+def _for_transformers_js(layout: str, cache: CacheSpec, embeddings: bool) -> bool:
     if layout not in ("plain", "transformers.js"):
         raise DiffbitError(f"layout is {layout!r}, wanted plain or transformers.js")
     if layout != "plain" and not _readable_by_others(cache):
@@ -162,6 +160,8 @@ def _for_transformers_js(layout: str, cache: CacheSpec) -> bool:
             "transformers.js cannot run this model, whose cache is more than growing keys and values in float; "
             "leave out the layout"
         )
+    if layout != "plain" and embeddings:
+        raise DiffbitError("the layout transformers.js is for models that give logits; leave out --embeddings")
     return layout != "plain"
 
 
@@ -201,13 +201,13 @@ def _golden(prompt: list[int], rows: Tensor, least_tolerance: float) -> dict[str
     }
 
 
-def _write_graph(graph: DecoderGraph, stream: Stream, path: Path) -> Tensor:
-    """Write model.onnx and its data; the golden logits [1 + COPIES, V]."""
+def _write_graph(graph: DecoderGraph, stream: Stream, path: Path, embeddings: bool) -> Tensor:
+    """Write model.onnx and its data; the golden logits [1 + COPIES, V], or hidden states."""
     graph.embed(stream.embedding())
     blocks = track(stream.blocks(), "exporting", total=stream.config.num_layers)
     for index, block in enumerate(blocks):
         graph.block(block, index)
-    norm, head, logits = stream.head()
+    norm, head, logits = stream.head(embeddings)
     graph.head(norm, head)
     graph.save()
     if not logits.isfinite().all() or not logits[0].std() > 0:

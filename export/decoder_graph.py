@@ -322,16 +322,17 @@ class DecoderGraph(OnnxGraph):
                 name: value if name in buffers else self._last_tokens(value) for name, value in values.items()
             }
 
-    def head(self, norm: nn.Module, head: nn.Module) -> None:
-        """Add the final norm, the head (tied: with the embedding's table) and the graph's outputs."""
+    def head(self, norm: nn.Module, head: nn.Module | None) -> None:
+        """Add the final norm, the head (tied: with the embedding's table; None: none) and the graph's outputs."""
         x = self.residual(norm, "norm")
         if self._tail == self.config.num_layers:
             x = self._last_tokens(x)
-        tied = self.config.tie_embeddings
-        logits = self.tied_head(x, head) if tied else self.linear(x, head, "lm_head")
+        name, width = ("hidden_states", self.config.hidden_size) if head is None else ("logits", self.config.vocab_size)
+        if head is not None:
+            x = self.tied_head(x, head) if self.config.tie_embeddings else self.linear(x, head, "lm_head")
         if self.dtype is not np.float32:
-            logits = self.cast(logits, np.float32)
-        self.output("logits", logits, np.float32, ["batch_size", "logits", self.config.vocab_size])
+            x = self.cast(x, np.float32)
+        self.output(name, x, np.float32, ["batch_size", "logits", width])
         if not self._has_rows and "shorter_by" in vars(self):  # a layer that has one length for all rows came later
             self.make_constant(self.shorter_by)
         for index, present in enumerate(self._present):

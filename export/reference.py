@@ -86,19 +86,25 @@ class Stream:
         copies = self._x[1:]
         copies *= 1 + self._noise * torch.randn(copies.shape, generator=self._generator)
 
-    def head(self) -> tuple[nn.Module, nn.Module, Tensor]:
-        """The final norm, the head (tied: with the embedding's weight), the logits [1 + COPIES, V] after the prompt."""
+    def head(self, embeddings: bool = False) -> tuple[nn.Module, nn.Module | None, Tensor]:
+        """The final norm, the head (tied: with the embedding's weight), the logits [1 + COPIES, V] after the prompt;
+        with `embeddings` no head, and the hidden states [1 + COPIES, E]."""
         config, scheme = self.config, self.weights.scheme or Scheme()
         with torch.device("meta"):
             norm = config.new_norm()
-            top = nn.ModuleDict({"norm": norm, "lm_head": nn.Linear(config.hidden_size, config.vocab_size, bias=False)})
+            top = nn.ModuleDict({"norm": norm})
+            if not embeddings:
+                top["lm_head"] = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         names = {f"norm.{part}": f"model.norm.{part}" for part, _ in norm.named_parameters()}
-        names[HEAD] = EMBEDDING if config.tie_embeddings else HEAD
+        if not embeddings:
+            names[HEAD] = EMBEDDING if config.tie_embeddings else HEAD
         weights = {name: self.weights.read(stored) for name, stored in names.items()}
         assemble(top, weights, scheme, torch.float32)
         as_exported(top, self._target)
         with torch.inference_mode():
-            return norm, top["lm_head"], top["lm_head"](norm(self._x[:, -1:]))[:, 0]
+            hidden = norm(self._x[:, -1:])
+            head = None if embeddings else top["lm_head"]
+            return norm, head, (hidden if head is None else head(hidden))[:, 0]
 
 
 def _joined(before: Tensor, last: Tensor) -> Tensor:
@@ -108,6 +114,11 @@ def _joined(before: Tensor, last: Tensor) -> Tensor:
 def check_scheme(checkpoint: Checkpoint, target: str = "cpu") -> None:
     """Raise DiffbitError for a scheme that ONNX Runtime has no operator for."""
     scheme = read_scheme(checkpoint) or Scheme()
+    if (bits := scheme.attention.logits) is not None:
+        raise DiffbitError(
+            f"{checkpoint.path}: its scheme rounds attention logits to {bits} bits, which no artifact does; `diffbit "
+            "compare` shows what that costs. Quantize again without logits"
+        )
     if target == "webgpu":
         return _check_blocks(checkpoint, scheme)
     if scheme.activations is not None:

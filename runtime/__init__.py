@@ -23,6 +23,6 @@ from .verify import Verification, verify
 
 __all__ = [
     "FILE_BYTES", "MANIFEST", "MAX_TOKENS", "Artifact", "Chat", "ChatTemplate", "Constraint", "FinishReason",
-    "Generation", "Grammars", "Logits", "Message", "NoTemplate", "Sampler", "Session", "SessionOptions", "TextOutput",
-    "TextStream", "Tokenizer", "Verification", "bench", "generate", "slowdowns", "verify",
+    "Generation", "Grammars", "Logits", "Message", "NoTemplate", "Sampler", "Session", "SessionOptions",
+    "TextOutput", "TextStream", "Tokenizer", "Verification", "bench", "generate", "slowdowns", "verify",
 ]  # fmt: skip

@@ -29,6 +29,7 @@ MODEL = "model.onnx"
 ONNX = "onnx/"  # the folder of the graph and its data in the layout of transformers.js
 TOKENIZER = "tokenizer.json"
 TARGETS = ("cpu", "cuda", "webgpu")  # that a graph's operators are chosen for
+LOGITS, HIDDEN = "logits", "hidden_states"  # outputs of a graph
 FILE_BYTES = 2_000_000_000  # of a file, at most: a browser's ArrayBuffer holds slightly more
 NANO = "nano"  # the artifact that comes with the package (examples/nano/artifact.sh)
 LOOKED_UP = ("embedding", "rotary tables")  # parts from which each token reads a single row
@@ -123,6 +124,7 @@ class Artifact:
     sha256: Sha256  # of the manifest
     target: Annotated[str, one_of(*TARGETS)] = "cpu"  # that the graph's operators were chosen for; it runs on others
     method: str | None = None  # how its weights were quantized, such as "rotate+gptq"; None also in older artifacts
+    output: Annotated[str, one_of(LOGITS, HIDDEN)] = LOGITS  # of the graph: HIDDEN in `diffbit export --embeddings`
     parts: tuple[Part, ...] = ()  # what the files hold, largest first; empty in older artifacts
 
     @classmethod
@@ -154,6 +156,17 @@ class Artifact:
     @property
     def vocab_size(self) -> int:
         return int(self.model["vocab_size"])
+
+    @property
+    def width(self) -> int:
+        """Numbers that the graph returns for a token."""
+        return self.vocab_size if self.output == LOGITS else get(self.model, "hidden_size", Count, place="model")
+
+    def check_output(self, output: str = LOGITS) -> None:
+        """Raise DiffbitError if the graph returns something else."""
+        if output != self.output:
+            option = "with --embeddings" if output == HIDDEN else "without --embeddings"
+            raise DiffbitError(f"{self.path}: gives {self.output}, and {output} are needed; export the model {option}")
 
     @property
     def bos_token_id(self) -> int | None:

@@ -71,6 +71,7 @@ def generate(
     not fit the context. A context that fills up later ends the text with finish_reason "context".
     """
     started = time.perf_counter()
+    session.artifact.check_output()
     if max_tokens < 1:
         raise DiffbitError(f"max_tokens is {max_tokens}, wanted at least 1")
     stop = (stop,) if isinstance(stop, str) else tuple(stop)

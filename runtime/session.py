@@ -121,7 +121,8 @@ class Session:
         self._logits_from = LOGITS_FROM in optional  # older exports, without this input, compute all logits
         self.takes_lengths = SHORTER_BY in optional
         self._binding = self.io_binding()
-        self._binding.bind_output("logits", "cpu")  # the first of the outputs
+        self._output, self._width = self.artifact.output, self.artifact.width
+        self._binding.bind_output(self._output, "cpu")  # the first of the outputs
         self._lock = threading.RLock()
         self._batch = 0
         self._past: list[OrtValue] = []  # in the order of _buffers
@@ -129,8 +130,7 @@ class Session:
         self._ids: Ids = np.zeros((0, 0), np.int64)  # [B, C], of the cached tokens
         self._tokens: Ids = np.zeros(0, np.int64)  # [B], real tokens per row
         self._length = 0
-        self._reproducible = options.reproducible
-        self._whole = 0  # tokens in whole blocks of a prompt, from the beginning
+        self._reproducible, self._whole = options.reproducible, 0  # tokens in whole blocks of a prompt
 
     @property
     def capacity(self) -> int:
@@ -315,8 +315,8 @@ class Session:
         for name, array in optional.items():  # bind_cpu_input knows no optional inputs
             binding.bind_ortvalue_input(name, onnxruntime().OrtValue.ortvalue_from_numpy(array))
         # into this memory: an output of ONNX Runtime's own would have to be copied
-        logits = pages((ids.shape[0], ids.shape[1] - first, self.artifact.vocab_size))
-        binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        logits = pages((ids.shape[0], ids.shape[1] - first, self._width))
+        binding.bind_output(self._output, "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         self._session.run_with_iobinding(binding)
         return logits
 
@@ -378,7 +378,7 @@ class Session:
     def _check_signature(self) -> None:
         """Compare the graph's inputs and outputs with the manifest. A dynamic dimension in the graph fits any size."""
         inputs: dict[str, Signature] = dict.fromkeys(TOKEN_INPUTS, ("tensor(int64)", (None, None)))
-        outputs: dict[str, Signature] = {"logits": ("tensor(float)", (None, None, self.artifact.vocab_size))}
+        outputs: dict[str, Signature] = {self.artifact.output: ("tensor(float)", (None, None, self.artifact.width))}
         for name, buffer in self._buffers.items():
             shape = (None, *buffer.fixed)
             inputs[f"past_key_values.{name}"] = outputs[f"present.{name}"] = (

@@ -188,6 +188,8 @@ class Engine:
         self._thread.join()
 
     def _work(self) -> None:
+        if self.session.artifact.output != "logits":  # embeddings.py uses the session
+            return
         with self.session.exclusive():
             while True:
                 with self._changed:

@@ -108,6 +108,7 @@ class Served:
 Stop = Annotated[str, Rule("text that is not empty", len)]
 Stops = Annotated[tuple[Stop, ...], of_length(0, MOST_STOPS)]
 Prompt = Annotated[str | tuple[int, ...], Rule("text or token ids", lambda prompt: prompt != ())]
+Prompts = str | tuple[int | Prompt, ...]
 Logprobs = Annotated[int, bounds(0, MOST_LOGPROBS)]
 TokenKey = Annotated[str, Rule("a token id", re.compile(r"[0-9]{1,10}").fullmatch)]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -168,6 +169,7 @@ def read_request(values: object, models: Mapping[str, Served], chat: bool) -> Ta
     """Raises Refused, or DiffbitError for a field's value."""
     body = known_fields(values, (*FIELDS, *(CHAT_FIELDS if chat else TEXT_FIELDS)))
     model = choose_model(body, models)
+    model.artifact.check_output()
     calls: Calls | None = None
     constraint: Constraint | None = None
     logprobs: int | None
@@ -182,7 +184,7 @@ def read_request(values: object, models: Mapping[str, Served], chat: bool) -> Ta
     else:
         logprobs = get(body, "logprobs", Logprobs, None)
         limit = "max_tokens"
-        prompts = _prompts(body, model)
+        prompts = token_ids(get(body, "prompt", Prompts, ""), model, "prompt")
     constraint = _constraint(body, model) if constraint is None else constraint
     prompts = _repeated(body, model, prompts)
     most = get(body, limit, Count | Annotated[int, one_of(NO_LIMIT)], MAX_TOKENS if chat else TEXT_TOKENS)
@@ -350,17 +352,16 @@ def _constraint(body: Mapping[str, Any], model: Served) -> Constraint | None:
         raise FieldError(param, f"{param}: {error}") from None
 
 
-def _prompts(body: Mapping[str, Any], model: Served) -> list[list[int]]:
-    """The prompts as token ids; "prompt" is a text, a list of token ids, or a list of either."""
-    prompt = get(body, "prompt", str | tuple[int | Prompt, ...], "")
+def token_ids(prompt: Any, model: Served, field: str) -> list[list[int]]:
+    """The token ids of a text, a list of token ids, or a list of either, which is the value of a field."""
     if isinstance(prompt, str) or (prompt and all(isinstance(item, int) for item in prompt)):
         prompt = (prompt,)
     if not 1 <= len(prompt) <= model.engine.most:
-        raise Refused(400, f"prompt has {len(prompt)} prompts, wanted 1 to {model.engine.most}", param="prompt")
+        raise Refused(400, f"{field} has {len(prompt)} texts, wanted 1 to {model.engine.most}", param=field)
     bos = model.artifact.bos_token_id
     prompts = []
     for index, item in enumerate(prompt):
-        item = read(Prompt, item, f"prompt[{index}]")
+        item = read(Prompt, item, f"{field}[{index}]")
         ids = model.tokenizer.encode(item) if isinstance(item, str) else list(item)
         prompts.append(ids or ([] if bos is None else [bos]))
     return prompts

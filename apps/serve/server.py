@@ -1,5 +1,5 @@
-"""An HTTP server with OpenAI's API: /v1/models, /v1/chat/completions, /v1/completions and /v1/responses; and /tokenize,
-/detokenize, /health and /metrics."""
+"""An HTTP server with OpenAI's API: /v1/models, /v1/chat/completions, /v1/completions, /v1/responses and
+/v1/embeddings; and /tokenize, /detokenize, /health and /metrics."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...io.errors import DiffbitError
 from ...io.fields import shown
+from .embeddings import embeddings
 from .engine import Counts
 from .openai_api import Answers
 from .openai_requests import Refused, Served, Task, detokenize, read_request, tokenize
@@ -96,6 +97,7 @@ class Server:
                     Route(path, self._checked(partial(self._answer, read=read, kind=kind)), methods=["POST"])
                     for path, (read, kind) in ANSWERS.items()
                 ),
+                Route("/v1/embeddings", self._checked(self._embeddings), methods=["POST"]),
                 Route("/tokenize", self._checked(self._tokenize), methods=["POST"]),
                 Route("/detokenize", self._checked(self._detokenize), methods=["POST"]),
                 Route("/health", _health),
@@ -143,6 +145,9 @@ class Server:
     async def _tokenize(self, http: Request) -> Response:
         tokens = await self._read(http, tokenize)
         return JSONResponse({"tokens": tokens, "count": len(tokens)})
+
+    async def _embeddings(self, http: Request) -> Response:
+        return JSONResponse(await self._read(http, embeddings))
 
     async def _detokenize(self, http: Request) -> Response:
         return JSONResponse({"content": await self._read(http, detokenize)})

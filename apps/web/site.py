@@ -82,6 +82,7 @@ def write_site(
     available.
     """
     opened = Artifact.open(artifact)
+    opened.check_output()
     opened.check_files()
     check_apart(output, opened.path)
     if TOKENIZER not in opened.files:

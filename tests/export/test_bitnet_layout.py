@@ -172,8 +172,8 @@ def test_from_the_command_line(checkpoint_of: Maker, tmp_path: Path) -> None:
     sizes = json.loads(done.stdout)["files"]
     assert sizes["model.safetensors"]["bytes"] == (tmp_path / "hf" / "model.safetensors").stat().st_size
     for format, more, words in (
-        ("bitnet", ["--dtype", "fp16"], "apply to --format artifact"),
-        ("bitnet", ["--context-length", "8"], "apply to --format artifact"),
+        ("bitnet", ["--dtype", "fp16"], "apply to --format bitnet"),
+        ("bitnet", ["--context-length", "8"], "apply to --format bitnet"),
         ("bitnet", [], "already exists"),
     ):
         failed = CliRunner().invoke(app, [*arguments, format, *more])

@@ -1,0 +1,58 @@
+"""/v1/embeddings: unit vectors of texts, by artifacts of `diffbit export --embeddings`."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from threading import Lock
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...io.errors import DiffbitError
+from ...io.fields import get, one_of
+from ...runtime import Session
+from .openai_requests import Prompts, Refused, Served, choose_model, known_fields, token_ids
+
+FIELDS = "model", "input", "encoding_format", "dimensions", "pooling", "user"
+HIDDEN = "hidden_states"
+POOLINGS = "mean", "last"
+_one_at_a_time = Lock()
+
+
+def embed(session: Session, ids: Sequence[int], pooling: str = "mean") -> NDArray[np.float32]:
+    """Return a unit vector [E]: the mean of the tokens' hidden states after the final norm, or the last one.
+
+    Raises DiffbitError for an artifact that gives logits, no tokens, or more than the context holds.
+    """
+    session.artifact.check_output(HIDDEN)
+    if not len(ids):
+        raise DiffbitError("a text without tokens has no embedding")
+    session.reset()
+    states = session.prefill([list(ids)], all_positions=pooling == "mean")[0].astype(np.float64)
+    pooled = states.mean(0) if pooling == "mean" else states
+    vector: NDArray[np.float32] = (pooled / max(float(np.linalg.norm(pooled)), 1e-30)).astype(np.float32)
+    return vector
+
+
+def embeddings(values: object, models: Mapping[str, Served]) -> dict[str, Any]:
+    """The answer to a request: "input" is a text, token ids, or a list of either, and "pooling" one of POOLINGS."""
+    body = known_fields(values, FIELDS)
+    model = choose_model(body, models)
+    model.artifact.check_output(HIDDEN)
+    texts = token_ids(get(body, "input", Prompts), model, "input")
+    encoding = get(body, "encoding_format", Annotated[str, one_of("float", "base64")], "float")
+    pooling = get(body, "pooling", Annotated[str, one_of(*POOLINGS)], POOLINGS[0])
+    width = model.artifact.width
+    if (wanted := get(body, "dimensions", int, width)) != width:
+        raise Refused(400, f"dimensions is {wanted}, wanted {width}: the model's width", param="dimensions")
+    rows = []
+    for index, ids in enumerate(texts):
+        with _one_at_a_time:
+            vector = embed(model.engine.session, ids, pooling)
+        numbers = vector.tolist() if encoding == "float" else base64.b64encode(vector.tobytes()).decode()
+        rows.append({"object": "embedding", "index": index, "embedding": numbers})
+    count = sum(map(len, texts))
+    usage = {"prompt_tokens": count, "total_tokens": count}
+    return {"object": "list", "data": rows, "model": model.name, "usage": usage}
