@@ -74,6 +74,8 @@ def is_within(folder: Path, file: Path) -> bool:
 
 def make_folder(folder: Path) -> None:
     """Make a folder and its parents; `Path.mkdir(parents=True)` fails if a thousand are missing."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        os.stat(folder)  # raises for a name that is too long, before anything is made; is_dir of Python 3.14 does not
     for missing in [place for place in (*reversed(folder.parents), folder) if not place.is_dir()]:
         missing.mkdir(exist_ok=True)
 

@@ -187,9 +187,9 @@ CASES: dict[str, tuple[str, Callable[[Path], Any], list[str]]] = {
     ),
     "true as a size": ("single", config(hidden_size=True), ["config.json: hidden_size is True, wanted a whole number"]),
     "half a surrogate pair": ("single", config(hidden_act="\ud800"), [r"config.json: has '\ud800', no character"]),
-    "10,000 lists": (
+    "100,000 lists": (
         "single",
-        lambda f: (f / "config.json").write_text('{"layers": ' + "[" * 10_000 + "]" * 10_000 + "}"),
+        lambda f: (f / "config.json").write_text('{"layers": ' + "[" * 100_000 + "]" * 100_000 + "}"),
         ["config.json: is not valid JSON"],
     ),
     "300 lists": ("single", config(hidden_size=json.loads("[" * 300 + "]" * 300)), ["hidden_size is [[[", "wanted"]),
