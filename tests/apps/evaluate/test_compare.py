@@ -221,7 +221,7 @@ def test_an_artifact_runs_on_onnx_runtime(tmp_path: Path) -> None:
     _, low, ran = comparisons["artifact"].results
     assert (ran.what, ran.format, ran.method, ran.repeats) == ("artifact", "int4_g32", "rtn", 1)
     assert ran.nbytes == artifact.nbytes and ran.bits_per_weight == low.bits_per_weight
-    assert math.log(ran.ratio.value) == pytest.approx(math.log(low.ratio.value), abs=1e-4)
+    assert math.log(ran.ratio.value) == pytest.approx(math.log(low.ratio.value), abs=5e-4)
     assert ran.kl.value == pytest.approx(low.kl.value, rel=2e-3)
     assert abs(comparisons["float"].results[1].kl.value - low.kl.value) > 5 * abs(ran.kl.value - low.kl.value)
     with pytest.raises(DiffbitError, match="shape of none of the float models"):
