@@ -10,6 +10,7 @@
 # make arm64       an ARM Python with ONNX Runtime, with which the tests run whole artifacts on qemu-aarch64
 # make fuzz        reads 50,000 damaged files (tests/fuzz); CI reads 1,500 of them
 # make kill        kills commands before every step that changes the disk (tests/kill); CI before some of them
+# make soak        the server for two hours under a load that changes (tests/soak)
 # make null-test   compares SmolLM2 with its differential conversion through every path, to the bit (about 20 minutes);
 #                  MODEL=... compares another plain model
 # make bench-kernels   time, bandwidth and ratios of the kernels beside ONNX Runtime's (benchmarks/kernels.py)
@@ -42,7 +43,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
 # Targets that install share one environment
 .NOTPARALLEL:
-.PHONY: demo demo-smollm2 test test-all fuzz kill lint build wasm arm64 null-test bench-kernels models accuracy wheels lowest sbom docs clean
+.PHONY: demo demo-smollm2 test test-all fuzz soak kill lint build wasm arm64 null-test bench-kernels models accuracy wheels lowest sbom docs clean
 
 demo: $(BUILT)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh out/demo
@@ -58,6 +59,9 @@ test-all: lint
 
 fuzz: $(DEVELOP) $(BUILT)
 	$(BIN)/python -m tests.fuzz.fuzz 50000
+
+soak: $(DEVELOP) $(BUILT)
+	$(BIN)/python -m tests.soak.soak
 
 kill: $(DEVELOP) $(BUILT)
 	$(BIN)/python -m pytest $(WORKERS) -p tests.every_point tests/kill

@@ -41,6 +41,7 @@ LEAVE, STREAMED = 0.3, 0.5  # shares of the requests
 CACHE_SIZE, CACHE_BYTES = "500KB", 500_000
 GROWTH = 1.05  # of the memory of the last quarter, beside that of the second
 TOKENIZER = Path(__file__).parents[2] / "examples" / "pico" / "diff_v2"
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "size": {"type": "integer", "minimum": 0}},
@@ -54,6 +55,7 @@ def make_artifact(folder: Path) -> Path:
     torch.manual_seed(0)
     config = replace(model_config("pico", "diff_v2"), max_position=CONTEXT)
     save(Decoder(config), folder / "float", tokenizer_from=TOKENIZER)
+    (folder / "float" / "chat_template.jinja").write_text(TEMPLATE)
     scheme = Scheme(weights=parse_format("int4_g32"), attention=AttentionScheme(keys="int4", values="int4"))
     quantize_checkpoint(folder / "float", folder / "int4", scheme)
     return export_artifact(folder / "int4", folder / "model")
@@ -202,6 +204,8 @@ def soak(minutes: float, folder: Path, minute: float = 60) -> list[str]:
 def watched(server: int, url: str, minutes: float, cache: Path, minute: float) -> list[str]:
     load = Load(url.removeprefix("http://").removesuffix("/v1"), make_requests())
     load.alone = [str(load.ask(number, streamed=False)) for number in range(REQUESTS)]
+    if refused := [answer for answer in load.alone if answer.startswith("status") or answer == "None"]:
+        return [f"{len(refused)} requests are refused, such as {refused[0]}"]
     chance, memory, begin = random.Random(1), [], time.monotonic()
     while (now := time.monotonic()) < begin + 60 * minutes:
         count = chance.choice(CLIENTS)
