@@ -208,7 +208,7 @@ def watched(server: int, url: str, minutes: float, cache: Path, minute: float) -
         return [f"{len(refused)} requests are refused, such as {refused[0]}"]
     chance, memory, begin = random.Random(1), [], time.monotonic()
     while (now := time.monotonic()) < begin + 60 * minutes:
-        count = chance.choice(CLIENTS)
+        count = chance.choice(CLIENTS) if memory else max(CLIENTS)  # which take the most memory
         clients = [threading.Thread(target=load.client, args=(chance.random(), now + minute)) for _ in range(count)]
         for client in clients:
             client.start()
