@@ -6,7 +6,7 @@ Rows    one server with two threads; two with one thread each, which nginx asks 
         client go to one of them (`hash`)
 Load    REQUESTS requests at a time, greedy, with NEW tokens after prompts of PROMPT; then one alone; and a
         conversation, whose second turn repeats TURN tokens of the first: the seconds until its answer of one token
-Rounds  all rows in turn, medians of ROUNDS. Every answer must be that of the first server alone
+Rounds  all rows in turn, medians of ROUNDS. Every answer must be the same in all rows
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ def nginx(ports: list[int], by_client: bool, port: int) -> Iterator[int]:
                 process.terminate()
 
 
-def measure(port: int, alone: dict[str, str], numbers: tuple[int, ...], vocabulary: int, seed: int) -> dict[str, Any]:
-    """Tokens per second together and alone, and seconds of a second turn; answers are compared with `alone`."""
+def measure(port: int, known: dict[str, str], numbers: tuple[int, ...], vocabulary: int, seed: int) -> dict[str, Any]:
+    """Tokens per second together and alone, and seconds of a second turn; answers are compared with those
+    of other rows, `known`."""
     requests, prompt, new, turn = numbers
     random, client = np.random.default_rng(seed), Client(f"http://127.0.0.1:{port}")
 
@@ -85,7 +86,7 @@ def measure(port: int, alone: dict[str, str], numbers: tuple[int, ...], vocabula
         answers, *_ = client.timed(asked, new, at_once)
         seconds = time.perf_counter() - begin
         for ids, answer in zip(asked, answers, strict=True):
-            assert alone.setdefault(str((ids, new)), answer) == answer, "an answer is not that of the request alone"
+            assert known.setdefault(str((ids, new)), answer) == answer, "rows give different answers"
         return seconds
 
     together, single = checked(prompts(requests, prompt), new, requests), checked(prompts(1, prompt), new, 1)
@@ -103,7 +104,7 @@ def main() -> None:
     arguments = parser.parse_args()
     numbers, rounds = ((4, 8, 4, 60), 1) if arguments.quick else ((REQUESTS, PROMPT, NEW, TURN), ROUNDS)
     vocabulary = Artifact.open(arguments.artifact).vocab_size
-    alone: dict[str, str] = {}
+    known: dict[str, str] = {}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in ROWS}
     with ExitStack() as stack:
         ports = {}
@@ -113,7 +114,7 @@ def main() -> None:
             ports[name] = there
         for turn in range(rounds):
             for name, port in ports.items():
-                found[name].append(measure(port, alone, numbers, vocabulary, turn))
+                found[name].append(measure(port, known, numbers, vocabulary, turn))
     rows = {
         name: {key: statistics.median(values[key] for values in runs) for key in runs[0]}
         for name, runs in found.items()

@@ -88,6 +88,7 @@ def artifacts_of(
     shapes = {c.path: replace(c.config, tie_embeddings=True) for c in checkpoints if read_scheme(c) is None}
     by_path: dict[Path, list[Artifact]] = {}
     for artifact in artifacts:
+        artifact.check_output()
         shape = replace(ModelConfig.from_dict(dict(artifact.model)), tie_embeddings=True)
         fitting = [path for path, other in shapes.items() if other == shape]
         if len(fitting) != 1:

@@ -49,6 +49,7 @@ class DiffbitLM(TemplateLM):
         max_batch_size: int | None = None,
     ) -> None:
         opened = Artifact.open(artifact)
+        opened.check_output()
         session = Session(opened, device=provider, threads=threads)
         if not isinstance(batch_size, int):
             batch_size = int(batch_size) if batch_size and batch_size.isdigit() else max_batch_size or BATCH_SIZE

@@ -170,29 +170,9 @@ def soak(minutes: float, folder: Path, minute: float = 60) -> list[str]:
     """Run; return what went wrong. minute: seconds for which the number of clients stays."""
     artifact, cache = make_artifact(folder), folder / "prefixes"
     command = [
-        sys.executable,
-        "-m",
-        "diffbit",
-        "serve",
-        str(artifact),
-        "--port",
-        "0",
-        "--json",
-        "--quiet",
-        "--rows",
-        "8",
-    ]
-    command += [
-        "--reproducible",
-        "--queue",
-        "16",
-        "--cache-dir",
-        str(cache),
-        "--cache-size",
-        CACHE_SIZE,
-        "--threads",
-        "1",
-    ]
+        sys.executable, "-m", "diffbit", "serve", str(artifact), "--port", "0", "--json", "--quiet", "--rows", "8",
+        "--queue", "16", "--threads", "1", "--reproducible", "--cache-dir", str(cache), "--cache-size", CACHE_SIZE,
+    ]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:

@@ -140,6 +140,7 @@ def test_what_needs_logits_refuses(
     commands = (
         ["verify", artifact, "--checkpoint", checkpoint],
         ["run", artifact, "x"],
+        ["compare", trained("diff_v2"), "--artifact", artifact, "--bits", "8", "--max-windows", "2"],
         ["export", trained("diff_v1"), "--embeddings", "--layout", "transformers.js", "-o", tmp_path / "js"],
     )
     for command in commands:
