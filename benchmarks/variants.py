@@ -76,8 +76,8 @@ def low_bits(paths: Sequence[Path], name: str, quick: bool) -> list[Row]:
     """Results of `diffbit compare`, over runs; a variant without keys and values, or logits, has none for these."""
     windows, calibration = texts([Checkpoint(path) for path in paths], quick, REPEATS)
     config = Checkpoint(paths[0]).config
-    cached = cache(config)
-    there = {"weights": True, "kv": cached["int8"] != cached["float"], "logits": has_attention(config)}
+    tokens = {format: pair and pair[0] for format, pair in cache(config).items()}
+    there = {"weights": True, "kv": tokens["int8"] != tokens["float"], "logits": has_attention(config)}
     rows: list[Row] = []
     for what, bits in ROUNDED.items():
         if not there[what]:
