@@ -81,10 +81,14 @@ class Buffer:
         """The shape for a capacity of `tokens`, a multiple of `multiple`, without the batch."""
         return tuple(dim if isinstance(dim, int) else ring_of(dim) or tokens // tokens_each(dim) for dim in self.shape)
 
-    def first(self, tokens: int) -> tuple[slice, ...]:
-        """Where the first `tokens` are, in a buffer without the batch; in one of fixed size, all of it."""
-        sizes = zip(self.shape, self.fixed, strict=True)
-        return tuple(slice(size if size else -(-tokens // tokens_each(str(dim)))) for dim, size in sizes)
+    def first(self, tokens: int, start: int = 0) -> tuple[slice, ...]:
+        """Where the first `tokens` are, from `start` on, in a buffer without the batch; in one of fixed size, all of
+        it."""
+        each = (size or tokens_each(str(dim)) for dim, size in zip(self.shape, self.fixed, strict=True))
+        return tuple(
+            slice(one) if size else slice(start // one, -(-tokens // one))
+            for one, size in zip(each, self.fixed, strict=True)
+        )
 
     def nbytes(self, tokens: int) -> int:
         """Bytes of one sequence."""

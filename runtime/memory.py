@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LINE = 64  # bytes of a cache line
+MAPPED = 1 << 20  # bytes from which an array has pages of its own
 
 
 def zeros(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
@@ -20,7 +21,7 @@ def zeros(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
     with 135 M weights.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    if size >= 1 << 20 and hasattr(mmap, "MADV_NOHUGEPAGE"):
+    if size >= MAPPED and hasattr(mmap, "MADV_NOHUGEPAGE"):
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_NOHUGEPAGE)
         return np.frombuffer(memory, dtype).reshape(shape)
@@ -34,6 +35,6 @@ def pages(shape: tuple[int, ...]) -> NDArray[np.float32]:
     would keep it. A prompt's logits take 16 MB for 128 tokens and a vocabulary of 32,000.
     """
     size = 4 * math.prod(shape)
-    if size < 1 << 20:
+    if size < MAPPED:
         return np.empty(shape, np.float32)
     return np.frombuffer(mmap.mmap(-1, size), np.float32).reshape(shape)

@@ -2,12 +2,15 @@
 
 A new text is prefilled alone, in its own row of the buffers, and joins the others at the next step, whatever their
 lengths. A finished row keeps its tokens until another text takes the row. A new text reuses the longest prefix that any
-row holds, copied if necessary: earlier turns of a conversation, or a shared system prompt. A low-bit cache has the
+row holds, also of another row: earlier turns of a conversation, or a shared system prompt. A low-bit cache has the
 recent tokens in 16 bits, and codes of the others: to cut it, copies of the recent tokens are kept, at the end of a
 prompt and where two prompts part, the last MOST_RECENT of a row.
 
 This needs buffers of which `RowCaches` can hold several rows. Other sessions have one row and compute one text after
 the other; `Rows.of` chooses.
+
+The memory of the caches may have a limit. Finished rows are forgotten first; then texts wait, or lose their rows and
+are computed again (engine.py).
 """
 
 from __future__ import annotations
@@ -25,7 +28,12 @@ from .prefixes import LEAST, PrefixFiles
 from .rows import REST, RowCaches
 
 MOST_RECENT = 4
-WORTH_COPYING = 16  # tokens: a prefix in another row is copied if it is longer by at least as many
+LEAST_CAPACITY = 64  # tokens
+WORTH_COPYING = 16  # tokens: a prefix in another row is taken if it is longer by at least as many
+
+
+class NoRoom(Exception):
+    """The rows' memory has no room for a text, until another one ends."""
 
 
 class Rows(ABC):
@@ -37,15 +45,17 @@ class Rows(ABC):
         self._taken = np.zeros(count, bool)
 
     @staticmethod
-    def of(session: Session, count: int, prefixes: PrefixFiles | None = None) -> Rows:
-        """Return `count` rows if the session's cache allows it, else one. Raises DiffbitError if it does not, and there
-        are files of prefixes."""
+    def of(session: Session, count: int, prefixes: PrefixFiles | None = None, memory: int | None = None) -> Rows:
+        """Return `count` rows if the session's cache allows it, else one. memory: most bytes of all rows. Raises
+        DiffbitError if it does not allow it, and there are files of prefixes or a limit, or if that is too small."""
         if RowCaches.fit(session):
-            return _Batch(session, count, prefixes) if count > 1 or prefixes else _Single(session, 1)
-        if prefixes:
+            plain = count == 1 and prefixes is None and memory is None
+            return _Single(session, 1) if plain else _Batch(session, count, prefixes, memory)
+        if prefixes or memory:
+            option = "--cache-dir" if prefixes else "--cache-memory"
             raise DiffbitError(
-                f"{session.artifact.path}: prefixes in a folder need a cache whose rows have lengths of their own; "
-                "export the artifact again, and serve it on the CPU with the native library, or omit --cache-dir"
+                f"{session.artifact.path}: {option} needs a cache whose rows have lengths of their own; export the "
+                f"artifact again, and serve it on the CPU with the native library, or omit {option}"
             )
         return _Single(session, 1)
 
@@ -63,7 +73,12 @@ class Rows(ABC):
         """Take a row for a prompt -> (row, number of cached tokens, logits [V] after the prompt).
 
         go_on is called before each part of the prompt; if it returns False, the logits are None and the row stays free.
+        Raises NoRoom.
         """
+
+    def fits(self) -> bool:
+        """Whether the memory has room for another token of every text; forgets finished texts for it."""
+        return True
 
     @abstractmethod
     def step(self, tokens: Mapping[int, int]) -> dict[int, Logits]:
@@ -92,9 +107,16 @@ class _Single(Rows):
 
 
 class _Batch(Rows):
-    def __init__(self, session: Session, count: int, prefixes: PrefixFiles | None) -> None:
+    def __init__(self, session: Session, count: int, prefixes: PrefixFiles | None, memory: int | None) -> None:
         super().__init__(session, count)
-        self._prefixes = prefixes
+        self._prefixes, self._memory = prefixes, memory
+        if memory is not None:
+            self.capacity = min(self.capacity, session.artifact.cache.longest(memory) or 0)
+            if self.capacity < min(LEAST_CAPACITY, session.capacity):
+                raise DiffbitError(
+                    f"{session.artifact.path}: --cache-memory has room for {self.capacity} tokens, wanted at least "
+                    f"{LEAST_CAPACITY}; a token takes {session.artifact.cache.bytes_per_1k_tokens // 1000} bytes"
+                )
         self._caches = RowCaches(session, count)
         self._ids = np.zeros((count, self.capacity), np.int64)
         self._lengths = np.zeros(count, np.int64)
@@ -109,6 +131,11 @@ class _Batch(Rows):
     def begin(self, token_ids: Sequence[int], go_on: Callable[[], bool]) -> tuple[int, int, Logits | None]:
         ids = np.asarray(token_ids, np.int64)
         row, cached, shared = self._prepare(ids)
+        if not self._fit({row: len(ids)}):
+            if self._taken.any():
+                raise NoRoom
+            self._forget(row)  # what it holds of another text takes the room
+            cached = 0
         if cached == shared:
             self._store(row, shared)
         logits: Logits | None = None
@@ -142,6 +169,24 @@ class _Batch(Rows):
         self._lengths[rows] += 1
         return {row: logits[row] for row in tokens}
 
+    def fits(self) -> bool:
+        return self._fit({row: int(self._lengths[row]) + 1 for row in range(self.count) if self._taken[row]})
+
+    def _fit(self, lengths: Mapping[int, int]) -> bool:
+        """Whether the memory has room if these rows have so many tokens; forgets finished rows for it."""
+        while self._memory is not None and self._caches.nbytes(lengths) > self._memory:
+            held = ~self._taken & (self._lengths > 0)
+            finished = [row for row in range(self.count) if held[row] and row not in lengths]
+            if not finished:
+                return False
+            self._forget(min(finished, key=lambda row: int(self._used[row])))
+        return True
+
+    def _forget(self, row: int) -> None:
+        self._caches.forget(row)
+        self._recent[row] = {}
+        self._lengths[row] = self._whole[row] = 0
+
     def _prepare(self, ids: NDArray[np.int64]) -> tuple[int, int, int]:
         """Put the longest prefix of a prompt that any row can be cut to into a free row. Returns the row, the length of
         the prefix, which leaves at least one token to compute, and that of the longest prefix that any row holds of a
@@ -173,6 +218,7 @@ class _Batch(Rows):
         arrays = self._prefixes.load(file, self._caches.first(row, count))
         if arrays is None:
             return 0
+        self._caches.forget(row)
         self._caches.put(row, count, arrays)
         self._ids[row, :count] = ids[:count]
         self._lengths[row] = self._whole[row] = count
@@ -201,9 +247,8 @@ class _Batch(Rows):
 
     def _keep(self, row: int, source: int, count: int) -> None:
         """Make the first `count` tokens of `source` those of `row`."""
-        if source != row:
-            self._caches.put(row, count, self._caches.first(source, count))
-            self._ids[row, :count] = self._ids[source, :count]
+        self._caches.share(row, source, count)
+        self._ids[row, :count] = self._ids[source, :count]
         if recent := self._recent[source].get(count):
             self._caches.put(row, count, recent)
         self._recent[row] = {kept: recent for kept, recent in self._recent[source].items() if kept <= count}

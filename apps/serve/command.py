@@ -19,7 +19,9 @@ from ...settings import SessionOptions
 
 if TYPE_CHECKING:
     from ...runtime import Artifact
+    from .openai_requests import Served
     from .prefixes import PrefixFiles
+    from .server import Server
 
 EXAMPLES = {
     "serve": (
@@ -37,7 +39,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all of them.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: a free one.", min=0, max=65535)] = 8080,
     rows: Annotated[
-        int, typer.Option(help="Requests answered at the same time; each takes a KV cache of the whole context.")
+        int, typer.Option(help="Requests answered at the same time; each has a KV cache of its own.")
     ] = 8,
     queue: Annotated[int, typer.Option(help="Requests that may wait; the next one is refused with status 429.")] = 64,
     api_key: Annotated[
@@ -58,6 +60,11 @@ def serve(
         typer.Option(help="Folder for what several prompts begin with, such as a system prompt: it is read after a "
                      "restart, where it would be computed again."),
     ] = None,
+    cache_memory: Annotated[
+        str | None,
+        typer.Option(help="Most memory for KV caches, a model; such as 2GB. When it is full, requests wait, or are "
+                     "computed again later."),
+    ] = None,
     cache_size: Annotated[str, typer.Option(help="Most bytes of that folder, a model; such as 500MB.")] = "2GB",
     quantize: Quantize = None,
     settings: SessionOptions = SessionOptions(),  # noqa: B008 (frozen)
@@ -76,9 +83,8 @@ def serve(
 
     try:
         import llguidance  # noqa: F401 (a request may need it)
-        import uvicorn
+        import uvicorn  # noqa: F401
 
-        from .connection import Connection
         from .openai_requests import Served
         from .server import Server
     except ModuleNotFoundError as error:
@@ -89,29 +95,42 @@ def serve(
     if key is not None and not key.strip():
         raise DiffbitError(f"the API key is empty, so that every request would be served; set one, or unset {KEY}")
     with _bound(host, port) as listening, as_artifacts(artifacts, settings.device, quantize) as opened:
+        memory = None if cache_memory is None else parse_size(cache_memory)
         found = map(Artifact.open, opened)
         models = [
-            Served(one, settings, rows=rows, queue=queue, prefixes=_prefixes(one, cache_dir, cache_size))
+            Served(one, settings, rows=rows, queue=queue, prefixes=_prefixes(one, cache_dir, cache_size), memory=memory)
             for one in found
         ]
         server = Server(models, key, hosts=host_name or (), origins=allow_origin or ())
         for model in models:
-            at_once = model.engine.rows.count
-            why = "" if at_once == rows else " (requests cannot share its cache)"
-            remark(f"{model.name}: {at_once} requests at a time{why}, context {model.artifact.context_length}")
-        config = uvicorn.Config(
-            server.application(), log_level="warning", http=Connection, timeout_graceful_shutdown=DRAIN_SECONDS
-        )
-        logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each client that leaves
+            _announce(model, rows)
         listening.listen()  # clients that connect from now on wait for the loop
         url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1"
         if as_json:
             print(json.dumps({"url": url, "models": list(server.models)}), flush=True)
         remark(f"listening on {url}; Ctrl-C ends")
-        with suppress(KeyboardInterrupt, SystemExit):  # uvicorn has finished the answers and raises the signal again
-            uvicorn.Server(config).run([listening])
+        _run(server, listening)
         for model in models:
             model.engine.close()
+
+
+def _run(server: Server, listening: socket.socket) -> None:
+    import uvicorn
+
+    from .connection import Connection
+
+    config = uvicorn.Config(
+        server.application(), log_level="warning", http=Connection, timeout_graceful_shutdown=DRAIN_SECONDS
+    )
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each client that leaves
+    with suppress(KeyboardInterrupt, SystemExit):  # uvicorn has finished the answers and raises the signal again
+        uvicorn.Server(config).run([listening])
+
+
+def _announce(model: Served, rows: int) -> None:
+    at_once, tokens = model.engine.rows.count, model.engine.rows.capacity
+    why = "" if at_once == rows else " (requests cannot share its cache)"
+    remark(f"{model.name}: {at_once} requests at a time{why}, context {tokens}")
 
 
 def _prefixes(artifact: Artifact, folder: Path | None, size: str) -> PrefixFiles | None:

@@ -2,6 +2,8 @@
 
 Requests do not influence each other: an answer equals what `generate` returns with the same sampler, up to rounding in
 sums, whose order depends on the batch size.
+
+If the memory for caches is full, the youngest answer loses its row; its text is computed again once another one ends.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import numpy as np
 
 from ...io.errors import DiffbitError
 from ...runtime import FinishReason, Logits, Session, TextOutput, TextStream, Tokenizer
-from .batch import Rows
+from .batch import NoRoom, Rows
 from .prefixes import PrefixFiles
 
 
@@ -71,6 +73,7 @@ class Counts:
     cached_tokens: int = 0
     completion_tokens: int = 0
     cancelled: int = 0
+    preempted: int = 0
     prompt_seconds: float = 0.0
     step_seconds: float = 0.0
     steps: int = 0
@@ -119,7 +122,8 @@ def _logprob(logits: Logits, token: int, count: int) -> Logprob:
 class Engine:
     """A model that answers `rows` requests at a time; at most `queue` more wait.
 
-    `submit` returns at once; the answer arrives in pieces through `on_piece`. `close` waits for every answer.
+    memory: most bytes of the rows' caches. `submit` returns at once; the answer arrives in pieces through `on_piece`.
+    `close` waits for every answer.
     """
 
     def __init__(
@@ -130,12 +134,15 @@ class Engine:
         rows: int = 8,
         queue: int = 64,
         prefixes: PrefixFiles | None = None,
+        memory: int | None = None,
     ) -> None:
         self.session, self.tokenizer, self._queue = session, tokenizer, queue
-        self.rows = Rows.of(session, rows, prefixes)
+        self.rows = Rows.of(session, rows, prefixes, memory)
         self.counts = Counts()
         self._waiting: deque[Request] = deque()
-        self._answers: dict[int, _Answer] = {}
+        self._answers: dict[int, _Answer] = {}  # the youngest last
+        self._preempted: list[_Answer] = []  # the youngest first
+        self._full = False  # nothing begins until an answer ends
         self._beginning = 0  # requests whose prompt is being computed: 0 or 1
         self._changed = threading.Condition()
         self._closing = False
@@ -148,7 +155,7 @@ class Engine:
 
     @property
     def running(self) -> int:
-        return len(self._answers) + self._beginning
+        return len(self._answers) + len(self._preempted) + self._beginning
 
     @property
     def most(self) -> int:
@@ -193,9 +200,9 @@ class Engine:
         with self.session.exclusive():
             while True:
                 with self._changed:
-                    while not self._waiting and not self._answers and not self._closing:
+                    while not self._waiting and not self.running and not self._closing:
                         self._changed.wait()
-                    if self._closing and not self._waiting and not self._answers:
+                    if self._closing and not self._waiting and not self.running:
                         return
                 try:
                     self._admit()
@@ -211,37 +218,54 @@ class Engine:
             gone = len(self._waiting) - len(waiting)
             self._waiting = deque(waiting)
         self._count(requests=gone, cancelled=gone)
-        while self._waiting and self.rows.free:
+        while (self._waiting or self._preempted) and self.rows.free and not (self._full and self._answers):
+            self._begin()
+
+    def _begin(self) -> None:
+        """Give a row to the text that has waited longest."""
+        with self._changed:
+            again = self._preempted.pop() if self._preempted else None
+            request, self._beginning = again.request if again else self._waiting.popleft(), 1
+        started = time.perf_counter()
+        try:
+            answer = again or _Answer(request, self.tokenizer.stream(request.prompt))
+            row, cached, logits = self.rows.begin(answer.token_ids, request.is_wanted)
+        except NoRoom:
             with self._changed:
-                request, self._beginning = self._waiting.popleft(), 1
-            started = time.perf_counter()
-            try:
-                answer = _Answer(request, self.tokenizer.stream(request.prompt))
-                row, request.cached_tokens, logits = self.rows.begin(request.prompt, request.is_wanted)
-            except Exception as error:
-                self._beginning = 0
-                request.on_piece(Piece("", error=str(error)))
-                continue
-            self._count(
-                requests=1,
-                prompt_tokens=len(request.prompt),
-                cached_tokens=request.cached_tokens,
-                prompt_seconds=time.perf_counter() - started,
-            )
-            with self._changed:
-                self._beginning = 0
-                if logits is not None:
-                    self._answers[row] = answer
-            if logits is None:
-                self._count(cancelled=1)
-            else:
-                self._push({row: logits})
+                self._beginning, self._full = 0, True
+                if again:
+                    self._preempted.append(again)
+                else:
+                    self._waiting.appendleft(request)
+            return
+        except Exception as error:
+            self._beginning = 0
+            request.on_piece(Piece("", error=str(error)))
+            return
+        self._count(prompt_seconds=time.perf_counter() - started)
+        if not again:
+            request.cached_tokens = cached
+            self._count(requests=1, prompt_tokens=len(request.prompt), cached_tokens=cached)
+        with self._changed:
+            self._beginning = 0
+            if logits is not None:
+                self._answers[row] = answer
+        if logits is None:
+            self._count(cancelled=1)
+        else:
+            self._push({row: logits})
 
     def _step(self) -> None:
         for row, answer in list(self._answers.items()):
             if answer.request.cancelled:
                 self._count(cancelled=1)
                 self._free(row)
+        while not self.rows.fits() and len(self._answers) > 1:
+            row, answer = self._answers.popitem()
+            self._preempted.append(answer)
+            self._full = True
+            self.rows.end(row)
+            self._count(preempted=1)
         tokens = {row: answer.token_ids[-1] for row, answer in self._answers.items()}
         if tokens:
             started = time.perf_counter()
@@ -270,6 +294,7 @@ class Engine:
 
     def _free(self, row: int) -> None:
         del self._answers[row]
+        self._full = False
         self.rows.end(row)
 
     def _count(self, **more: float) -> None:

@@ -71,7 +71,14 @@ class Served:
     """A model, named after its folder, and the engine that runs it."""
 
     def __init__(
-        self, artifact: Artifact, options: SessionOptions, *, rows: int, queue: int, prefixes: PrefixFiles | None = None
+        self,
+        artifact: Artifact,
+        options: SessionOptions,
+        *,
+        rows: int,
+        queue: int,
+        prefixes: PrefixFiles | None = None,
+        memory: int | None = None,
     ) -> None:
         self.name, self.artifact, self.created = folder_name(artifact.path), artifact, int(time.time())
         self.tokenizer = Tokenizer(artifact.file(TOKENIZER))
@@ -87,7 +94,8 @@ class Served:
             self.template, self.no_template = None, self.public(str(error))
         if self.template is None:
             self.end_tokens = set(artifact.eos_token_ids)
-        self.engine = Engine(Session(artifact, options), self.tokenizer, rows=rows, queue=queue, prefixes=prefixes)
+        session = Session(artifact, options)
+        self.engine = Engine(session, self.tokenizer, rows=rows, queue=queue, prefixes=prefixes, memory=memory)
 
     @cached_property
     def grammars(self) -> Grammars:

@@ -3,6 +3,7 @@ own."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,15 @@ from numpy.typing import NDArray
 
 from ...io.errors import DiffbitError
 from ...runtime import Logits, Session
+from .pages import Pages, Prefix
 
 REST = -1  # the length of a row that a run leaves alone
+WORTH_SHARING = 128  # tokens: what two rows have in common is moved to a prefix if it is longer by as many
 
 
 class RowCaches:
-    """Zeroed caches of `count` rows, each of the session's capacity. `run` writes them in place.
+    """Zeroed caches of `count` rows, each of the session's capacity. `run` writes them in place. They take the memory
+    that their tokens have written (pages.py).
 
     Raises DiffbitError if the system cannot map them.
     """
@@ -31,6 +35,12 @@ class RowCaches:
             raise too_many from None
         self._session, self._binding = session, session.io_binding()
         self._bound = slice(0, 0)  # the rows that the binding reads and writes
+        self._pages = Pages(self._arrays)
+        none: tuple[Prefix | None, int] = (None, 0)
+        self._prefix = count * [none]  # of each row, and how many of its tokens
+        self._written = np.zeros(count, np.int64)  # tokens that each row has memory for
+        cache = session.artifact.cache
+        self._fixed, self._growth = cache.fixed_bytes, cache.bytes_per_1k_tokens // 1000
 
     @staticmethod
     def fit(session: Session) -> bool:
@@ -53,6 +63,7 @@ class RowCaches:
                     bind(f"{side}.{name}", "cpu", 0, part.dtype.type, part.shape, part.ctypes.data)
             self._bound = rows
         longest, steps = int(lengths.max()), ids.shape[1]
+        self._written[rows] = np.maximum(self._written[rows], lengths + steps)
         mask = np.ones((len(ids), longest + steps), np.int64)
         positions = np.maximum(lengths, 0)[:, None] + np.arange(steps)
         return self._session.run(self._binding, ids, mask, positions, last=True, shorter_by=longest - lengths)[:, -1]
@@ -72,3 +83,42 @@ class RowCaches:
         places = self.first(row, count)
         for name, array in values.items():
             places[name][...] = array
+        self._written[row] = max(self._written[row], count)
+
+    def share(self, row: int, source: int, count: int) -> None:
+        """Make the first `count` tokens of `source`, which may be the row itself, the only ones of `row`: by reference
+        where that saves memory."""
+        prefix, held = self._prefix[source]
+        if row != source and count >= held + WORTH_SHARING:
+            prefix = self._pages.keep(source, count, self._growing(count))
+            held = count if prefix else 0
+            self._prefix[source] = prefix, held
+        held = min(held, count)
+        if row != source or not count:
+            self.forget(row)
+        self._prefix[row] = prefix, held
+        if row == source:
+            return
+        if prefix:
+            self._pages.share(row, source, self._growing(held), prefix)
+        for name, buffer in self._buffers.items():
+            rest = buffer.first(count, held)
+            self._arrays[name][row][rest] = self._arrays[name][source][rest]
+        self._written[row] = count
+
+    def forget(self, row: int) -> None:
+        """Give the memory of a row back."""
+        self._pages.free(row)
+        self._prefix[row], self._written[row] = (None, 0), 0
+
+    def nbytes(self, lengths: Mapping[int, int]) -> int:
+        """Return the memory that all rows take, a prefix once, when these rows have so many tokens."""
+        written = self._written.copy()
+        for row, length in lengths.items():
+            written[row] = max(written[row], length)
+        tokens = int(written.sum()) - sum(held for _, held in self._prefix)
+        tokens += sum(prefix.tokens for prefix in {prefix for prefix, held in self._prefix if prefix and held})
+        return int(np.count_nonzero(written)) * self._fixed + tokens * self._growth
+
+    def _growing(self, count: int) -> dict[str, tuple[slice, ...]]:
+        return {name: buffer.first(count) for name, buffer in self._buffers.items() if buffer.grows}

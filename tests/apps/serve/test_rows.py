@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from diffbit.apps.serve import pages, rows
+from diffbit.apps.serve.batch import Rows
 from diffbit.apps.serve.rows import REST, RowCaches
 from diffbit.export import export_artifact
 from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig, save
 from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
-from diffbit.runtime import Session
+from diffbit.runtime import Session, memory
 
 SIZES = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "max_position": 512}
 
@@ -142,3 +144,47 @@ def trained_artifact(trained: Callable[[str], Path], folder: Path) -> Path:
 def test_too_many_rows(export: Callable[[str], Path]) -> None:
     with pytest.raises(DiffbitError, match="use fewer rows"):
         RowCaches(Session(export("float")), 1 << 40)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shared_pages_are_as_good_as_copies(
+    export: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Conversations that begin alike and part; the rows' memory is shared, copied, and given back."""
+    monkeypatch.setattr(memory, "MAPPED", 1)  # pages also for arrays as small as these
+
+    def conversations() -> tuple[list[Any], int]:
+        random = np.random.default_rng(2)
+        session, logits = Session(export(name), threads=1), list[Any]()
+        session.chunk = 64
+        batch, texts = Rows.of(session, 3), [random.integers(3, 1000, 320).tolist()]
+        cached = 0
+        for _ in range(12):
+            taken = {}
+            for _ in range(3):
+                text = texts[random.integers(len(texts))]
+                prompt = [*text[: random.choice([130, 300, 300, len(text)])], *random.integers(3, 1000, 9).tolist()][
+                    :400
+                ]
+                row, kept, got = batch.begin(prompt, lambda: True)
+                taken[row], cached = prompt, cached + kept
+                logits.append(got)
+            for _ in range(random.integers(1, 40)):
+                tokens = {row: int(random.integers(3, 1000)) for row in taken}
+                logits += batch.step(tokens).values()
+                for row, token in tokens.items():
+                    taken[row].append(token)
+            texts = [texts[0], *taken.values()]
+            for row in taken:
+                batch.end(row)
+        return logits, cached
+
+    shared, share = list[int](), pages.Pages.share
+    monkeypatch.setattr(pages.Pages, "share", lambda *arguments: [share(*arguments), shared.append(1)][0])
+    found, cached = conversations()
+    assert shared or "window" in name
+    monkeypatch.setattr(rows, "WORTH_SHARING", 1 << 20)
+    wanted, as_many = conversations()
+    assert cached == as_many and (cached > 1000 or "window" in name)  # a ring cannot be cut
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -27,7 +27,7 @@ import pytest
 import uvicorn
 from starlette.testclient import TestClient
 
-from diffbit.apps.serve.batch import Rows
+from diffbit.apps.serve.batch import NoRoom, Rows
 from diffbit.apps.serve.connection import Connection
 from diffbit.apps.serve.engine import Counts, Engine, Piece, Request
 from diffbit.apps.serve.openai_requests import Refused, Served
@@ -168,10 +168,17 @@ def test_a_prompt_can_be_given_up(artifacts: dict[str, Path]) -> None:
     assert cached == 0 and logits is not None and rows.free == 1
 
 
-def test_engine_answers_as_generate_does(artifacts: dict[str, Path]) -> None:
-    """Sampled answers with stop strings and limits, ten at a time in three rows."""
+@pytest.mark.parametrize("tokens", [None, 80])
+def test_engine_answers_as_generate_does(
+    artifacts: dict[str, Path], tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sampled answers with stop strings and limits, ten at a time in three rows; with memory for so many tokens, texts
+    wait, and lose their rows."""
     session, tokenizer = Session(artifacts["diff"]), Tokenizer(artifacts["diff"] / "tokenizer.json")
-    engine = Engine(Session(artifacts["diff"]), tokenizer, rows=3, queue=7)
+    memory = None if tokens is None else session.artifact.cache.nbytes(tokens)
+    engine, most = Engine(Session(artifacts["diff"]), tokenizer, rows=3, queue=7, memory=memory), list[int]()
+    step = engine.rows.step
+    monkeypatch.setattr(engine.rows, "step", lambda tokens: [step(tokens), most.append(in_use(engine))][0])
     prompts = [tokenizer.encode(f"def f{i}(self, {'x' * i}") for i in range(10)]
     pieces: list[list[Piece]] = [[] for _ in prompts]
     done = threading.Semaphore(0)
@@ -193,6 +200,8 @@ def test_engine_answers_as_generate_does(artifacts: dict[str, Path]) -> None:
     for _ in prompts:
         assert done.acquire(timeout=60)
     engine.close()
+    assert memory is None or (max(most) <= memory and engine.counts.preempted > 0)
+    assert engine.counts.requests == 10 and engine.counts.prompt_tokens == sum(map(len, prompts))
     for index, prompt in enumerate(prompts):
         expected = generate(
             session, tokenizer, prompt, max_tokens=5 * index + 1, sampler=sampler(index), stop=["return"], end_tokens=()
@@ -200,8 +209,27 @@ def test_engine_answers_as_generate_does(artifacts: dict[str, Path]) -> None:
         assert "".join(piece.text for piece in pieces[index]) == expected.text
         assert pieces[index][-1].finish_reason == expected.finish_reason
     assert not engine.submit(Request(prompts[0], take(0), sampler(0), 1))  # closed
-    with pytest.raises(DiffbitError, match="context holds 256"):
+    with pytest.raises(DiffbitError, match=f"context holds {tokens or 256}"):
         engine.submit(Request([5] * 256, take(0), sampler(0), 1))
+
+
+def in_use(engine: Engine) -> int:
+    return engine.rows._caches.nbytes({})  # type: ignore[attr-defined]
+
+
+def test_a_limit_of_memory_that_cannot_be_kept(artifacts: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session(artifacts["diff"])
+    with pytest.raises(DiffbitError, match="--cache-memory has room for 63 tokens, wanted at least 64; a token takes"):
+        Rows.of(session, 2, memory=session.artifact.cache.nbytes(63))
+    with pytest.raises(DiffbitError, match="--cache-memory needs a cache whose rows have lengths of their own"):
+        Rows.of(Session(artifacts["diff"], native=False), 2, memory=1 << 30)
+    rows = Rows.of(session, 2, memory=session.artifact.cache.nbytes(100))
+    for prompt in ([5] * 99, [6] * 99, [5] * 60 + [6] * 39):  # each takes the room of the one before
+        row, _, logits = rows.begin(prompt, lambda: True)
+        assert logits is not None and rows.room(row) == 1
+        with pytest.raises(NoRoom):
+            rows.begin([7] * 30, lambda: True)
+        rows.end(row)
 
 
 def test_a_step_that_fails_leaves_no_token(artifacts: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
