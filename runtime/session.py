@@ -130,7 +130,7 @@ class Session:
         self._ids: Ids = np.zeros((0, 0), np.int64)  # [B, C], of the cached tokens
         self._tokens: Ids = np.zeros(0, np.int64)  # [B], real tokens per row
         self._length = 0
-        self._reproducible, self._whole = options.reproducible, 0  # tokens in whole blocks of a prompt
+        self.reproducible, self._whole = options.reproducible, 0  # tokens in whole blocks of a prompt
 
     @property
     def capacity(self) -> int:
@@ -182,7 +182,7 @@ class Session:
         With the option `reproducible`, those in the blocks of `chunk` tokens in which the prompt is computed without a
         cache: kernels for other numbers of tokens may sum in another order. whole: tokens that were computed so.
         """
-        return min(equal, whole) // self.chunk * self.chunk if self._reproducible else equal
+        return min(equal, whole) // self.chunk * self.chunk if self.reproducible else equal
 
     @_exclusively
     def prefill(

@@ -69,8 +69,11 @@ class Rows(ABC):
         self._taken[row] = False
 
     @abstractmethod
-    def begin(self, token_ids: Sequence[int], go_on: Callable[[], bool]) -> tuple[int, int, Logits | None]:
-        """Take a row for a prompt -> (row, number of cached tokens, logits [V] after the prompt).
+    def begin(
+        self, token_ids: Sequence[int], go_on: Callable[[], bool], more: int = 0
+    ) -> tuple[int, int, Logits | None]:
+        """Take a row for a prompt, with memory for `more` tokens -> (row, number of cached tokens, logits [V] after the
+        prompt).
 
         go_on is called before each part of the prompt; if it returns False, the logits are None and the row stays free.
         Raises NoRoom.
@@ -90,7 +93,9 @@ class Rows(ABC):
 
 
 class _Single(Rows):
-    def begin(self, token_ids: Sequence[int], go_on: Callable[[], bool]) -> tuple[int, int, Logits | None]:
+    def begin(
+        self, token_ids: Sequence[int], go_on: Callable[[], bool], more: int = 0
+    ) -> tuple[int, int, Logits | None]:
         cached = self.session.reuse(token_ids)
         for start in range(cached, len(token_ids), self.session.chunk):
             if not go_on():
@@ -128,10 +133,12 @@ class _Batch(Rows):
     def room(self, row: int) -> int:
         return self.capacity - int(self._lengths[row])
 
-    def begin(self, token_ids: Sequence[int], go_on: Callable[[], bool]) -> tuple[int, int, Logits | None]:
+    def begin(
+        self, token_ids: Sequence[int], go_on: Callable[[], bool], more: int = 0
+    ) -> tuple[int, int, Logits | None]:
         ids = np.asarray(token_ids, np.int64)
         row, cached, shared = self._prepare(ids)
-        if not self._fit({row: len(ids)}):
+        if not self._fit({row: len(ids) + more}):
             if self._taken.any():
                 raise NoRoom
             self._forget(row)  # what it holds of another text takes the room

@@ -229,7 +229,7 @@ class Engine:
         started = time.perf_counter()
         try:
             answer = again or _Answer(request, self.tokenizer.stream(request.prompt))
-            row, cached, logits = self.rows.begin(answer.token_ids, request.is_wanted)
+            row, cached, logits = self._compute(answer)
         except NoRoom:
             with self._changed:
                 self._beginning, self._full = 0, True
@@ -254,6 +254,16 @@ class Engine:
             self._count(cancelled=1)
         else:
             self._push({row: logits})
+
+    def _compute(self, answer: _Answer) -> tuple[int, int, Logits | None]:
+        """Give a row to a text -> as `Rows.begin`. What had been written is a part of the prompt or, to be the same to
+        the bit, written again."""
+        prompt = answer.request.prompt if self.session.reproducible else answer.token_ids
+        written = answer.token_ids[len(prompt) :]
+        row, cached, logits = self.rows.begin(prompt, answer.request.is_wanted, len(written))
+        for token in written if logits is not None else ():
+            logits = self.rows.step({row: token})[row]
+        return row, cached, logits
 
     def _step(self) -> None:
         for row, answer in list(self._answers.items()):

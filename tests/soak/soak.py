@@ -5,7 +5,7 @@
 The model is small, differential, with random weights and an int4 cache. REQUESTS requests are answered alone first:
 texts, sampled and greedy, conversations, JSON schemas and tool calls, whose prompts begin alike in GROUPS groups. Then
 1 to 32 clients draw from them, a minute each, whole or streamed; three in ten leave before the end. The folder of
-prefixes is smaller than what they would keep.
+prefixes is smaller than what they would keep, and the memory for caches than what eight rows fill.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ REQUESTS, GROUPS, CONTEXT = 120, 12, 1024
 CLIENTS = 1, 2, 4, 8, 16, 32
 LEAVE, STREAMED = 0.3, 0.5  # shares of the requests
 CACHE_SIZE, CACHE_BYTES = "500KB", 500_000
+CACHE_MEMORY = "400KB"
 GROWTH = 1.05  # of the memory of the last quarter, beside that of the second
 TOKENIZER = Path(__file__).parents[2] / "examples" / "pico" / "diff_v2"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
@@ -153,17 +154,16 @@ def _said(events: list[Any], part: str) -> str:
 
 
 def resident(process: int) -> float:
-    """MiB."""
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1024
+    """MiB, pages that rows share once."""
+    lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
 
 
-def busy(address: str) -> float:
-    """Requests that the server says it is answering, or keeps waiting."""
+def metric(address: str, name: str) -> float:
     with closing(http.client.HTTPConnection(address, timeout=60)) as connection:
         connection.request("GET", "/metrics")
         lines = connection.getresponse().read().decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(("diffbit_running{", "diffbit_waiting{")))
+    return next(float(line.split()[-1]) for line in lines if line.startswith(f"diffbit_{name}{{"))
 
 
 def soak(minutes: float, folder: Path, minute: float = 60) -> list[str]:
@@ -172,6 +172,7 @@ def soak(minutes: float, folder: Path, minute: float = 60) -> list[str]:
     command = [
         sys.executable, "-m", "diffbit", "serve", str(artifact), "--port", "0", "--json", "--quiet", "--rows", "8",
         "--queue", "16", "--threads", "1", "--reproducible", "--cache-dir", str(cache), "--cache-size", CACHE_SIZE,
+        "--cache-memory", CACHE_MEMORY,
     ]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -197,10 +198,11 @@ def watched(server: int, url: str, minutes: float, cache: Path, minute: float) -
         memory.append(resident(server))
         kept = sum(file.stat().st_size for file in cache.rglob("*") if file.is_file())
         print(f"{(now - begin) / 60:.0f} min, {count} clients: {dict(load.counts)}, {memory[-1]:.0f} MiB", end="")
-        print(f", prefixes {kept / 1e6:.1f} MB", flush=True)
+        preempted = metric(load.address, "preempted_total")
+        print(f", prefixes {kept / 1e6:.1f} MB, {preempted:.0f} answers computed again", flush=True)
     problems = load.wrong[:20] + [f"{len(load.wrong)} wrong answers"] * bool(load.wrong)
     for _ in range(60):
-        if not (left := busy(load.address)):
+        if not (left := metric(load.address, "running") + metric(load.address, "waiting")):
             break
         time.sleep(1)
     problems += [f"{left:.0f} requests are still running or waiting"] * bool(left)
