@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import base64
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from threading import Lock
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from .openai_requests import Prompts, Refused, Served, choose_model, known_field
 FIELDS = "model", "input", "encoding_format", "dimensions", "pooling", "user"
 HIDDEN = "hidden_states"
 POOLINGS = "mean", "last"
-_one_at_a_time = Lock()
+MOST_TEXTS = 2048  # as OpenAI
 
 
 def embed(session: Session, ids: Sequence[int], pooling: str = "mean") -> NDArray[np.float32]:
@@ -36,23 +36,35 @@ def embed(session: Session, ids: Sequence[int], pooling: str = "mean") -> NDArra
     return vector
 
 
-def embeddings(values: object, models: Mapping[str, Served]) -> dict[str, Any]:
-    """The answer to a request: "input" is a text, token ids, or a list of either, and "pooling" one of POOLINGS."""
-    body = known_fields(values, FIELDS)
-    model = choose_model(body, models)
-    model.artifact.check_output(HIDDEN)
-    texts = token_ids(get(body, "input", Prompts), model, "input")
-    encoding = get(body, "encoding_format", Annotated[str, one_of("float", "base64")], "float")
-    pooling = get(body, "pooling", Annotated[str, one_of(*POOLINGS)], POOLINGS[0])
-    width = model.artifact.width
-    if (wanted := get(body, "dimensions", int, width)) != width:
-        raise Refused(400, f"dimensions is {wanted}, wanted {width}: the model's width", param="dimensions")
-    rows = []
-    for index, ids in enumerate(texts):
-        with _one_at_a_time:
-            vector = embed(model.engine.session, ids, pooling)
-        numbers = vector.tolist() if encoding == "float" else base64.b64encode(vector.tobytes()).decode()
-        rows.append({"object": "embedding", "index": index, "embedding": numbers})
-    count = sum(map(len, texts))
-    usage = {"prompt_tokens": count, "total_tokens": count}
-    return {"object": "list", "data": rows, "model": model.name, "usage": usage}
+@dataclass(frozen=True)
+class Embeddings:
+    """A request: vectors of texts, with `pooling` one of POOLINGS."""
+
+    model: Served
+    texts: Sequence[Sequence[int]]
+    pooling: str
+    base64: bool
+
+    @classmethod
+    def read(cls, values: object, models: Mapping[str, Served]) -> Embeddings:
+        """Texts come as "input": a text, token ids, or a list of either."""
+        body = known_fields(values, FIELDS)
+        model = choose_model(body, models)
+        model.artifact.check_output(HIDDEN)
+        texts = token_ids(get(body, "input", Prompts), model, "input", MOST_TEXTS)
+        encoding = get(body, "encoding_format", Annotated[str, one_of("float", "base64")], "float")
+        pooling = get(body, "pooling", Annotated[str, one_of(*POOLINGS)], POOLINGS[0])
+        width = model.artifact.width
+        if (wanted := get(body, "dimensions", int, width)) != width:
+            raise Refused(400, f"dimensions is {wanted}, wanted {width}: the model's width", param="dimensions")
+        return cls(model, texts, pooling, encoding == "base64")
+
+    def embed(self, ids: Sequence[int]) -> str | list[float]:
+        vector = embed(self.model.engine.session, ids, self.pooling)
+        return b64encode(vector.tobytes()).decode() if self.base64 else vector.tolist()
+
+    def answer(self, vectors: Sequence[str | list[float]]) -> dict[str, Any]:
+        rows = [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(vectors)]
+        count = sum(map(len, self.texts))
+        usage = {"prompt_tokens": count, "total_tokens": count}
+        return {"object": "list", "data": rows, "model": self.model.name, "usage": usage}

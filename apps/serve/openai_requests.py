@@ -192,7 +192,7 @@ def read_request(values: object, models: Mapping[str, Served], chat: bool) -> Ta
     else:
         logprobs = get(body, "logprobs", Logprobs, None)
         limit = "max_tokens"
-        prompts = token_ids(get(body, "prompt", Prompts, ""), model, "prompt")
+        prompts = token_ids(get(body, "prompt", Prompts, ""), model, "prompt", model.engine.most)
     constraint = _constraint(body, model) if constraint is None else constraint
     prompts = _repeated(body, model, prompts)
     most = get(body, limit, Count | Annotated[int, one_of(NO_LIMIT)], MAX_TOKENS if chat else TEXT_TOKENS)
@@ -360,12 +360,12 @@ def _constraint(body: Mapping[str, Any], model: Served) -> Constraint | None:
         raise FieldError(param, f"{param}: {error}") from None
 
 
-def token_ids(prompt: Any, model: Served, field: str) -> list[list[int]]:
-    """The token ids of a text, a list of token ids, or a list of either, which is the value of a field."""
+def token_ids(prompt: Any, model: Served, field: str, most: int) -> list[list[int]]:
+    """The token ids of a text, a list of token ids, or a list of at most so many of either: the value of a field."""
     if isinstance(prompt, str) or (prompt and all(isinstance(item, int) for item in prompt)):
         prompt = (prompt,)
-    if not 1 <= len(prompt) <= model.engine.most:
-        raise Refused(400, f"{field} has {len(prompt)} texts, wanted 1 to {model.engine.most}", param=field)
+    if not 1 <= len(prompt) <= most:
+        raise Refused(400, f"{field} has {len(prompt)} texts, wanted 1 to {most}", param=field)
     bos = model.artifact.bos_token_id
     prompts = []
     for index, item in enumerate(prompt):

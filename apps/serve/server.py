@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...io.errors import DiffbitError
 from ...io.fields import shown
-from .embeddings import embeddings
+from .embeddings import Embeddings
 from .engine import Counts
 from .openai_api import Answers
 from .openai_requests import Refused, Served, Task, detokenize, read_request, tokenize
@@ -84,6 +84,7 @@ class Server:
             raise DiffbitError(f"two artifacts have the same name ({names}); rename a folder")
         self._api_key, self._most_bytes, self._body_seconds = api_key, most_bytes, body_seconds
         self._most_arriving, self._arriving = most_arriving, 0
+        self._embedding = asyncio.Lock()
         self._hosts, self._origins = {"localhost", *(host.lower() for host in hosts)}, tuple(origins)
 
     def application(self) -> Starlette:
@@ -147,7 +148,14 @@ class Server:
         return JSONResponse({"tokens": tokens, "count": len(tokens)})
 
     async def _embeddings(self, http: Request) -> Response:
-        return JSONResponse(await self._read(http, embeddings))
+        asked, vectors = await self._read(http, Embeddings.read), []
+        for ids in asked.texts:
+            async with self._embedding:  # one at a time, and no thread waits
+                if await http.is_disconnected():
+                    raise Refused(*GONE)
+                with self._public():
+                    vectors.append(await asyncio.to_thread(asked.embed, ids))
+        return JSONResponse(asked.answer(vectors))
 
     async def _detokenize(self, http: Request) -> Response:
         return JSONResponse({"content": await self._read(http, detokenize)})

@@ -5,14 +5,16 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openai
 import pytest
 import torch
+from starlette.requests import Request
 from starlette.testclient import TestClient
 
-from diffbit.apps.serve.embeddings import embed
+from diffbit.apps.serve.embeddings import Embeddings, embed
 from diffbit.apps.serve.openai_requests import Served
 from diffbit.apps.serve.server import Server
 from diffbit.apps.web.site import write_site
@@ -106,6 +108,25 @@ def test_requests(client: TestClient, model: tuple[Path, Path]) -> None:
     library = openai.OpenAI(api_key="x", base_url="http://localhost/v1", http_client=client)  # it asks for base64
     made = library.embeddings.create(model="model", input=list(TEXTS))
     np.testing.assert_array_equal(np.float32([row.embedding for row in made.data]), np.stack(rows))
+
+
+def test_a_client_that_leaves_ends_its_request(
+    client: TestClient, model: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No text is computed that nobody wants any more."""
+    done, whole = list[int](), Embeddings.embed
+    gone: list[Any] = []
+
+    async def disconnected(self: Request) -> bool:
+        gone.append(self)
+        return self is gone[0] and len(gone) > 2
+
+    monkeypatch.setattr(Request, "is_disconnected", disconnected)
+    monkeypatch.setattr(Embeddings, "embed", lambda self, ids: [done.append(len(ids)), whole(self, ids)][1])
+    answer = client.post("/v1/embeddings", json={"input": [[5] * 7] * 9})
+    assert answer.status_code == 499, answer.text
+    assert done == [7, 7]
+    assert client.post("/v1/embeddings", json={"input": [[5] * 3] * 2}).status_code == 200 and done == [7, 7, 3, 3]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,251 @@
+"""Does subtracting survive low bits on real weights? SmolLM2-135M-Instruct beside its differential twins.
+
+    python benchmarks/twins.py --work DIR --wikitext FILE [--tokens 300000] [--seeds 1] [--json FILE] [--markdown]
+    python benchmarks/twins.py --work DIR --wikitext FILE --quick       # short runs, few windows: does everything run?
+
+DIR needs 4 GB for each seed. It keeps what was made for the next time, and runs that were stopped go on from their last
+checkpoint: give the same command again.
+
+Twins    plain: the published model; copy and rotated: what `diffbit convert --start copy` and `rotated` make of it.
+Text     articles of Wikipedia (smollm2.py) and files of Python's standard library in turn, half of the bytes each.
+Tuning   all weights of each twin on --tokens tokens, the same in the same order; a seed gives them another order.
+Losses   on WikiText-2's raw test text, English news and other files of the standard library.
+Low bits `diffbit compare` on WikiText-2: weights (rtn and GPTQ), the KV cache with windows of 0 and 32, logits.
+Maps     lambda; the cosine of both maps; how much of the used map is negative; what the first token gets.
+Outliers as `diffbit outliers`.
+Intervals are over windows of text, and over seeds where there are several.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from commands import once, run_diffbit
+from machine import describe
+from report import Row, add_outputs, command_line, increase, interval, nats, table, verdict, write_outputs
+from smollm2 import fetch
+
+from diffbit.apps.evaluate.compare import compare
+from diffbit.apps.evaluate.metrics import mean
+from diffbit.apps.outliers.activations import measure
+from diffbit.apps.show.maps import Maps, run
+from diffbit.calib_data import Windows, eval_windows, load_text
+from diffbit.models import load
+
+STARTS = {"plain": None, "copy": "copy", "rotated": "rotated"}
+ROW, BATCH, PASSES, RATE = 256, 4, 2, 1e-4  # tokens, rows in a pass, passes in a step, learning rate
+BYTES = 4_000_000  # of the training text
+WINDOWS, CALIBRATION, MAPPED = 24, 48, 8  # windows of ROW tokens: scored, calibrated on, whose maps are measured
+BITS = {"weights": ("4", "3", "2"), "kv": ("8", "4", "2"), "logits": ("8", "4", "3", "2")}
+METHODS = ("rtn", "gptq")
+OUTLIERS = {"kurtosis": "hidden states: kurtosis", "hidden": "hidden states: largest", "logits": "logits: largest"}
+STEP = ROW * BATCH * PASSES  # tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="a folder for models and runs")
+    parser.add_argument("--wikitext", type=Path, required=True, help="wiki.test.raw of WikiText-2")
+    parser.add_argument("--tokens", type=int, default=300_000, help="of each run (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=1, help="(default: %(default)s)")
+    parser.add_argument("--train-only", action="store_true", help="tune the twins, and measure later")
+    parser.add_argument("--quick", action="store_true", help="short runs, few windows: does everything run?")
+    add_outputs(parser, "twins.md")
+    arguments = parser.parse_args()
+    work, tokens, windows, bits = arguments.work, arguments.tokens, WINDOWS, BITS
+    if arguments.quick:
+        tokens, windows, bits = 2 * STEP, 2, {"weights": ("4",), "logits": ("4",)}
+    model, news, wiki = fetch(work)
+    text = once(work / "text.jsonl", lambda out: write_text(wiki, out))
+    twins = {name: [tuned(work, name, model, text, tokens, seed) for seed in range(arguments.seeds)] for name in STARTS}
+    if arguments.train_only:
+        return
+    texts = {
+        "WikiText-2": eval_windows(str(arguments.wikitext), model, ROW, windows),
+        "news": eval_windows(str(news), model, ROW, windows),
+        "code": eval_windows("stdlib", model, ROW, windows),
+    }
+    calibration = eval_windows("mix", model, ROW, CALIBRATION, split="calib")
+    row = {
+        "losses": losses(model, twins, texts),
+        "bits": low_bits(twins, texts["WikiText-2"], calibration, bits),
+        "maps": {name: maps_of(paths, texts["WikiText-2"]) for name, paths in twins.items()},
+        "outliers": {name: outliers_of(paths[0], texts["WikiText-2"]) for name, paths in twins.items()},
+    }
+    about = {"command": command_line("twins.py", sys.argv[1:]), "machine": describe(), "tokens": tokens}
+    write_outputs(arguments, about | row, {"twins": page(about | {"seeds": arguments.seeds}, row)})
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+def write_text(wiki: Path, out: Path) -> None:
+    """Articles and files in turn, half of BYTES each."""
+    articles = [json.loads(line)["text"] for line in wiki.read_text().splitlines()]
+    sources = articles, load_text("stdlib", "train", limit=BYTES // 2).documents
+    kept = [within(documents, BYTES // 2) for documents in sources]
+    rows = chain.from_iterable(zip_longest(*kept))
+    out.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows if text))
+
+
+def within(documents: Sequence[str], most: int) -> list[str]:
+    sizes = np.cumsum([len(text.encode()) for text in documents])
+    return list(documents[: int((sizes <= most).sum())])
+
+
+def tuned(work: Path, name: str, model: Path, text: Path, tokens: int, seed: int) -> Path:
+    """The folder of a finished run."""
+    out, start = work / f"{name}-{tokens}-{seed}", model
+    if (out / "config.json").exists():
+        return out
+    if way := STARTS[name]:
+        start = once(work / name, lambda folder: run_diffbit("convert", model, "--start", way, "-o", folder, "--quiet"))
+    goes_on = any((out / "checkpoints").glob("step-*"))
+    run_diffbit(
+        "train", "--preset", "base", "--init", start, "--context", ROW, "--batch-size", BATCH, "--accumulate", PASSES,
+        "--steps", round(tokens / STEP), "--learning-rate", RATE, "--data", text, "--precision", "bf16", "--seed", seed,
+        "--checkpoint-every", 25, "--quiet", "-o", out,
+        *(["--resume"] if goes_on else ["--overwrite"] if out.exists() else []),
+    )  # fmt: skip
+    shutil.rmtree(out / "checkpoints", ignore_errors=True)
+    return out
+
+
+# ---- measurements ---------------------------------------------------------------------------------------------------
+
+
+def nll(path: Path, windows: Windows) -> tuple[np.ndarray, np.ndarray]:
+    """Nats of each window, and its scored tokens."""
+    model = load(path).eval()
+    sums = []
+    for ids, target in zip(torch.from_numpy(windows.ids), torch.from_numpy(windows.target), strict=True):
+        with torch.inference_mode():
+            log_p = model(ids[None])[0, :-1].float().log_softmax(-1)
+        each = -log_p.gather(-1, ids[1:, None])[:, 0]
+        sums.append(float(each[target[1:]].sum()))
+    return np.array(sums), windows.target.sum(1)
+
+
+def losses(model: Path, twins: dict[str, list[Path]], texts: dict[str, Windows]) -> Row:
+    """{text: {model: nats a token}}, and what each twin's is above plain's."""
+    found: Row = {}
+    for text, windows in texts.items():
+        sums = {"published": np.stack([nll(model, windows)[0]])}
+        sums |= {name: np.stack([nll(path, windows)[0] for path in paths]) for name, paths in twins.items()}
+        of = {name: mean(one, windows.target.sum(1)).to_dict() for name, one in sums.items()}
+        above = {name: mean(sums[name] - sums["plain"], windows.target.sum(1)).to_dict() for name in twins}
+        found[text] = {"loss": of, "above plain": above}
+    return found
+
+
+def low_bits(twins: dict[str, list[Path]], windows: Windows, calibration: Windows, bits: dict[str, Any]) -> Row:
+    """What rounding adds, and to whom more."""
+    seeds = len(twins["plain"])
+    paths = [path for of in twins.values() for path in of]
+    rows: Row = {"results": [], "contrasts": []}
+    for what, widths in bits.items():
+        compared = compare(
+            paths, windows, widths, [what], METHODS if what == "weights" else ("rtn",), calibration=calibration,
+            names=list(twins), runs=seeds, batch_size=4,
+        ).to_dict()  # fmt: skip
+        rows["results"] += [row for row in compared["results"] if row["what"] != "none"]
+        rows["contrasts"] += compared["contrasts"]
+    return rows
+
+
+def maps_of(paths: Sequence[Path], windows: Windows) -> Row:
+    """Means over layers, heads and MAPPED windows, and the 10th and 90th percentile of heads."""
+    by_head: dict[str, list[torch.Tensor]] = {}
+    for path in paths:
+        model = load(path).eval()
+        for ids in windows.ids[:MAPPED]:
+            numbers = [of_maps(maps) for maps in run(model, ids).maps.values()]
+            for key in numbers[0]:
+                by_head.setdefault(key, []).append(torch.stack([one[key] for one in numbers]))
+    found = {}
+    for key, values in by_head.items():
+        heads = torch.stack(values).mean(0).flatten().numpy()  # [layers * heads]
+        found[key] = [float(heads.mean()), *map(float, np.quantile(heads, (0.1, 0.9)))]
+    return found
+
+
+def of_maps(maps: Maps) -> dict[str, torch.Tensor]:
+    """Numbers of each head [H], means over queries. Rows of the used map need not add up to 1: the first token's part
+    is of the sum of the sizes."""
+    used = maps.used
+    sizes = used.abs().sum(-1)
+    numbers = {"first token": (used[..., 0].abs() / sizes)[:, 1:].mean(-1)}
+    if maps.lambdas is not None:
+        signal, noise = maps.weights[:, 0], maps.weights[:, 1]
+        numbers |= {
+            "lambda": maps.lambdas.mean(-1),
+            "cosine": torch.cosine_similarity(signal, noise, dim=-1)[:, 1:].mean(-1),
+            "negative": (used.clamp(max=0).abs().sum(-1) / sizes).mean(-1),
+        }
+    return numbers
+
+
+def outliers_of(path: Path, windows: Windows) -> Row:
+    report = measure(load(path).eval(), windows, batch_size=2)
+    hidden, logits = report.hidden_states, report.attention_logits
+    return {"kurtosis": hidden.kurtosis, "hidden": hidden.max, "logits": None if logits is None else logits.max}
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+
+def page(about: Row, row: Row) -> str:
+    names = list(STARTS)
+    parts = [
+        f"{about['machine']}. {about['tokens']:,} tokens, {about['seeds']} seed(s). `{about['command']}`",
+        "Held-out loss, nats a token:",
+        table(["text", "published", *names, *(f"{name} − plain" for name in names[1:])], [
+            [text, *(interval(of["loss"][name], "{:.3f}".format) for name in ("published", *names)),
+             *(interval(of["above plain"][name], nats) for name in names[1:])]
+            for text, of in row["losses"].items()
+        ]),
+        "What rounding adds to perplexity:",
+        bits_table(row["bits"], names),
+        "Maps: mean [10th, 90th percentile of heads]:",
+        table(["", *names], [
+            [key, *(spread(row["maps"][name].get(key)) for name in names)]
+            for key in ("lambda", "cosine", "negative", "first token")
+        ]),
+        "Outliers:",
+        table(["", *names], [
+            [title, *(f"{row['outliers'][name][key]:.1f}" for name in names)]
+            for key, title in OUTLIERS.items()
+        ]),
+    ]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
+def bits_table(bits: Row, names: Sequence[str]) -> str:
+    ratios = {(r["what"], r["format"], r["method"], r["model"]): r["ratio"] for r in bits["results"]}
+    contrasts = {(c["what"], c["format"], c["method"], c["model"]): c["difference"] for c in bits["contrasts"]}
+    lines = []
+    for key in dict.fromkeys(one[:3] for one in ratios):
+        told = [contrasts.get((*key, name)) for name in names[1:]]
+        lines.append([
+            " ".join(part for part in key if part not in ("none", "weights")),
+            *(increase(ratios[*key, name]) for name in names),
+            *("" if one is None else verdict(name, one) for name, one in zip(names[1:], told, strict=True)),
+        ])  # fmt: skip
+    return table(["", *names, *(f"{name} beside plain" for name in names[1:])], lines)
+
+
+def spread(values: Sequence[float] | None) -> str:
+    return "" if values is None else "{:.3f} [{:.3f}, {:.3f}]".format(*values)
+
+
+if __name__ == "__main__":
+    main()
