@@ -10,8 +10,10 @@ Twins    plain: the published model; copy and rotated: what `diffbit convert --s
 Text     articles of Wikipedia (smollm2.py) and files of Python's standard library in turn, half of the bytes each.
 Tuning   all weights of each twin on --tokens tokens, the same in the same order; a seed gives them another order.
 Losses   on WikiText-2's raw test text, English news and other files of the standard library.
-Low bits `diffbit compare` on WikiText-2: weights (rtn and GPTQ), the KV cache with windows of 0 and 32, logits.
-Maps     lambda; the cosine of both maps; how much of the used map is negative; what the first token gets.
+Low bits `diffbit compare` on WikiText-2: weights (rtn and GPTQ), the KV cache, logits.
+Maps     lambda; the cosine of both maps; how much of the used map is negative; what the first token gets; and, where
+         the model is asked for one of 4 needles (calib_data/needles.py), what the answer gets and what other text gets
+         (arXiv 2410.05258, Table 3). Low-bit weights are asked for needles, too.
 Outliers as `diffbit outliers`.
 Intervals are over windows of text, and over seeds where there are several.
 """
@@ -23,6 +25,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
@@ -31,14 +34,23 @@ import numpy as np
 import torch
 from commands import once, run_diffbit
 from machine import describe
-from report import Row, add_outputs, command_line, increase, interval, nats, table, verdict, write_outputs
+from report import Row, add_outputs, command_line, increase, interval, nats, percent, table, verdict, write_outputs
 from smollm2 import fetch
 
 from diffbit.apps.evaluate.compare import compare
 from diffbit.apps.evaluate.metrics import mean
 from diffbit.apps.outliers.activations import measure
 from diffbit.apps.show.maps import Maps, run
-from diffbit.calib_data import Windows, eval_windows, load_text
+from diffbit.calib_data import (
+    VALUE,
+    Needles,
+    NeedleWindows,
+    Windows,
+    eval_windows,
+    load_text,
+    load_tokenizer,
+    needle_windows,
+)
 from diffbit.models import load
 
 STARTS = {"plain": None, "copy": "copy", "rotated": "rotated"}
@@ -47,6 +59,7 @@ BYTES = 4_000_000  # of the training text
 WINDOWS, CALIBRATION, MAPPED = 24, 48, 8  # windows of ROW tokens: scored, calibrated on, whose maps are measured
 BITS = {"weights": ("4", "3", "2"), "kv": ("8", "4", "2"), "logits": ("8", "4", "3", "2")}
 METHODS = ("rtn", "gptq")
+MAPS = "lambda", "cosine", "negative", "first token", "answer", "other text"
 OUTLIERS = {"kurtosis": "hidden states: kurtosis", "hidden": "hidden states: largest", "logits": "logits: largest"}
 STEP = ROW * BATCH * PASSES  # tokens
 
@@ -69,16 +82,16 @@ def main() -> None:
     twins = {name: [tuned(work, name, model, text, tokens, seed) for seed in range(arguments.seeds)] for name in STARTS}
     if arguments.train_only:
         return
-    texts = {
-        "WikiText-2": eval_windows(str(arguments.wikitext), model, ROW, windows),
-        "news": eval_windows(str(news), model, ROW, windows),
-        "code": eval_windows("stdlib", model, ROW, windows),
-    }
+    files = {"WikiText-2": arguments.wikitext, "news": news}  # no model has been trained on any split of them
+    named = {name: once(work / f"{name}.txt", partial(shutil.copyfile, file)) for name, file in files.items()}
+    texts = {name: eval_windows(str(file), model, ROW, windows, split="train") for name, file in named.items()}
+    texts["code"] = eval_windows("stdlib", model, ROW, windows)
+    needles = needle_windows(str(named["WikiText-2"]), model, ROW, 4, 1, 4 * windows, split="train")
     calibration = eval_windows("mix", model, ROW, CALIBRATION, split="calib")
     row = {
         "losses": losses(model, twins, texts),
-        "bits": low_bits(twins, texts["WikiText-2"], calibration, bits),
-        "maps": {name: maps_of(paths, texts["WikiText-2"]) for name, paths in twins.items()},
+        "bits": low_bits(twins, texts["WikiText-2"], needles, calibration, bits),
+        "maps": {name: maps_of(paths, texts["WikiText-2"], needles) for name, paths in twins.items()},
         "outliers": {name: outliers_of(paths[0], texts["WikiText-2"]) for name, paths in twins.items()},
     }
     about = {"command": command_line("twins.py", sys.argv[1:]), "machine": describe(), "tokens": tokens}
@@ -147,7 +160,9 @@ def losses(model: Path, twins: dict[str, list[Path]], texts: dict[str, Windows])
     return found
 
 
-def low_bits(twins: dict[str, list[Path]], windows: Windows, calibration: Windows, bits: dict[str, Any]) -> Row:
+def low_bits(
+    twins: dict[str, list[Path]], windows: Windows, needles: NeedleWindows, calibration: Windows, bits: dict[str, Any]
+) -> Row:
     """What rounding adds, and to whom more."""
     seeds = len(twins["plain"])
     paths = [path for of in twins.values() for path in of]
@@ -155,27 +170,43 @@ def low_bits(twins: dict[str, list[Path]], windows: Windows, calibration: Window
     for what, widths in bits.items():
         compared = compare(
             paths, windows, widths, [what], METHODS if what == "weights" else ("rtn",), calibration=calibration,
-            names=list(twins), runs=seeds, batch_size=4,
+            names=list(twins), runs=seeds, batch_size=4, needles=[needles] if what == "weights" else [],
         ).to_dict()  # fmt: skip
-        rows["results"] += [row for row in compared["results"] if row["what"] != "none"]
+        rows["results"] += [row for row in compared["results"] if row["what"] != "none" or row["retrieval"]]
         rows["contrasts"] += compared["contrasts"]
     return rows
 
 
-def maps_of(paths: Sequence[Path], windows: Windows) -> Row:
+def maps_of(paths: Sequence[Path], windows: Windows, needles: NeedleWindows) -> Row:
     """Means over layers, heads and MAPPED windows, and the 10th and 90th percentile of heads."""
     by_head: dict[str, list[torch.Tensor]] = {}
+    words = Needles.of(load_tokenizer(paths[0]))
+    lead = words.size - VALUE - len(words.after)  # tokens of a needle before its value
     for path in paths:
         model = load(path).eval()
-        for ids in windows.ids[:MAPPED]:
-            numbers = [of_maps(maps) for maps in run(model, ids).maps.values()]
+        asked = [(ids, int(start)) for ids, (start,) in zip(needles.windows.ids, needles.starts, strict=True)]
+        for (ids, start), text in zip(asked[:MAPPED], windows.ids, strict=False):
+            needle = ids[start - lead : start + VALUE]
+            (place, *_) = (at for at in range(start) if np.array_equal(ids[at : at + len(needle)], needle))
+            found = run(model, ids[:start]).maps.values()
+            plain = run(model, text).maps.values()
+            numbers = [of_maps(one) | of_answer(two, place + lead) for one, two in zip(plain, found, strict=True)]
             for key in numbers[0]:
                 by_head.setdefault(key, []).append(torch.stack([one[key] for one in numbers]))
-    found = {}
+    table: Row = {}
     for key, values in by_head.items():
         heads = torch.stack(values).mean(0).flatten().numpy()  # [layers * heads]
-        found[key] = [float(heads.mean()), *map(float, np.quantile(heads, (0.1, 0.9)))]
-    return found
+        table[key] = [float(heads.mean()), *map(float, np.quantile(heads, (0.1, 0.9)))]
+    return table
+
+
+def of_answer(maps: Maps, place: int) -> dict[str, torch.Tensor]:
+    """What the last query of each head [H] gives to the VALUE tokens from `place` on, and to other text than them, the
+    first token and its own; of the sum of sizes."""
+    sizes = maps.used[:, -1].abs()
+    sizes = sizes / sizes.sum(-1, keepdim=True)
+    answer = sizes[:, place : place + VALUE].sum(-1)
+    return {"answer": answer, "other text": 1 - answer - sizes[:, 0] - sizes[:, -1]}
 
 
 def of_maps(maps: Maps) -> dict[str, torch.Tensor]:
@@ -215,10 +246,12 @@ def page(about: Row, row: Row) -> str:
         ]),
         "What rounding adds to perplexity:",
         bits_table(row["bits"], names),
+        "Needles found:",
+        needles_table(row["bits"], names),
         "Maps: mean [10th, 90th percentile of heads]:",
         table(["", *names], [
             [key, *(spread(row["maps"][name].get(key)) for name in names)]
-            for key in ("lambda", "cosine", "negative", "first token")
+            for key in MAPS
         ]),
         "Outliers:",
         table(["", *names], [
@@ -230,7 +263,8 @@ def page(about: Row, row: Row) -> str:
 
 
 def bits_table(bits: Row, names: Sequence[str]) -> str:
-    ratios = {(r["what"], r["format"], r["method"], r["model"]): r["ratio"] for r in bits["results"]}
+    low = [row for row in bits["results"] if row["what"] != "none"]
+    ratios = {(r["what"], r["format"], r["method"], r["model"]): r["ratio"] for r in low}
     contrasts = {(c["what"], c["format"], c["method"], c["model"]): c["difference"] for c in bits["contrasts"]}
     lines = []
     for key in dict.fromkeys(one[:3] for one in ratios):
@@ -241,6 +275,17 @@ def bits_table(bits: Row, names: Sequence[str]) -> str:
             *("" if one is None else verdict(name, one) for name, one in zip(names[1:], told, strict=True)),
         ])  # fmt: skip
     return table(["", *names, *(f"{name} beside plain" for name in names[1:])], lines)
+
+
+def needles_table(bits: Row, names: Sequence[str]) -> str:
+    found = {
+        (r["format"], r["method"], r["model"]): r["retrieval"][0]["accuracy"] for r in bits["results"] if r["retrieval"]
+    }
+    lines = [
+        [" ".join(part for part in key if part != "none"), *(interval(found[*key, name], percent) for name in names)]
+        for key in dict.fromkeys(one[:2] for one in found)
+    ]
+    return table(["", *names], lines)
 
 
 def spread(values: Sequence[float] | None) -> str:

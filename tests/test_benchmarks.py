@@ -625,3 +625,24 @@ def test_batch(trained: Callable[[str], Path], tmp_path: Path) -> None:
     (row,) = json.loads(numbers.read_text())
     assert row["name"] == "diffbit artifact" and row["context"] == 40
     assert all(row[count] > 0 for count in ("1", "4", "8", "16", "memory"))
+
+
+def test_twins_measure_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head whose signal and noise are known, and one map."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    twins = importlib.import_module("twins")
+    signal = torch.tensor([[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.2, 0.3, 0.5, 0], [0.1, 0.2, 0.3, 0.4]])
+    noise = torch.tensor([[1.0, 0, 0, 0], [0.0, 1.0, 0, 0], [0.2, 0.3, 0.5, 0], [0.4, 0.3, 0.2, 0.1]])
+    valid = torch.ones(4, 4).tril().bool()
+    maps = twins.Maps(torch.zeros(1, 4, 4), valid, torch.stack([signal, noise])[None], torch.full((1, 4), 0.5))
+    numbers = {key: float(value) for key, value in twins.of_maps(maps).items()}
+    # used: [.5], [.5, 0], [.1, .15, .25], [-.1, .05, .2, .35]
+    assert numbers["first token"] == pytest.approx((0.5 / 0.5 + 0.1 / 0.5 + 0.1 / 0.7) / 3)
+    assert numbers["negative"] == pytest.approx((0.1 / 0.7) / 4) and numbers["lambda"] == 0.5
+    assert numbers["cosine"] == pytest.approx((0.5**0.5 + 1 + 0.2 / 0.3) / 3)
+    answer = {key: float(value) for key, value in twins.of_answer(maps, 1).items()}
+    assert answer["answer"] == pytest.approx(0.25 / 0.7)
+    assert answer["other text"] == pytest.approx(1 - (0.25 + 0.1 + 0.35) / 0.7, abs=1e-6)
+    plain = twins.Maps(torch.zeros(1, 4, 4), valid, signal[None, None], None)
+    assert set(twins.of_maps(plain)) == {"first token"}
+    assert float(twins.of_maps(plain)["first token"]) == pytest.approx((0.5 + 0.2 + 0.1) / 3)
