@@ -180,9 +180,11 @@ class Engine:
         if not prompt:
             raise DiffbitError("the prompt is empty, wanted at least one token")
         if len(prompt) >= self.rows.capacity:
+            whole = self.rows.capacity == self.session.capacity
+            holds = "the model's context holds" if whole else "the server's memory for caches has room for"
             raise DiffbitError(
-                f"the prompt has {len(prompt)} tokens, and the model's context holds {self.rows.capacity}, the "
-                "answer included; shorten the prompt"
+                f"the prompt has {len(prompt)} tokens, and {holds} {self.rows.capacity}, the answer included; shorten "
+                "the prompt"
             )
         if max(prompt) >= self.session.artifact.vocab_size or min(prompt) < 0:
             raise DiffbitError(f"the prompt has a token outside the vocabulary of {self.session.artifact.vocab_size}")
