@@ -71,6 +71,14 @@ Trainable = Annotated[
         "lora: scales, norms and low-rank adapters, which are added to the weights before they are rounded."
     ),
 ]
+Only = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAMES",
+        help="Train only these tensors, and leave the others as they are: names with *, separated by commas, such as "
+        "'*.q_proj.*,*.o_proj.*,*lambda*'.",
+    ),
+]
 Distill = Annotated[
     Path | None,
     typer.Option(
@@ -159,6 +167,7 @@ def train(
     qat: Qat = None,
     activations: Activations = "int8",
     trainable: Trainable = "all",
+    only: Only = None,
     distill: Distill = None,
     distill_weight: DistillWeight = None,
     mlp: Mlp = None,
@@ -196,8 +205,8 @@ def train(
     changes: dict[str, Any] = dict(
         context=context, init=init, mlp=mlp, sub_norms=sub_norms, head_norm=head_norm, lambda_bias=lambda_bias,
         noise_ratio=noise_ratio, source=data, field=field, tokenizer=tokenizer, needles=needles, qat=qat,
-        activations=activations, trainable=trainable, distill=distill, distill_weight=distill_weight, steps=steps,
-        batch_size=batch_size, accumulate=accumulate, learning_rate=learning_rate, schedule=schedule,
+        activations=activations, trainable=trainable, only=only, distill=distill, distill_weight=distill_weight,
+        steps=steps, batch_size=batch_size, accumulate=accumulate, learning_rate=learning_rate, schedule=schedule,
         optimizer=optimizer, seed=seed, eval_every=eval_every, checkpoint_every=checkpoint_every, device=device,
         compile=compiled, precision=precision,
     )  # fmt: skip

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
 from ...formats import parse_format
 from ...io.errors import DiffbitError
 from ...io.fields import Count, NotNegative, Positive, bounds, check, one_of
 from ...models import ModelConfig
+from ...models.checkpoint import shapes
 from ...quantize import Scheme
 
 SCHEDULES = ("cosine", "two_stage")
@@ -47,6 +49,7 @@ class TrainConfig:
     qat: str | None = None  # format of the linear layers, such as "ternary"; None: float
     activations: Activations = "int8"  # of ternary layers: int8, or int4 after a Hadamard transform (BitNet v2)
     trainable: Annotated[str, one_of(*TRAINABLE)] = "all"  # of a model with qat: see qat.py
+    only: str | None = None  # names of the tensors to train, with *, separated by commas; None: all
     schedule: Annotated[str, one_of(*SCHEDULES)] = "cosine"  # of the learning rate, or "two_stage"
     distill: str | None = None  # a checkpoint, float or quantized: the teacher (distill.py); None: no teacher
     distill_weight: NotNegative = 100.0  # weight of the teacher's loss (alpha in distill.py); the text's loss has 1
@@ -65,6 +68,10 @@ class TrainConfig:
         fits = self.activations == "int8" or (format is not None and self.activations in format.activations)
         self._require("activations", fits, "int8 unless qat is ternary")
         self._require("trainable", self.trainable == "all" or self.qat is not None, "all without qat")
+        self._require("only", self.only is None or self.qat is None, "none with qat, which has trainable")
+        if not any(map(self.trains, names := shapes(self.model))):
+            layer = ", ".join(name for name in names if ".layers.0." in name)
+            raise DiffbitError(f"only is {self.only!r}, which no tensor is called; a layer has {layer}")
         if self.lambda_bias is not None:
             self._require("lambda_bias", self.init is None, "none with init, whose weights have their own bias or none")
         if self.head_gain is not None:
@@ -75,6 +82,10 @@ class TrainConfig:
         self._require("warmup", self.warmup <= self.steps, f"at most the {self.steps} steps of the run")
         longest = self.model.max_position
         self._require("length", self.length <= longest, f"2 to {longest}, the model's max_position")
+
+    def trains(self, name: str) -> bool:
+        """Whether a tensor of this name is trained."""
+        return self.only is None or any(fnmatchcase(name, glob.strip()) for glob in self.only.split(","))
 
     def _require(self, name: str, fits: bool, condition: str) -> None:
         if not fits:

@@ -170,6 +170,8 @@ class _Run:
         self.model.to(here.device)
         if config.head_gain is not None:
             add_gains(self.model, config.head_gain)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(config.trains(name))
         self.layers = [] if config.scheme is None else prepare(self.model, config.scheme, config.trainable, quantized)
         if here.device.type in KERNEL_DEVICES:
             plugins.load("diffbit.apps.train.kernels", here.device.type).use_kernels(self.model)

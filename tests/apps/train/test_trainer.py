@@ -224,6 +224,30 @@ def test_a_resumed_run_repeats_the_losses_bit_for_bit(text: str, tmp_path: Path,
     assert logs[0] == logs[1]
 
 
+def test_only_some_tensors_are_trained(text: str, tmp_path: Path) -> None:
+    """The others stay to the bit, with weight decay too; the gradient is that of all tensors, where it is used."""
+    first = train(options(text, steps=2), tmp_path / "first").path
+    everything = replace(options(text, steps=6), init=str(first), tokenizer=str(first), clip=1e9)
+    config = replace(everything, only="*.q_proj.*, *lambda_q1")
+    whole = train(config, tmp_path / "whole")
+    before, after = (load(path).state_dict() for path in (first, whole.path))
+    changed = {name for name, weight in before.items() if not torch.equal(weight, after[name])}
+    assert (
+        changed == {name for name in before if ".q_proj." in name or name.endswith("lambda_q1")} and len(changed) == 4
+    )
+    step = replace(config, steps=1, warmup=1), replace(everything, steps=1, warmup=1)
+    some, all_ = (load(train(one, tmp_path / f"step{n}").path).state_dict() for n, one in enumerate(step))
+    assert all(torch.equal(some[name], all_[name]) for name in changed)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_at(patch, 5)
+        train(config, tmp_path / "stopped")
+    assert train(config, tmp_path / "stopped", resume=True).losses == whole.losses
+    with pytest.raises(
+        DiffbitError, match=r"only is '\*.query.*', which no tensor is called; a layer has model.layers.0"
+    ):
+        replace(config, only="*.query.*")
+
+
 def test_resuming_refuses_another_run(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, out = options(text, batch_size=2), tmp_path / "out"
     with pytest.raises(DiffbitError, match="holds no run to resume"):
@@ -364,6 +388,7 @@ def test_bad_input_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.Mon
         ({"learning_rate": float("nan")}, "learning_rate is nan, wanted a number above 0"),
         ({"weight_decay": -1.0}, "weight_decay is -1.0, wanted a number of at least 0"),
         ({"needles": 1.5}, r"needles is 1\.5, wanted a share"),
+        ({"only": "*", "qat": "ternary"}, "only is '\\*', wanted none with qat"),
         ({"optimizer": "sgd"}, "optimizer is 'sgd', wanted one of adamw, adamw8bit"),
         ({"device": "tpu"}, "device is 'tpu', wanted one of auto, cpu, cuda"),
     ):
