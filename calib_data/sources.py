@@ -36,7 +36,7 @@ from typing import Any, Literal, get_args
 from ..io.errors import DiffbitError, MissingDependency
 from ..io.fields import read
 from ..io.files import parse_json
-from .mix import Render, mix
+from .mix import Render, mix, plain
 
 Split = Literal["train", "calib", "eval"]
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
@@ -74,9 +74,10 @@ def load_text(
     """Read one split of a source (see the module's docstring for sources and splits).
 
     `field` is the key of a .jsonl row or the column of a .parquet file or dataset; a field in an `hf:` source takes
-    precedence. `limit` stops after that many UTF-8 bytes of the split and truncates the last document there. `render`
-    converts the dialogues of `mix` to text, such as with the model's chat template; default: mix.plain. Raises
-    DiffbitError if the source cannot be read or decoded, has no such field, or leaves the split empty.
+    precedence; a value may be a conversation, a list of {"role", "content"}. `limit` stops after that many UTF-8 bytes
+    of the split and truncates the last document there. `render` converts conversations to text, such as with the
+    model's chat template; default: mix.plain. Raises DiffbitError if the source cannot be read or decoded, has no such
+    field, or leaves the split empty.
     """
     if split not in get_args(Split):
         raise DiffbitError(f"split {split!r} is unknown; choose one of {', '.join(get_args(Split))}")
@@ -88,9 +89,9 @@ def load_text(
     if source in ("stdlib", "mix"):
         keyed = _stdlib()
     elif source.startswith("hf:"):
-        keyed, roles = _hugging_face(source, split, field, streaming=limit is not None)
+        keyed, roles = _hugging_face(source, split, field, render or plain, streaming=limit is not None)
     else:
-        keyed = ((text, text) for text in _path(Path(source), field))
+        keyed = ((text, text) for text in _path(Path(source), field, render or plain))
 
     documents: list[str] = []
     digest = hashlib.sha256()
@@ -161,7 +162,7 @@ def _stdlib() -> Iterator[Keyed]:
         yield path.relative_to(root).as_posix(), _decode(path)
 
 
-def _path(path: Path, field: str) -> Iterator[str]:
+def _path(path: Path, field: str, render: Render) -> Iterator[str]:
     if path.is_dir():
         files = list(_walk(path, SUFFIXES, lambda name: name == "__pycache__" or name.startswith(".")))
         if not files:
@@ -177,7 +178,7 @@ def _path(path: Path, field: str) -> Iterator[str]:
     readers = {".jsonl": _jsonl, ".parquet": _parquet}
     for file in files:
         read = readers.get(file.suffix.lower())
-        yield from (_decode(file),) if read is None else read(file, field)
+        yield from (_decode(file),) if read is None else read(file, field, render)
 
 
 def _walk(root: Path, suffixes: tuple[str, ...], skipped: Callable[[str], bool]) -> Iterator[Path]:
@@ -198,7 +199,7 @@ def _decode(path: Path) -> str:
         raise DiffbitError(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def _jsonl(path: Path, field: str) -> Iterator[str]:
+def _jsonl(path: Path, field: str, render: Render) -> Iterator[str]:
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
@@ -208,12 +209,12 @@ def _jsonl(path: Path, field: str) -> Iterator[str]:
                 row = parse_json(line.removeprefix(BOM_UTF8) if number == 1 else line, place)
                 if field not in row:
                     raise _no_field(place, field, row)
-                yield _text(row[field], f"{place}: {field}")
+                yield _text(row[field], f"{place}: {field}", render)
     except OSError as error:
         raise DiffbitError(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def _parquet(path: Path, column: str) -> Iterator[str]:
+def _parquet(path: Path, column: str, render: Render) -> Iterator[str]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -225,12 +226,17 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
                 raise _no_field(str(path), column, file.schema_arrow.names)
             batches = file.iter_batches(columns=[column], batch_size=1024)
             for row, value in enumerate(value for batch in batches for value in batch.column(0)):
-                yield _text(value.as_py(), f"{path}: row {row}: {column}")
+                yield _text(value.as_py(), f"{path}: row {row}: {column}", render)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DiffbitError(f"{path}: is not a readable parquet file ({_first_line(error)})") from None
 
 
-def _text(value: object, place: str) -> str:
+def _text(value: object, place: str, render: Render) -> str:
+    if isinstance(value, list):
+        for index, message in enumerate(value):
+            for key in ("role", "content"):
+                read(str, message.get(key) if isinstance(message, dict) else message, f"{place}[{index}].{key}")
+        return render(value) if value else ""
     return read(str | None, value, place) or ""  # null is counted as an empty document
 
 
@@ -242,7 +248,9 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
 
 
-def _hugging_face(source: str, split: str, field: str, *, streaming: bool) -> tuple[Iterator[Keyed], tuple[str, ...]]:
+def _hugging_face(
+    source: str, split: str, field: str, render: Render, *, streaming: bool
+) -> tuple[Iterator[Keyed], tuple[str, ...]]:
     """The rows of the dataset's split that contains `split`, and the split of each of its equal parts."""
     try:
         import datasets
@@ -280,13 +288,13 @@ def _hugging_face(source: str, split: str, field: str, *, streaming: bool) -> tu
     field = own_field or field
     if columns is not None and field not in columns:
         raise _no_field(source, field, columns)
-    return _rows(splits[chosen], field, source), roles
+    return _rows(splits[chosen], field, source, render), roles
 
 
-def _rows(dataset: Any, field: str, source: str) -> Iterator[Keyed]:
+def _rows(dataset: Any, field: str, source: str, render: Render) -> Iterator[Keyed]:
     try:
         for number, row in enumerate(dataset.select_columns([field])):
-            text = _text(row[field], f"{source}: row {number}: {field}")
+            text = _text(row[field], f"{source}: row {number}: {field}", render)
             yield text, text
     except DiffbitError:
         raise

@@ -17,12 +17,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
-from ..devices import device_of
+from ..devices import device_of, dtype_for
 from ..io.errors import DiffbitError, how_to_install
 from ..io.files import folder_name, locked, make_folder, resolved, sha256_file, write_atomic
 from ..io.hub import is_read
 from ..version import __version__
-from .options import dtype_for, of_formats
+from .options import of_formats
 from .output import remark
 from .scheme_options import SchemeOptions
 

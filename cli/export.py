@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from ..devices import dtype_for
 from ..io.errors import DiffbitError
 from ..io.files import read_json
-from .options import Json, Overwrite, Quiet, completion, dtype_for
+from .options import Json, Overwrite, Quiet, completion
 from .output import print_json, print_table, remark
 
 FORMATS = ("artifact", "gptq", "compressed-tensors", "bitsandbytes", "bitnet")

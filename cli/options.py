@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
@@ -54,7 +55,14 @@ Data = Annotated[
         "or a Hugging Face dataset as hf:NAME[:CONFIG][:SPLIT][:FIELD].",
     ),
 ]
-Field = Annotated[str, typer.Option("--field", help="Text field of .jsonl rows, text column of .parquet files.")]
+Field = Annotated[
+    str,
+    typer.Option(
+        "--field",
+        help="Field of .jsonl rows, column of .parquet files: text, or conversations (lists of role and content) that "
+        "the model's chat template makes text.",
+    ),
+]
 MaxWindows = Annotated[int, typer.Option("--max-windows", help="Maximum number of windows of text.")]
 Length = Annotated[
     int | None, typer.Option("--length", help="Tokens per window; default: the model's context, at most 512.")
@@ -169,8 +177,7 @@ def read_windows(
     from ..models import Checkpoint
 
     length = window_length(model, Checkpoint(model).config.max_position, length)
-    render = chat_template(model) if data == "mix" else None
-    return eval_windows(data, model, length, max_windows, split=split, field=field, render=render)
+    return eval_windows(data, model, length, max_windows, split=split, field=field, render=chat_template(model))
 
 
 def window_length(model: Path, context: int, length: int | None) -> int:
@@ -180,8 +187,9 @@ def window_length(model: Path, context: int, length: int | None) -> int:
     return min(context, 512) if length is None else length
 
 
-def chat_template(model: Path) -> Callable[[Any], str] | None:
-    """Return a function that renders a conversation in the model's chat template, or None if it has no template.
+def chat_template(model: Path) -> Callable[[Any], str]:
+    """Return a function that renders a conversation in the model's chat template, which it reads when it is first
+    called; without a template, as plain text.
 
     If the template cannot be read or refuses a conversation, that conversation and all later ones become plain text,
     and a remark says so.
@@ -190,32 +198,28 @@ def chat_template(model: Path) -> Callable[[Any], str] | None:
     from ..io.tokenizer_files import tokenizer_files
     from ..runtime.template import ChatTemplate, NoTemplate
 
+    @cache
+    def of_model() -> Callable[[Any], str]:
+        with TemporaryDirectory() as folder:  # a GGUF file holds its template, which is written here
+            for name, data in tokenizer_files(model).items():
+                Path(folder, name).write_bytes(data)
+            try:
+                return partial(ChatTemplate.read(folder).render, add_generation_prompt=False)
+            except NoTemplate:
+                return plain
+            except DiffbitError as error:
+                raise DiffbitError(str(error).replace(f"{Path(folder)}{os.sep}", "")) from None
+
     refused = False
 
-    def refuse(error: DiffbitError, folder: str) -> None:
-        nonlocal refused
-        refused = True
-        reason = str(error).replace(f"{Path(folder)}{os.sep}", "")
-        remark(f"{model}: dialogues are calibrated as plain text, not in the model's chat template ({reason})")
-
-    with TemporaryDirectory() as folder:  # a GGUF file holds its template, which is written here
-        for name, data in tokenizer_files(model).items():
-            Path(folder, name).write_bytes(data)
-        try:
-            template = ChatTemplate.read(folder)
-        except NoTemplate:
-            return None
-        except DiffbitError as error:
-            refuse(error, folder)
-            return plain
-
     def render(messages: Any) -> str:
-        if not refused:
-            try:
-                return template.render(messages, add_generation_prompt=False)
-            except DiffbitError as error:
-                refuse(error, folder)
-        return plain(messages)
+        nonlocal refused
+        try:
+            return plain(messages) if refused else of_model()(messages)
+        except DiffbitError as error:
+            refused = True
+            remark(f"{model}: conversations are read as plain text, not in the model's chat template ({error})")
+            return plain(messages)
 
     return render
 
@@ -227,8 +231,3 @@ def torch_device(name: str) -> str:
     if name == "cuda" and not torch.cuda.is_available():
         raise DiffbitError("--device cuda: torch finds no CUDA device; use --device cpu")
     return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def dtype_for(device: str) -> str:
-    """Return the precision of an artifact for a device: fp16 for a GPU, whose tensor cores multiply 16-bit numbers."""
-    return "fp16" if device == "cuda" else "fp32"

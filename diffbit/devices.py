@@ -84,3 +84,8 @@ def device_of(name: str) -> Device:
     plugins = f"onnxruntime_ep_{other.lower()}", f"onnxruntime_{other.lower()}"
     plugin = next(filter(find_spec, plugins), plugins[0])
     return Device(name, f"{other}ExecutionProvider", install, plugin, overrides=False)
+
+
+def dtype_for(device: str) -> str:
+    """Return the precision of an artifact for a device: fp16 for a GPU, whose tensor cores multiply 16-bit numbers."""
+    return "fp16" if device == "cuda" else "fp32"

@@ -14,7 +14,6 @@ from ...cli import (
     Quiet,
     Seed,
     TorchDevice,
-    dtype_for,
     print_json,
     print_table,
     remark,
@@ -22,6 +21,7 @@ from ...cli import (
     with_settings,
 )
 from ...cli.scheme_options import MaxMemory, MethodOptions, Model, SchemeOptions
+from ...devices import dtype_for
 from ...io.errors import DiffbitError
 from ...io.files import parse_size
 

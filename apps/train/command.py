@@ -8,7 +8,19 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ...cli import Data, Field, Json, Quiet, Seed, TorchDevice, completion, of_formats, print_json, print_table
+from ...cli import (
+    Data,
+    Field,
+    Json,
+    Quiet,
+    Seed,
+    TorchDevice,
+    chat_template,
+    completion,
+    of_formats,
+    print_json,
+    print_table,
+)  # fmt: skip
 from ...io import plugins
 
 EXAMPLES = {
@@ -213,7 +225,8 @@ def train(
     settings = {name: value for name, value in changes.items() if value is not None}
     settings |= {name: str(value) for name, value in settings.items() if isinstance(value, Path)}
     config = train_config(preset, attention, **settings)
-    result = run_training(config, output, resume=resume, overwrite=overwrite)
+    render = None if init is None else chat_template(init)
+    result = run_training(config, output, resume=resume, overwrite=overwrite, render=render)
     if os.environ.get("RANK", "0") != "0":  # under torchrun only one process reports
         return
     row = {

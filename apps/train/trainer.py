@@ -83,11 +83,19 @@ class TrainResult:
     seconds: float  # for steps, evaluation and checkpoints; since the resumption for a resumed run
 
 
-def train(config: TrainConfig, out: str | Path, *, resume: bool = False, overwrite: bool = False) -> TrainResult:
+def train(
+    config: TrainConfig,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    render: Callable[[Any], str] | None = None,
+) -> TrainResult:
     """Train a model into the folder `out` (see the module's docstring).
 
     `resume` continues from the last checkpoint of the same run in `out`; on the CPU the losses equal those of an
-    uninterrupted run bit for bit. `overwrite` deletes an earlier run in `out`. Under torchrun, call this in every
+    uninterrupted run bit for bit. `overwrite` deletes an earlier run in `out`. `render` makes text of conversations
+    (calib_data.load_text). Under torchrun, call this in every
     process. Raises DiffbitError for a folder, text, tokenizer or checkpoint that does not fit, and for a run that
     diverges.
     """
@@ -102,16 +110,18 @@ def train(config: TrainConfig, out: str | Path, *, resume: bool = False, overwri
     here.wait()  # every process checks the folder before the first process writes there
     try:
         with locked(out) if here.first else nullcontext():
-            return _train(config, out, here, resume)
+            return _train(config, out, here, resume, render)
     except BaseException as error:
         if not isinstance(error, Exception) and any((out / FOLDER).glob("step-*")):  # interrupted, such as by Ctrl-C
             error.add_note(f"{last_checkpoint(out)} is complete: the same command with --resume continues from it")
         raise
 
 
-def _train(config: TrainConfig, out: Path, here: Processes, resume: bool) -> TrainResult:
-    text = load_text(config.source, "train", field=config.field, limit=config.limit)
-    held_out = load_text(config.source, "eval", field=config.field)
+def _train(
+    config: TrainConfig, out: Path, here: Processes, resume: bool, render: Callable[[Any], str] | None
+) -> TrainResult:
+    text = load_text(config.source, "train", field=config.field, limit=config.limit, render=render)
+    held_out = load_text(config.source, "eval", field=config.field, render=render)
     if here.first:
         if not resume:
             begin_run(out)

@@ -56,7 +56,8 @@ def test_a_few_windows_see_every_part() -> None:
 
 def test_dialogues_are_in_the_chat_template_of_the_model(tmp_path: Path) -> None:
     train_tokenizer(load_text("mix", "calib").documents, 300, tmp_path)
-    assert chat_template(tmp_path) is None
+    without = load_text("mix", "eval", render=chat_template(tmp_path)).documents
+    assert without == load_text("mix", "eval").documents
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     render = chat_template(tmp_path)
     documents = load_text("mix", "eval", render=render).documents
@@ -80,7 +81,7 @@ def test_an_unusable_template_is_reported_once(
     documents = load_text("mix", "eval", render=chat_template(tmp_path)).documents
     assert documents == load_text("mix", "eval").documents
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"{tmp_path}: dialogues") and reason in line and line.count(str(tmp_path)) == 1
+    assert line.startswith(f"{tmp_path}: conversations") and reason in line and line.count(str(tmp_path)) == 1
 
 
 def test_nobody_trains_on_it() -> None:

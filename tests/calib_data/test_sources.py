@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +24,7 @@ def write_jsonl(path: Path, items: list[dict[str, str]]) -> Path:
     return path
 
 
-def texts(source: str | Path, **kwargs: str) -> dict[str, tuple[str, ...]]:
+def texts(source: str | Path, **kwargs: Any) -> dict[str, tuple[str, ...]]:
     return {split: load_text(str(source), split, **kwargs).documents for split in SPLITS}
 
 
@@ -91,6 +93,35 @@ def test_parquet_equals_jsonl(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", items)
     for field in ("text", "body"):
         assert texts(tmp_path / "a.parquet", field=field) == texts(tmp_path / "a.jsonl", field=field)
+
+
+def test_conversations_become_text(tmp_path: Path) -> None:
+    """As the model's template has them, or in plain text; beside rows of text, and the same from each kind of file."""
+    talk = [{"role": "user", "content": "Hello " * 9}, {"role": "assistant", "content": "Bye " * 9}]
+    items = [{"messages": [*talk, {"role": "user", "content": str(number)}]} for number in range(250)]
+    write_jsonl(tmp_path / "a.jsonl", [*items, {"messages": "only text"}, {"messages": []}])
+    plain = load_text(str(tmp_path / "a.jsonl"), "train", field="messages")
+    assert plain.documents[0].startswith("User: Hello Hello") and "\n\nAssistant: Bye" in plain.documents[0]
+
+    def render(messages: Any) -> str:
+        return "".join(f"<{one['role']}>{one['content']}" for one in messages)
+
+    documents = itertools.chain(*texts(tmp_path / "a.jsonl", field="messages", render=render).values())
+    assert sorted(documents) == sorted([*(render(item["messages"]) for item in items), "only text"])
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(items), tmp_path / "a.parquet")
+    write_jsonl(tmp_path / "b.jsonl", items)
+    assert texts(tmp_path / "a.parquet", field="messages") == texts(tmp_path / "b.jsonl", field="messages")
+    for wrong, said in (
+        ([{"role": "user"}], r"line 1: messages\[0\].content is None, wanted text"),
+        ([{"role": "user", "content": "x"}, 3], r"messages\[1\].role is 3, wanted text"),
+        ({"role": "user", "content": "x"}, r"messages is .*, wanted"),
+    ):
+        write_jsonl(tmp_path / "wrong.jsonl", [{"messages": wrong}])
+        with pytest.raises(DiffbitError, match=said):
+            load_text(str(tmp_path / "wrong.jsonl"), "train", field="messages")
 
 
 def test_limit_cuts_at_a_character(tmp_path: Path) -> None:

@@ -221,8 +221,7 @@ def test_from_a_file_to_an_artifact(tmp_path: Path) -> None:
     metadata = of_byte_level(tmp_path / "t", "gpt-2", chat_template="{{ bos_token }}{{ messages[0].content }}")
     file = write(tmp_path / "m" / "m.gguf", TYPES.Q8_0, tokenizer=metadata)
     for model in (file, file.parent):  # a folder with one such file is the same
-        render = chat_template(model)
-        assert render is not None and render([{"role": "user", "content": "Hi"}]).endswith("Hi")
+        assert chat_template(model)([{"role": "user", "content": "Hi"}]).endswith("Hi")
         report = quantize_checkpoint(model, tmp_path / "q", Scheme(weights=parse_format("int4_g32")), overwrite=True)
         assert report.weights
     assert verify(export_artifact(tmp_path / "q", tmp_path / "a")).passed

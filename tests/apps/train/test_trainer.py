@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from diffbit.apps.train.initialize import initialize
 from diffbit.apps.train.presets import train_config
 from diffbit.apps.train.trainer import evaluation_loss, learning_rate, train
 from diffbit.calib_data import END_OF_TEXT, Needles, load_text, load_tokenizer, windows
+from diffbit.cli.app import main
 from diffbit.io.errors import DiffbitError
 from diffbit.io.files import read_sealed, write_sealed
 from diffbit.models import Checkpoint, Decoder, load
@@ -246,6 +248,30 @@ def test_only_some_tensors_are_trained(text: str, tmp_path: Path) -> None:
         DiffbitError, match=r"only is '\*.query.*', which no tensor is called; a layer has model.layers.0"
     ):
         replace(config, only="*.query.*")
+
+
+def test_conversations_in_the_models_template(trained: Any, tmp_path: Path) -> None:
+    """`--field messages` of a chat model; without a template, in plain text."""
+    model, chats = tmp_path / "model", tmp_path / "chats.jsonl"
+    shutil.copytree(trained("softmax"), model)
+    talk = [{"role": "user", "content": "Why? " * 20}, {"role": "assistant", "content": "Because. " * 20}]
+    rows = [{"messages": [*talk, {"role": "user", "content": str(number)}]} for number in range(9)]
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def sha256(out: str) -> str:
+        text = ["--data", str(chats), "--field", "messages", "--context", "16"]
+        with pytest.raises(SystemExit) as stopped:
+            main(["train", "--init", str(model), *text, "--steps", "1", "--quiet", "-o", str(tmp_path / out)])
+        assert stopped.value.code == 0
+        return str(json.loads((tmp_path / out / "training.json").read_text())["text_sha256"])
+
+    assert sha256("plain") == load_text(str(chats), "train", field="messages").sha256
+    (model / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+
+    def render(messages: Any) -> str:
+        return "".join(f"<{message['role']}>{message['content']}" for message in messages)
+
+    assert sha256("chat") == load_text(str(chats), "train", field="messages", render=render).sha256
 
 
 def test_resuming_refuses_another_run(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
