@@ -627,6 +627,23 @@ def test_batch(trained: Callable[[str], Path], tmp_path: Path) -> None:
     assert all(row[count] > 0 for count in ("1", "4", "8", "16", "memory"))
 
 
+@pytest.mark.slow
+def test_recipes_of_version_2(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- recipe -->\nold\n<!-- /recipe -->\n")
+    arguments = ("--work", str(tmp_path / "work"), "--quick", "--only", "warm-up of 10 steps", "--markdown", str(page))
+    done = run("recipe.py", *arguments)
+    assert done.code == 0, done.error
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.read_text().splitlines() if "|" in line]
+    assert [row[0] for row in rows[2:]] == ["Transformer", "DIFF v2", "warm-up of 10 steps"]
+    value = float(rows[3][1].split()[0])
+    assert 5 < value < 8 and rows[3][3] == "" and rows[2][2] == ""
+    assert float(rows[3][2].split()[0].replace("−", "-")) == pytest.approx(
+        value - float(rows[2][1].split()[0]), abs=2e-3
+    )
+    assert run("recipe.py", *arguments).code == 0  # nothing is trained again
+
+
 def test_twins_measure_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head whose signal and noise are known, and one map."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
