@@ -49,9 +49,8 @@ LONG_SOURCES = {
 }
 # The core's lines of Python, and each app's: at most
 MOST_OF_THE_CORE, MOST_OF_AN_APP = 21_000, 2_000
-LONG_APPS: dict[str, int] = {
-    "serve": 2_550
-}  # an HTTP interface of many fields, a batch, its memory, and prefixes on disk
+# An HTTP interface of many fields, a batch, its memory, and prefixes on disk
+LONG_APPS: dict[str, int] = {"serve": 2_550}
 MOST_NAMES = 25  # in a face
 MOST_FLOORS = 7
 WIDE_FACES: dict[str, int] = {}
