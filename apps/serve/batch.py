@@ -91,6 +91,11 @@ class Rows(ABC):
     def room(self, row: int) -> int:
         """Return how many more tokens fit into the row."""
 
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Memory that the caches' tokens take."""
+
 
 class _Single(Rows):
     def begin(
@@ -109,6 +114,10 @@ class _Single(Rows):
 
     def room(self, row: int) -> int:
         return self.capacity - self.session.length
+
+    @property
+    def nbytes(self) -> int:
+        return self.session.artifact.cache.nbytes(self.session.length)
 
 
 class _Batch(Rows):
@@ -132,6 +141,10 @@ class _Batch(Rows):
 
     def room(self, row: int) -> int:
         return self.capacity - int(self._lengths[row])
+
+    @property
+    def nbytes(self) -> int:
+        return self._caches.nbytes({})
 
     def begin(
         self, token_ids: Sequence[int], go_on: Callable[[], bool], more: int = 0

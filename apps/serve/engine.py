@@ -158,6 +158,10 @@ class Engine:
         return len(self._answers) + len(self._preempted) + self._beginning
 
     @property
+    def cache_bytes(self) -> int:
+        return self.rows.nbytes
+
+    @property
     def most(self) -> int:
         """Maximum number of requests that run and wait together."""
         return self._queue + self.rows.count

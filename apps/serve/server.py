@@ -282,7 +282,7 @@ def _metrics(models: Sequence[Served]) -> str:
             f'diffbit_{name}_total{{model="{_label(model.name)}"}} {getattr(model.engine.counts, name)}'
             for model in models
         ]
-    for name in ("running", "waiting"):
+    for name in ("running", "waiting", "cache_bytes"):
         lines.append(f"# TYPE diffbit_{name} gauge")
         lines += [f'diffbit_{name}{{model="{_label(model.name)}"}} {getattr(model.engine, name)}' for model in models]
     return "\n".join(lines) + "\n"

@@ -178,7 +178,7 @@ def test_engine_answers_as_generate_does(
     memory = None if tokens is None else session.artifact.cache.nbytes(tokens)
     engine, most = Engine(Session(artifacts["diff"]), tokenizer, rows=3, queue=7, memory=memory), list[int]()
     step = engine.rows.step
-    monkeypatch.setattr(engine.rows, "step", lambda tokens: [step(tokens), most.append(in_use(engine))][0])
+    monkeypatch.setattr(engine.rows, "step", lambda tokens: [step(tokens), most.append(engine.cache_bytes)][0])
     prompts = [tokenizer.encode(f"def f{i}(self, {'x' * i}") for i in range(10)]
     pieces: list[list[Piece]] = [[] for _ in prompts]
     done = threading.Semaphore(0)
@@ -213,10 +213,6 @@ def test_engine_answers_as_generate_does(
         DiffbitError, match=f"{'context holds' if tokens is None else 'caches has room for'} {tokens or 256}"
     ):
         engine.submit(Request([5] * 256, take(0), sampler(0), 1))
-
-
-def in_use(engine: Engine) -> int:
-    return engine.rows._caches.nbytes({})  # type: ignore[attr-defined]
 
 
 def test_a_limit_of_memory_that_cannot_be_kept(artifacts: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,9 +327,10 @@ def test_a_stream_whose_client_has_gone_is_cancelled(
 
 def test_numbers_and_odd_texts() -> None:
     """Counters have all their digits; half a surrogate pair, which a message may quote, does not end in status 500."""
-    engine = SimpleNamespace(counts=Counts(prompt_tokens=12_345_678), running=0, waiting=0)
+    engine = SimpleNamespace(counts=Counts(prompt_tokens=12_345_678), running=0, waiting=0, cache_bytes=5)
     model: Any = SimpleNamespace(name="m", engine=engine)
     assert 'diffbit_prompt_tokens_total{model="m"} 12345678\n' in _metrics([model])
+    assert 'diffbit_cache_bytes{model="m"} 5\n' in _metrics([model])
     refused: Any = asyncio.run(_refuse(None, Refused(400, "no role '\ud800'")))  # type: ignore[arg-type]
     assert json.loads(refused.body)["error"]["message"] == "no role '?'"
 
