@@ -56,7 +56,7 @@ from diffbit.models import load
 STARTS = {"plain": None, "copy": "copy", "rotated": "rotated"}
 ROW, BATCH, PASSES, RATE = 256, 4, 2, 1e-4  # tokens, rows in a pass, passes in a step, learning rate
 BYTES = 4_000_000  # of the training text
-WINDOWS, CALIBRATION, MAPPED = 24, 24, 8  # windows of ROW tokens: scored, calibrated on, whose maps are measured
+WINDOWS, CALIBRATION, MAPPED = 16, 16, 8  # windows of ROW tokens: scored, calibrated on, whose maps are measured
 BITS = {"weights": ("3", "2"), "kv": ("4", "2"), "logits": ("4", "3", "2")}
 METHODS = ("rtn", "gptq")
 MAPS = "lambda", "cosine", "negative", "first token", "answer", "other text"
@@ -86,7 +86,7 @@ def main() -> None:
     named = {name: once(work / f"{name}.txt", partial(shutil.copyfile, file)) for name, file in files.items()}
     texts = {name: eval_windows(str(file), model, ROW, windows, split="train") for name, file in named.items()}
     texts["code"] = eval_windows("stdlib", model, ROW, windows)
-    needles = needle_windows(str(named["WikiText-2"]), model, ROW, 4, 1, 4 * windows, split="train")
+    needles = needle_windows(str(named["WikiText-2"]), model, ROW, 4, 1, windows, split="train")
     calibration = eval_windows("mix", model, ROW, CALIBRATION, split="calib")
     row = {
         "losses": losses(model, twins, texts),
