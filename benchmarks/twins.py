@@ -56,8 +56,8 @@ from diffbit.models import load
 STARTS = {"plain": None, "copy": "copy", "rotated": "rotated"}
 ROW, BATCH, PASSES, RATE = 256, 4, 2, 1e-4  # tokens, rows in a pass, passes in a step, learning rate
 BYTES = 4_000_000  # of the training text
-WINDOWS, CALIBRATION, MAPPED = 16, 16, 8  # windows of ROW tokens: scored, calibrated on, whose maps are measured
-BITS = {"weights": ("3", "2"), "kv": ("4", "2"), "logits": ("4", "3", "2")}
+WINDOWS, CALIBRATION, MAPPED = 12, 12, 6  # windows of ROW tokens: scored, calibrated on, whose maps are measured
+BITS = {"weights": ("3", "2"), "kv": ("2",), "logits": ("3", "2")}
 METHODS = ("rtn", "gptq")
 MAPS = "lambda", "cosine", "negative", "first token", "answer", "other text"
 OUTLIERS = {"kurtosis": "hidden states: kurtosis", "hidden": "hidden states: largest", "logits": "logits: largest"}
