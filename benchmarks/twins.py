@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--wikitext", type=Path, required=True, help="wiki.test.raw of WikiText-2")
     parser.add_argument("--tokens", type=int, default=300_000, help="of each run (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=1, help="(default: %(default)s)")
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="that round weights (default: rtn gptq)")
     parser.add_argument("--train-only", action="store_true", help="tune the twins, and measure later")
     parser.add_argument("--quick", action="store_true", help="short runs, few windows: does everything run?")
     add_outputs(parser, "twins.md")
@@ -90,7 +91,7 @@ def main() -> None:
     calibration = eval_windows("mix", model, ROW, CALIBRATION, split="calib")
     row = {
         "losses": losses(model, twins, texts),
-        "bits": low_bits(twins, texts["WikiText-2"], needles, calibration, bits),
+        "bits": low_bits(twins, texts["WikiText-2"], needles, calibration, bits, arguments.methods),
         "maps": {name: maps_of(paths, texts["WikiText-2"], needles) for name, paths in twins.items()},
         "outliers": {name: outliers_of(paths[0], texts["WikiText-2"]) for name, paths in twins.items()},
     }
@@ -161,15 +162,16 @@ def losses(model: Path, twins: dict[str, list[Path]], texts: dict[str, Windows])
 
 
 def low_bits(
-    twins: dict[str, list[Path]], windows: Windows, needles: NeedleWindows, calibration: Windows, bits: dict[str, Any]
-) -> Row:
+    twins: dict[str, list[Path]], windows: Windows, needles: NeedleWindows, calibration: Windows, bits: dict[str, Any],
+    methods: Sequence[str],
+) -> Row:  # fmt: skip
     """What rounding adds, and to whom more."""
     seeds = len(twins["plain"])
     paths = [path for of in twins.values() for path in of]
     rows: Row = {"results": [], "contrasts": []}
     for what, widths in bits.items():
         compared = compare(
-            paths, windows, widths, [what], METHODS if what == "weights" else ("rtn",), calibration=calibration,
+            paths, windows, widths, [what], methods if what == "weights" else ("rtn",), calibration=calibration,
             names=list(twins), runs=seeds, batch_size=4, needles=[needles] if what == "weights" else [],
         ).to_dict()  # fmt: skip
         rows["results"] += [row for row in compared["results"] if row["what"] != "none" or row["retrieval"]]
