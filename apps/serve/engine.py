@@ -267,8 +267,12 @@ class Engine:
         prompt = answer.request.prompt if self.session.reproducible else answer.token_ids
         written = answer.token_ids[len(prompt) :]
         row, cached, logits = self.rows.begin(prompt, answer.request.is_wanted, len(written))
-        for token in written if logits is not None else ():
-            logits = self.rows.step({row: token})[row]
+        try:
+            for token in written if logits is not None else ():
+                logits = self.rows.step({row: token})[row]
+        except Exception:
+            self.rows.end(row)
+            raise
         return row, cached, logits
 
     def _step(self) -> None:

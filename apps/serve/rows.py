@@ -96,10 +96,10 @@ class RowCaches:
         held = min(held, count)
         if row != source or not count:
             self.forget(row)
-        self._prefix[row] = prefix, held
+        self._prefix[row] = (prefix, held) if held else (None, 0)  # whose file goes with its last row
         if row == source:
             return
-        if prefix:
+        if prefix and held:
             self._pages.share(row, source, self._growing(held), prefix)
         for name, buffer in self._buffers.items():
             rest = buffer.first(count, held)

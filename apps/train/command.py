@@ -20,7 +20,7 @@ from ...cli import (
     of_formats,
     print_json,
     print_table,
-)  # fmt: skip
+)
 from ...io import plugins
 
 EXAMPLES = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
 from dataclasses import asdict, dataclass, fields
-from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
 from ...formats import parse_format
@@ -69,9 +69,10 @@ class TrainConfig:
         self._require("activations", fits, "int8 unless qat is ternary")
         self._require("trainable", self.trainable == "all" or self.qat is not None, "all without qat")
         self._require("only", self.only is None or self.qat is None, "none with qat, which has trainable")
-        if not any(map(self.trains, names := shapes(self.model))):
-            layer = ", ".join(name for name in names if ".layers.0." in name)
-            raise DiffbitError(f"only is {self.only!r}, which no tensor is called; a layer has {layer}")
+        for glob in self._globs():
+            if not fnmatch.filter(names := list(shapes(self.model)), glob):
+                layer = ", ".join(name for name in names if ".layers.0." in name)
+                raise DiffbitError(f"only has {glob!r}, which no tensor is called; a layer has {layer}")
         if self.lambda_bias is not None:
             self._require("lambda_bias", self.init is None, "none with init, whose weights have their own bias or none")
         if self.head_gain is not None:
@@ -85,7 +86,10 @@ class TrainConfig:
 
     def trains(self, name: str) -> bool:
         """Whether a tensor of this name is trained."""
-        return self.only is None or any(fnmatchcase(name, glob.strip()) for glob in self.only.split(","))
+        return self.only is None or any(fnmatch.fnmatchcase(name, glob) for glob in self._globs())
+
+    def _globs(self) -> list[str]:
+        return [] if self.only is None else [glob.strip() for glob in self.only.split(",")]
 
     def _require(self, name: str, fits: bool, condition: str) -> None:
         if not fits:

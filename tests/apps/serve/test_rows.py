@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -188,3 +190,19 @@ def test_shared_pages_are_as_good_as_copies(
     assert cached == as_many and (cached > 1000 or "window" in name)  # a ring cannot be cut
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prefixes are copied there")
+def test_a_prefix_goes_with_its_last_row(export: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "MAPPED", 1)
+    caches = RowCaches(Session(export("float")), 2)
+    caches.run(slice(0, 1), np.random.default_rng(0).integers(3, 1000, (1, 200)), np.array([0]))
+    caches.share(1, 0, 190)
+    (prefix, held), (same, _) = caches._prefix
+    assert prefix is same is not None and held == 190
+    gone = weakref.ref(prefix)
+    del prefix, same
+    caches.share(0, 0, 0)  # another text begins there
+    assert gone() is not None and caches.nbytes({}) == caches._fixed + 190 * caches._growth
+    caches.share(1, 1, 0)
+    assert gone() is None and caches.nbytes({}) == 0

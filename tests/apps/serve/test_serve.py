@@ -215,6 +215,28 @@ def test_engine_answers_as_generate_does(
         engine.submit(Request([5] * 256, take(0), sampler(0), 1))
 
 
+def test_a_text_that_cannot_be_written_again_frees_its_row(
+    artifacts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(
+        Session(artifacts["diff"], reproducible=True), Tokenizer(artifacts["diff"] / "tokenizer.json"), rows=2
+    )
+    engine.close()
+    request = Request([5] * 9, lambda piece: None, Sampler(), 4)
+    answer: Any = SimpleNamespace(request=request, token_ids=[5] * 9 + [6, 7])
+    again = engine._compute(answer)
+    assert engine.rows.free == 1 and engine.rows.room(again[0]) == engine.rows.capacity - 11
+    engine.rows.end(again[0])
+
+    def fails(tokens: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(engine.rows, "step", fails)
+    with pytest.raises(RuntimeError, match="no memory"):
+        engine._compute(answer)
+    assert engine.rows.free == 2
+
+
 def test_a_limit_of_memory_that_cannot_be_kept(artifacts: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(artifacts["diff"])
     with pytest.raises(DiffbitError, match="--cache-memory has room for 63 tokens, wanted at least 64; a token takes"):
