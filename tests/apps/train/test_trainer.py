@@ -245,9 +245,9 @@ def test_only_some_tensors_are_trained(text: str, tmp_path: Path) -> None:
         train(config, tmp_path / "stopped")
     assert train(config, tmp_path / "stopped", resume=True).losses == whole.losses
     with pytest.raises(
-        DiffbitError, match=r"only is '\*.query.*', which no tensor is called; a layer has model.layers.0"
+        DiffbitError, match=r"only has '\*.query.*', which no tensor is called; a layer has model.layers.0"
     ):
-        replace(config, only="*.query.*")
+        replace(config, only="*.q_proj.*, *.query.*")
 
 
 def test_conversations_in_the_models_template(trained: Any, tmp_path: Path) -> None:
