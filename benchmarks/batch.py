@@ -3,7 +3,7 @@
     python benchmarks/batch.py ARTIFACT ... [--llama FOLDER --gguf FILE] [--markdown]
 
 A step appends a token to each of 1, 4, 8 and 16 rows of --contexts tokens. Each artifact, and llama.cpp with each type
-of its cache, takes its turn in each of ROUNDS rounds, in a process of its own; medians of the rounds' tokens per
+of its cache, takes its turn in each of --rounds rounds, in a process of its own; medians of the rounds' tokens per
 second. One row is prefilled and copied to the others, before the time is taken. llama.cpp (examples/llama_cpp.py says
 where FOLDER comes from) has its rows as sequences of one batch, as its server has; its float16 cache is measured with
 and without flash attention, and the faster one counts; the others need it. Memory is the process's with 16 rows.
@@ -30,7 +30,7 @@ from report import Row, add_outputs, command_line, table, write_outputs
 from diffbit.io.progress import track
 
 COUNTS = 1, 4, 8, 16
-STEPS, ROUNDS = 16, 3
+STEPS = 16
 TYPES = {"f16, no flash attention": (1, 0), "f16": (1, 1), "q8_0": (8, 1), "q4_0": (2, 1)}  # of ggml; flash attention
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -144,13 +144,14 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="the model for llama.cpp")
     parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8000], help="tokens (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--rounds", type=int, default=3)
     add_outputs(parser, "performance.md")
     options = parser.parse_args()
     peers = TYPES if options.llama and options.gguf else {}
     numbers: list[Row] = []
     for context in options.contexts:
         rows: dict[str, list[dict[str, float]]] = {}
-        for _ in track(range(ROUNDS), f"{context} tokens"):
+        for _ in track(range(options.rounds), f"{context} tokens"):
             for path in options.artifacts:
                 rows.setdefault(f"diffbit {path.name}", []).append(measured("ours", path, context, options.threads))
             for kind in peers:

@@ -38,8 +38,9 @@ from runs import QUICK, losses, over_runs, train
 
 from diffbit.apps.evaluate.compare import compare
 from diffbit.apps.outliers.activations import measure
+from diffbit.apps.train.new_tokenizer import train_tokenizer
 from diffbit.apps.train.presets import model_config
-from diffbit.calib_data import Windows, train_tokenizer
+from diffbit.calib_data import Windows
 from diffbit.export import export_artifact
 from diffbit.io.drawing import drawn
 from diffbit.io.errors import DiffbitError

@@ -2,10 +2,10 @@
 
 from .needles import VALUE, Needles, NeedleWindows, needle_windows
 from .sources import Corpus, Split, load_text
-from .text_tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer, train_tokenizer
+from .text_tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer
 from .window import Windows, eval_windows, samples, stream, windows
 
 __all__ = [
     "END_OF_TEXT", "VALUE", "Corpus", "NeedleWindows", "Needles", "Split", "TextTokenizer", "Windows", "eval_windows",
-    "load_text", "load_tokenizer", "needle_windows", "samples", "stream", "train_tokenizer", "windows",
+    "load_text", "load_tokenizer", "needle_windows", "samples", "stream", "windows",
 ]  # fmt: skip

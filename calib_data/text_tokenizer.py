@@ -1,9 +1,4 @@
-"""Tokenizers that encode documents: a byte-level BPE trained on a corpus, or one read from a tokenizer.json.
-
-A trained tokenizer is like GPT-2's: an alphabet of bytes, GPT-2's regular expression for words, and no unknown token,
-so decoding restores every byte. `<|endoftext|>` (id 0) is both bos and eos. It is saved as tokenizer.json and
-tokenizer_config.json, which transformers' AutoTokenizer and onnxruntime-genai read.
-"""
+"""Tokenizers that encode documents, read from a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -15,15 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ..io.errors import DiffbitError
-from ..io.files import parse_json, read_json, write_atomic, write_json
+from ..io.files import parse_json, read_json
 from ..io.tokenizer_files import TOKENIZER, open_tokenizer, tokenizer_errors, tokenizer_files
 
 CONFIG = "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"
-MIN_SIZE = 257  # 256 bytes and END_OF_TEXT
 
 
 @dataclass(frozen=True)
@@ -48,38 +41,6 @@ class TextTokenizer:
                 encodings = self.backend.encode_batch(batch, add_special_tokens=False)
             for encoding in encodings:
                 yield np.asarray(encoding.ids, dtype=np.int64)
-
-    def save(self, folder: str | Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json, with the eos token also as bos."""
-        folder = Path(folder)
-        with write_atomic(folder / "tokenizer.json") as temporary:
-            temporary.write_text(self.backend.to_str(pretty=True), encoding="utf-8")
-        options: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        options |= dict.fromkeys(("bos_token", "eos_token"), self.backend.id_to_token(self.eos_id))
-        options |= dict.fromkeys(("add_bos_token", "add_eos_token", "clean_up_tokenization_spaces"), False)
-        write_json(folder / "tokenizer_config.json", options)
-
-
-def train_tokenizer(documents: Iterable[str], vocab_size: int, folder: str | Path) -> TextTokenizer:
-    """Train a byte-level BPE with `vocab_size` ids, save it in `folder` and return it.
-
-    The same documents give the same file. A corpus that is too small gives fewer ids (`.vocab_size`). Raises
-    DiffbitError for a vocabulary below MIN_SIZE.
-    """
-    if vocab_size < MIN_SIZE:
-        raise DiffbitError(f"a byte-level vocabulary of {vocab_size} ids is too small; pass {MIN_SIZE} or more")
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    backend.train_from_iterator(documents, trainer)
-    TextTokenizer(backend, eos_id=0, sha256="", path=Path(folder)).save(folder)
-    return load_tokenizer(folder)
 
 
 def load_tokenizer(path: str | Path) -> TextTokenizer:

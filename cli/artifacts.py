@@ -66,7 +66,7 @@ def as_artifacts(paths: Sequence[Path], device: str, quantize: str | None = None
                     "ARTIFACT"
                 ) from None
             artifact = Path(folder) / str(index) / folder_name(path)
-            export_artifact(path, artifact, dtype=dtype_for(target), target=target)
+            export_artifact(path, artifact, dtype=dtype_for(target), kv=kv_for(path, target), target=target)
             command = f"diffbit export {path} -o FOLDER{'' if target == 'cpu' else f' --target {target}'}"
             remark(
                 f"{path}: is a checkpoint, exported to a temporary folder; to keep the artifact: {command}; for a "
@@ -100,8 +100,16 @@ def _write(checkpoint: Path, format: str, target: str, folder: Path) -> None:
         name = re.sub(r"\.gguf$", "", folder_name(checkpoint), flags=re.IGNORECASE)
         quantized = Path(temporary) / f"{name}-{format}"
         quantize_checkpoint(checkpoint, quantized, scheme)
-        export_artifact(quantized, folder, dtype=dtype_for(target), target=target, overwrite=True)
+        kv = kv_for(quantized, target)
+        export_artifact(quantized, folder, dtype=dtype_for(target), kv=kv, target=target, overwrite=True)
     remark(f"{checkpoint}: quantized to {format}; the artifact is kept in {folder}")
+
+
+def kv_for(checkpoint: Path, target: str, layout: str = "plain") -> str | None:
+    """The precision of a cache that is not quantized: float16 in a quantized model for CPUs. None: that of the rest."""
+    from ..models import Checkpoint
+
+    return "fp16" if (target, layout) == ("cpu", "plain") and Checkpoint(checkpoint).quantization is not None else None
 
 
 def _is_whole(folder: Path) -> bool:

@@ -11,6 +11,7 @@ import typer
 from ..devices import dtype_for
 from ..io.errors import DiffbitError
 from ..io.files import read_json
+from .artifacts import kv_for
 from .options import Json, Overwrite, Quiet, completion
 from .output import print_json, print_table, remark
 
@@ -43,9 +44,12 @@ def export(
     ] = "cpu",
     dtype: Annotated[
         Literal["fp32", "fp16"] | None,
+        typer.Option(help="Precision of everything that is not quantized; default: fp32, or fp16 for --target cuda."),
+    ] = None,
+    kv: Annotated[
+        Literal["fp32", "fp16"] | None,
         typer.Option(
-            help="Precision of everything that is not quantized, a float KV cache included; default: fp32, or fp16 for "
-            "--target cuda."
+            help="Precision of a KV cache that is not quantized; default: fp16 in a quantized model for CPUs."
         ),
     ] = None,
     context_length: Annotated[
@@ -80,20 +84,18 @@ def export(
     from ..export import export_artifact, export_checkpoint
 
     if format != "artifact":
-        if (target, dtype, context_length, library, layout, embeddings) != ("cpu", None, None, False, "plain", False):
+        if any((target != "cpu", dtype, kv, context_length, library, layout != "plain", embeddings)):
             raise DiffbitError(f"only --tokenizer and --overwrite apply to --format {format}; leave out the others")
         export_checkpoint(checkpoint, output, format, tokenizer=tokenizer, overwrite=overwrite)
         return _print_files(output, as_json)
     export_artifact(
         checkpoint, output, dtype=dtype or dtype_for(target), target=target, context_length=context_length,
-        tokenizer=tokenizer, library=library, layout=layout, embeddings=embeddings, overwrite=overwrite,
+        kv=kv or kv_for(checkpoint, target, layout), tokenizer=tokenizer,
+        library=library, layout=layout, embeddings=embeddings, overwrite=overwrite,
     )  # fmt: skip
     manifest = read_json(output / "diffbit.json")
     if not (embeddings or (output / "genai_config.json").exists()):
-        remark(
-            f"{output}: has a low-bit KV cache; diffbit can run it, onnxruntime-genai and optimum cannot (for other "
-            "loaders, the manifest diffbit.json lists the cache's buffers)"
-        )
+        remark(f"{output}: has a low-bit KV cache, which onnxruntime-genai and optimum cannot run, unlike diffbit")
     if as_json:
         print_json({"output": str(output), **manifest})
         return

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..calib_data import Windows
     from ..quantize import AttentionScheme, Scheme
 
-__all__ = ["MaxMemory", "MethodOptions", "Model", "SchemeOptions"]
+__all__ = ["MaxMemory", "MethodOptions", "Model", "SchemeOptions", "window_length"]
 
 MEASURING_WINDOWS = 16  # default for text that only measures errors
 KV_FORMATS = ("fp16", "int8", "int4", "int2", "none")
@@ -186,12 +186,3 @@ class MethodOptions:
             return None
         most = self.windows(needed_by is not None)
         return read_windows(model, source, self.field, most, self.length, "calib")
-
-    def text_shape(self, model: Path, context: int, needed: bool) -> tuple[int, int] | None:
-        """Return the number of windows that the text has at most, and their length, without reading it."""
-        if self.calibrate is None and not needed:
-            return None
-        shape = self.windows(needed), window_length(model, context, self.length)
-        if shape[0] < 1 or shape[1] < 2:
-            raise DiffbitError(f"the text has {shape[0]} windows of {shape[1]} tokens, wanted 1 or more of 2 or more")
-        return shape

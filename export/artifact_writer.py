@@ -7,7 +7,7 @@ logits go into the manifest, and `diffbit verify` compares those of a device wit
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ def export_artifact(
     out: str | Path,
     *,
     dtype: str = "fp32",
+    kv: str | None = None,
     target: str = "cpu",
     context_length: int | None = None,
     tokenizer: str | Path | None = None,
@@ -69,35 +70,35 @@ def export_artifact(
 ) -> Path:
     """Write the artifact of a float or quantized checkpoint to the folder `out`, and return it.
 
-    dtype: "fp32" or "fp16", of what is not quantized, of scales and of the KV cache.
+    dtype: "fp32" or "fp16", of what is not quantized, and of scales.
+    kv: "fp16" or dtype, of keys and values that are not quantized; default: dtype, which transformers.js needs.
     target: "cpu", "cuda" or "webgpu", the device that the graph's operators are chosen for; it runs on others, too.
     context_length: tokens that the model can hold; default, and at most, the config's max_position.
     tokenizer: a tokenizer.json, or a folder or GGUF file with one, to use in place of the checkpoint's own.
-    library: put this machine's native library into the folder, where onnxruntime-genai finds it. diffbit itself never
-    loads one from an artifact.
+    library: put this machine's native library into the folder, for onnxruntime-genai; diffbit loads none from there.
     layout: "plain", or "transformers.js": the graph and its data in a folder onnx/, where transformers.js looks.
     embeddings: return hidden states after the final norm in place of logits; the artifact has no head.
 
     Raises DiffbitError for a checkpoint, scheme, tokenizer or option that an artifact cannot have.
     """
-    for name, value, choices in (("dtype", dtype, FLOATS), ("target", target, TARGETS)):
+    of_kv = dict.fromkeys(("fp16", dtype))
+    for name, value, choices in (("dtype", dtype, FLOATS), ("target", target, TARGETS), ("kv", kv or dtype, of_kv)):
         if value not in choices:
             raise DiffbitError(f"{name} is {value!r}, wanted one of {', '.join(choices)}")
     source = Checkpoint(checkpoint)
     files.check_apart(out, source.path, *([] if tokenizer is None else [tokenizer]))
-    config = source.config
     check_scheme(source, target)
-    length = _context_length(source, context_length)
+    config, length = source.config, _context_length(source, context_length)
     _check_tokens(source)
     contents = _tokenizer_files(source, tokenizer)
     scheme = read_scheme(source)
-    attention = AttentionScheme() if scheme is None else scheme.attention
-    webgpu = target == "webgpu"
+    webgpu, quantized = target == "webgpu", source.quantization is not None
+    attention = _attention(scheme, kv or dtype, dtype)
     cache = (webgpu_cache if webgpu else cache_spec)(config, attention, DTYPE_NAMES[dtype])
     kernels = _library(cache) if library else None
     js = _for_transformers_js(layout, cache, embeddings)
     prompt = golden_prompt(config, length, attention)
-    kind = dtype, source.quantization is not None and not webgpu
+    kind = dtype, quantized and not webgpu
     require(f"exporting {source.path}", *export_demand(source, scheme, dtype), out)
     with files.new_folder(out := Path(out), overwrite=overwrite) as folder:
         where, data = (folder / ONNX, TRANSFORMERS_JS_DATA) if js else (folder, DATA)
@@ -119,8 +120,7 @@ def export_artifact(
             **({} if target == "cpu" else {"target": target}),
             "scheme": None if scheme is None else scheme.to_dict(),
             "source": {"name": files.folder_name(source.path), "sha256": source.sha256()},
-            "method": (source.quantization or {}).get("method"),
-            "calibration": (source.quantization or {}).get("calibration"),
+            **{name: (source.quantization or {}).get(name) for name in ("method", "calibration")},
             "cache": {"layers": [{"buffers": [asdict(buffer) for buffer in layer]} for layer in cache.layers]},
             "context_length": length,
             **({"output": HIDDEN} if embeddings else {}),
@@ -150,6 +150,12 @@ def export_demand(checkpoint: Checkpoint, scheme: Scheme | None, dtype: str = "f
     table = sizes(checkpoint.config, scheme, dtype, getattr(torch, checkpoint.dtype))
     memory = max(sum(map(nbytes, tensors)) for tensors in table.layers())
     return Demand(memory + min(SLACK, memory), table.nbytes)
+
+
+def _attention(scheme: Scheme | None, kv: str, dtype: str) -> AttentionScheme:
+    """The scheme of attention, with `kv` for keys and values that it leaves in float."""
+    attention = AttentionScheme() if scheme is None else scheme.attention
+    return attention if kv == dtype else replace(attention, keys=attention.keys or kv, values=attention.values or kv)
 
 
 def _for_transformers_js(layout: str, cache: CacheSpec, embeddings: bool) -> bool:

@@ -269,15 +269,18 @@ class OnnxGraph:
         return module.onnx(self, x, factor)
 
     def linears(self, x: ir.Value, modules: Mapping[str, nn.Module]) -> Sequence[ir.Value]:
-        """Add several linear layers {name: module} with the same input x. If their weights can be concatenated, this is
-        one product, named after all of them (parts.py), and a Split."""
-        layers = [module for module in modules.values() if isinstance(module, nn.Linear | QuantLinear)]
-        stacked = _stacked(layers)
-        if stacked is None:
+        """Add several linear layers {name: module} with the same input x: one product and a Split, if they can be."""
+        product = self.stacked_linears(x, modules)
+        if product is None:
             return [self.linear(x, module, name) for name, module in modules.items()]
-        sizes = [module.out_features for module in layers]
-        product = self.linear(x, stacked, "+".join(modules))
+        sizes = [module.out_features for module in modules.values() if isinstance(module, nn.Linear | QuantLinear)]
         return self.ops("Split", [product, self.const(sizes)], len(sizes), axis=-1)
+
+    def stacked_linears(self, x: ir.Value, modules: Mapping[str, nn.Module]) -> ir.Value | None:
+        """Add `linears` as one product, named after all of them (parts.py); None if their weights cannot be
+        concatenated."""
+        stacked = _stacked([module for module in modules.values() if isinstance(module, nn.Linear | QuantLinear)])
+        return None if stacked is None else self.linear(x, stacked, "+".join(modules))
 
     def norm(self, x: ir.Value, module: nn.Module, name: str, dtype: type[np.floating] | None = None) -> ir.Value:
         """Add a norm of x, which has the graph's dtype or `dtype`; returns x for an nn.Identity."""

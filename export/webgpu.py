@@ -27,7 +27,7 @@ Layers that GroupQueryAttention cannot compute (`grouped`) keep DiffAttention's 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -87,12 +87,10 @@ class WebGPUGraph(DecoderGraph):
         blocks = module.weight.format.blocks(module.weight)
         return blocks.multiply(self, x, blocks.store(self, factor), 0)
 
-    def linears(self, x: ir.Value, modules: Mapping[str, nn.Module]) -> Sequence[ir.Value]:
+    def stacked_linears(self, x: ir.Value, modules: Mapping[str, nn.Module]) -> ir.Value | None:
         """Two linear layers are not stacked: their two products take no more dispatches than a product and a Split, and
         ONNX Runtime makes one node of the norm before them, gate, up and the activation (MatMulNBitsMlpFusion)."""
-        if len(modules) == 2:
-            return [self.linear(x, module, name) for name, module in modules.items()]
-        return super().linears(x, modules)
+        return None if len(modules) == 2 else super().stacked_linears(x, modules)
 
     def gather_low_bit(self, table: QTensor) -> ir.Value:
         self._blocks = blocks = table.format.blocks(table)

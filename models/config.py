@@ -211,10 +211,6 @@ class ModelConfig:
         """Whether the heads of every layer are normed."""
         return all(layer.mixer.head_norm for layer in self.layers)
 
-    def with_sub_norms(self) -> ModelConfig:
-        """Return this config with sub-norms in every layer."""
-        return replace(self, layers=tuple(replace(layer, sub_norms=True) for layer in self.layers))
-
     @property
     def rope_width(self) -> int:
         """Width of the heads that RoPE rotates; 0: there is no RoPE."""

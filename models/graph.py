@@ -130,6 +130,9 @@ class Graph(Builder, Protocol):
     def linears(self, x: ir.Value, modules: Mapping[str, nn.Module]) -> Sequence[ir.Value]:
         """Add several linear layers {name: module} with the same input x, in as few products as their formats allow."""
 
+    def stacked_linears(self, x: ir.Value, modules: Mapping[str, nn.Module]) -> ir.Value | None:
+        """Add them as one product whose rows have the outputs one after another; None if their formats differ."""
+
     def norm(self, x: ir.Value, module: nn.Module, name: str, dtype: type[np.floating] | None = None) -> ir.Value:
         """Add a norm of x, which has the graph's dtype or `dtype`; returns x if the module is an nn.Identity."""
 

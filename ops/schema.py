@@ -122,6 +122,15 @@ HADAMARD = Op(
     ),
 )
 
+SILU_GATE = Op(
+    "SiluGate",
+    version=1,
+    inputs=(Tensor("A", T),),
+    outputs=(Tensor("Y", T),),
+    attributes=(),
+    call=Call("SiluGate", "silu_gate", integers=("of.rows", "of.n", "of.a.type")),
+)
+
 TERNARY_MATMUL = Op(
     "TernaryMatMul",
     version=2,
@@ -337,6 +346,7 @@ OPS = (
     INT8_MATMUL,
     LOWBIT_MATMUL,
     SELECTIVE_SCAN,
+    SILU_GATE,
     TERNARY_MATMUL,
 )
 

@@ -24,7 +24,6 @@ int8 or int4, is the format of queries, so that q k^T is a product of integers; 
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
@@ -298,31 +297,6 @@ class Scheme:
             low_bit = scheme.weights is not None
             embedding, head = table_formats(low_bit, values.get("embedding"), values.get("head"))
             return replace(scheme, embedding=embedding, head=head)
-
-    def to_file(self, path: str | Path) -> None:
-        """Write a .json or .toml file that `from_file` reads."""
-        path = Path(path)
-        if path.suffix == ".json":
-            files.write_json(path, self.to_dict())
-        elif path.suffix == ".toml":
-            with files.write_atomic(path) as temporary:
-                temporary.write_text(self._toml(), encoding="utf-8")
-        else:
-            raise DiffbitError(f"{path}: wanted a .json or a .toml file to write a scheme to")
-
-    def _toml(self) -> str:
-        # a JSON string is a valid TOML basic string, except for DEL, which no module name contains
-        names = {"weights": self.weights, "embedding": self.embedding, "head": self.head}
-        lines = [f"{name} = {json.dumps(_name(format))}" for name, format in names.items()]
-        if self.activations is not None:
-            lines.append(f"activations = {json.dumps(self.activations)}")
-        if attention := self.attention.to_dict():
-            entries = ", ".join(f"{name} = {json.dumps(value)}" for name, value in attention.items())
-            lines.append(f"attention = {{ {entries} }}")
-        if self.overrides:
-            lines += ["", "[overrides]"]
-        lines += [f"{json.dumps(glob)} = {json.dumps(_name(format))}" for glob, format in self.overrides]
-        return "\n".join(lines) + "\n"
 
 
 def table_formats(low_bit: bool, embedding: str | None, head: str | None) -> tuple[Format | None, Format | None]:

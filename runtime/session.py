@@ -108,15 +108,17 @@ class Session:
                 "CPU; export the model with --dtype fp32, or run with device cpu"
             )
         self._memory = row.memory
-        self.chunk = GPU_CHUNK if self.native and device == "cuda" else CHUNK
-        if computes_on_cpu(device):
-            self.chunk = SHORT_CHUNK
+        on_gpu = self.native and device == "cuda"
+        self.chunk = GPU_CHUNK if on_gpu else SHORT_CHUNK if computes_on_cpu(device) else CHUNK
         self._buffers = self.artifact.cache.buffers
         ways = ("always", "native") if self.native else ("always",)
         self._in_place = [buffer.in_place in ways for buffer in self._buffers.values()]
         grows = (buffer.grows or buffer.name.endswith("_recent") for buffer in self._buffers.values())
         self._to_end = not all(grows)  # whether a row's tokens are moved to its end
-        self._check_signature()
+        try:
+            self._check_signature()
+        except UnicodeDecodeError:  # of an axis
+            raise DiffbitError(f"{self._model}: holds a name that is not UTF-8; export the model again") from None
         optional = {node.name for node in self._session.get_overridable_initializers()} if row.overrides else set()
         self._logits_from = LOGITS_FROM in optional  # older exports, without this input, compute all logits
         self.takes_lengths = SHORTER_BY in optional
@@ -380,11 +382,8 @@ class Session:
         inputs: dict[str, Signature] = dict.fromkeys(TOKEN_INPUTS, ("tensor(int64)", (None, None)))
         outputs: dict[str, Signature] = {self.artifact.output: ("tensor(float)", (None, None, self.artifact.width))}
         for name, buffer in self._buffers.items():
-            shape = (None, *buffer.fixed)
-            inputs[f"past_key_values.{name}"] = outputs[f"present.{name}"] = (
-                TENSORS.get(buffer.dtype, f"tensor({buffer.dtype})"),
-                shape,
-            )
+            type_ = TENSORS.get(buffer.dtype, f"tensor({buffer.dtype})")
+            inputs[f"past_key_values.{name}"] = outputs[f"present.{name}"] = type_, (None, *buffer.fixed)
         sides = ("input", self._session.get_inputs(), inputs), ("output", self._session.get_outputs(), outputs)
         for side, actual, expected in sides:
             nodes = {node.name: node for node in actual}

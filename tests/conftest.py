@@ -117,7 +117,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random DIFF version 1 model with grouped queries, in Hugging Face's layout, with a tokenizer."""
     import torch
 
-    from diffbit.calib_data import train_tokenizer
+    from diffbit.apps.train.new_tokenizer import train_tokenizer
     from diffbit.models import Decoder, ModelConfig, save
 
     folder = tmp_path_factory.mktemp("models")

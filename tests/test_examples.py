@@ -37,7 +37,7 @@ Trained = Callable[[str], Path]
 USE_THE_PLUGIN = """
 import sys
 import torch
-from diffbit.calib_data import train_tokenizer
+from diffbit.apps.train.new_tokenizer import train_tokenizer
 from diffbit.cli.app import main
 from diffbit.models import Decoder, ModelConfig, save
 

@@ -2,5 +2,5 @@
 forecasts of what quantizing and exporting take.
 
 allocation = allocate("model", nbytes=40_000_000, method="gptq", calibration=token_ids)
-allocation.scheme.to_file("scheme.toml")             # `diffbit quantize --scheme` and quantize_checkpoint take it
+write_scheme(allocation.scheme, "scheme.toml")        # `diffbit quantize --scheme` and quantize_checkpoint take it
 """

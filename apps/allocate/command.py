@@ -20,7 +20,7 @@ from ...cli import (
     torch_device,
     with_settings,
 )
-from ...cli.scheme_options import MaxMemory, MethodOptions, Model, SchemeOptions
+from ...cli.scheme_options import MaxMemory, MethodOptions, Model, SchemeOptions, window_length
 from ...devices import dtype_for
 from ...io.errors import DiffbitError
 from ...io.files import parse_size
@@ -79,7 +79,7 @@ def plan(
         raise DiffbitError(f"{model}: is quantized already; leave out the options of a scheme, or pass the float model")
     else:
         scheme, recipe = options.scheme(), parse_recipe(rounding.method)
-        text = rounding.text_shape(model, checkpoint.config.max_position, recipe.calibrated)
+        text = _text_shape(model, checkpoint.config.max_position, rounding, recipe.calibrated)
         limit = None if max_memory is None else parse_size(max_memory)
         steps["quantize"] = plan_quantize(checkpoint, scheme, recipe, text, limit)
     steps["export"] = plan_export(checkpoint, scheme, dtype or dtype_for(device))
@@ -186,15 +186,26 @@ def allocate(
 def _report(allocation: Allocation, output: Path, plot: Path | None, as_json: bool) -> None:
     """Write the scheme and the plot, and print the losses."""
     from .plot import plot_allocation
+    from .scheme_file import write_scheme
 
     if plot is not None:
         plot_allocation(allocation.to_dict(), plot)
-    allocation.scheme.to_file(output)
+    write_scheme(allocation.scheme, output)
     if as_json:
         print_json({"output": str(output), **allocation.to_dict()})
         return
     print_table(_rows(allocation), title="loss of each layer")
     remark(_summary(allocation, output))
+
+
+def _text_shape(model: Path, context: int, rounding: MethodOptions, needed: bool) -> tuple[int, int] | None:
+    """Return the number of windows that the text has at most, and their length, without reading it."""
+    if rounding.calibrate is None and not needed:
+        return None
+    shape = rounding.windows(needed), window_length(model, context, rounding.length)
+    if shape[0] < 1 or shape[1] < 2:
+        raise DiffbitError(f"the text has {shape[0]} windows of {shape[1]} tokens, wanted 1 or more of 2 or more")
+    return shape
 
 
 def _text(model: Path, rounding: MethodOptions, measure: bool) -> Windows:

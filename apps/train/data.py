@@ -19,9 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ...calib_data import VALUE, Corpus, Needles, load_tokenizer, train_tokenizer
+from ...calib_data import VALUE, Corpus, Needles, load_tokenizer
 from ...io.errors import DiffbitError
 from .config import TrainConfig
+from .new_tokenizer import save_tokenizer, train_tokenizer
 
 
 class TrainingRows:
@@ -94,4 +95,4 @@ def prepare_tokenizer(config: TrainConfig, text: Corpus, folder: Path) -> None:
             f"{config.tokenizer}: the tokenizer has {tokenizer.vocab_size} ids, more than the model's vocabulary of "
             f"{vocab_size}; set the model's vocabulary to that size"
         )
-    tokenizer.save(folder)
+    save_tokenizer(tokenizer, folder)

@@ -229,7 +229,8 @@ def _model_of(
         )
     if sub_norms is False and start.config.sub_norms:
         raise DiffbitError(f"{checkpoint}: has sub-norms, which training cannot remove; omit --no-sub-norms")
-    return start.config.with_sub_norms() if sub_norms else start.config
+    layers = tuple(replace(layer, sub_norms=bool(sub_norms) or layer.sub_norms) for layer in start.config.layers)
+    return replace(start.config, layers=layers)
 
 
 def parameters() -> list[dict[str, Any]]:

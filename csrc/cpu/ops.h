@@ -19,6 +19,7 @@ struct Int4Kernels;
 struct LowBitMatMulKernels;
 struct MambaKernels;
 struct ManyRowsKernels;
+struct SiluGateKernels;
 struct TernaryKernels;
 
 struct CausalConv : CausalConvNode {
@@ -81,6 +82,12 @@ struct SelectiveScan : SelectiveScanNode {
   explicit SelectiveScan(const Node& node);
   void compute(Context& context) const;
   const MambaKernels* kernels;
+};
+
+struct SiluGate : SiluGateNode {
+  explicit SiluGate(const Node& node);
+  void compute(Context& context) const;
+  const SiluGateKernels* kernels;
 };
 
 struct TernaryMatMul : TernaryNode {

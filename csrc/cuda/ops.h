@@ -46,6 +46,7 @@ using Int4MatMul = DIFFBIT_LAUNCH(Int4Node, Int4MatMul, int4_matmul);
 using Int8MatMul = DIFFBIT_LAUNCH(Int8Node, Int8MatMul, int8_matmul);
 using LowBitMatMul = DIFFBIT_LAUNCH(LowBitNode, LowBitMatMul, lowbit_matmul);
 using SelectiveScan = DIFFBIT_LAUNCH(SelectiveScanNode, SelectiveScan, selective_scan);
+using SiluGate = DIFFBIT_LAUNCH(SiluGateNode, SiluGate, silu_gate);
 using TernaryMatMul = DIFFBIT_LAUNCH(TernaryNode, TernaryMatMul, ternary_matmul);
 
 }  // namespace diffbit::cuda

@@ -123,11 +123,11 @@ void add_on_gpu(std::vector<Entry>& all) {
 std::vector<Entry> every_entry() {
   std::vector<Entry> all;
   add_on_cpu<CausalConv, DiffAttention, FloatMatMul, GatherLowBit, GatherQuantized, Hadamard, Int4MatMul, Int8MatMul,
-             LowBitMatMul, SelectiveScan, TernaryMatMul>(all);
+             LowBitMatMul, SelectiveScan, SiluGate, TernaryMatMul>(all);
 #if DIFFBIT_HAS_CUDA
   add_on_gpu<cuda::CausalConv, cuda::DiffAttention, cuda::FloatMatMul, cuda::GatherLowBit, cuda::GatherQuantized,
              cuda::Hadamard, cuda::Int4MatMul, cuda::Int8MatMul, cuda::LowBitMatMul, cuda::SelectiveScan,
-             cuda::TernaryMatMul>(all);
+             cuda::SiluGate, cuda::TernaryMatMul>(all);
 #endif
   return all;
 }

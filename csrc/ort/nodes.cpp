@@ -59,6 +59,14 @@ HadamardNode::Tensors HadamardNode::tensors(Context& context) const {
   return {a, context.output(Y, a.shape, a.rank)};
 }
 
+SiluGateNode::Tensors SiluGateNode::tensors(Context& context) const {
+  const Tensor a = context.input(A);
+  if (a.rank < 1 || a.shape[a.rank - 1] % 2)
+    throw Error("%s is %s, wanted an even last dimension", a.name, a.shape_text().c_str());
+  const int64_t n = a.shape[a.rank - 1] / 2;
+  return {a, context.product(Y, a, n), n ? a.size() / (2 * n) : 0, n};
+}
+
 namespace {
 
 /// Checks that the tensors of a weight in tiles fit together. Returns {scales of a row, the one zero point}; if there is one,

@@ -26,6 +26,16 @@ struct FloatMatMulNode : schema::FloatMatMul {
   Tensors tensors(Context& context) const;
 };
 
+struct SiluGateNode : schema::SiluGate {
+  struct Tensors {
+    Tensor a, y;
+    int64_t rows, n;  // of y
+  };
+
+  explicit SiluGateNode(const Node&) {}
+  Tensors tensors(Context& context) const;
+};
+
 struct HadamardNode : schema::Hadamard {
   struct Tensors {
     Tensor a, y;

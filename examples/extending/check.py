@@ -9,7 +9,7 @@ import tempfile
 import numpy as np
 import torch
 
-from diffbit.calib_data import train_tokenizer
+from diffbit.apps.train.new_tokenizer import train_tokenizer
 from diffbit.export import export_artifact, reference_model
 from diffbit.formats import parse_format
 from diffbit.models import Decoder, LayerSpec, ModelConfig, save

@@ -9,6 +9,7 @@ the names up_proj and down_proj (and gate_proj).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
@@ -81,16 +82,20 @@ class GatedMLP(MLP):
         """Add `act` as ONNX nodes; in float32 if the MLP is `wide`."""
         raise NotImplementedError
 
+    def onnx_gated(self, g: Graph, x: Value, linears: Mapping[str, nn.Module], raised: bool) -> Value:
+        """Add act(gate) * up of the two linears as ONNX nodes; raised: in float32, whatever the graph's dtype."""
+        gate, up = g.linears(x, linears)
+        if raised:
+            gate, up = g.cast(gate, np.float32), g.cast(up, np.float32)
+        return g.op("Mul", [self.onnx_act(g, gate), up])
+
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.act(self.gate_proj(x)) * self.up_proj(x)
         return self.down_proj(self.ffn_sub_norm(hidden))
 
     def onnx(self, g: Graph, x: Value) -> Value:
         """Add `forward` as ONNX nodes. If the MLP is `wide`, so is the norm, which makes numbers small again."""
-        gate, up = g.linears(x, {"gate_proj": self.gate_proj, "up_proj": self.up_proj})
         raised = self.wide and g.dtype is not np.float32
-        if raised:
-            gate, up = g.cast(gate, np.float32), g.cast(up, np.float32)
-        hidden = g.op("Mul", [self.onnx_act(g, gate), up])
+        hidden = self.onnx_gated(g, x, {"gate_proj": self.gate_proj, "up_proj": self.up_proj}, raised)
         hidden = g.norm(hidden, self.ffn_sub_norm, "ffn_sub_norm", np.float32 if raised else None)
         return g.linear(g.cast(hidden, g.dtype) if raised else hidden, self.down_proj, "down_proj")

@@ -15,7 +15,7 @@ from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.export.base import ExportCommand
 
 QUANTIZE = ("weights", "method", "kv", "calibrate", "max_windows")  # options of `diffbit quantize`
-EXPORT = ("device", "dtype")  # options of `diffbit export`
+EXPORT = ("target", "dtype")  # options of `diffbit export`
 
 
 class DiffbitExportCommand(BaseOptimumCLICommand):
@@ -32,7 +32,7 @@ class DiffbitExportCommand(BaseOptimumCLICommand):
         parser.add_argument("--kv", help="KV cache format, such as int8.")
         parser.add_argument("--calibrate", help="Calibration text; default: mix.")
         parser.add_argument("--max-windows", help="Number of windows of calibration text.")
-        parser.add_argument("--device", choices=("cpu", "cuda"), help="Device that runs the artifact; default: cpu.")
+        parser.add_argument("--target", choices=("cpu", "cuda", "webgpu"), help="Device that the operators are for.")
         parser.add_argument("--dtype", choices=("fp32", "fp16"), help="Precision of all that is not quantized.")
         parser.add_argument("--overwrite", action="store_true", help="Replace the output folder.")
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from diffbit.calib_data import eval_windows, load_text, train_tokenizer
+from diffbit.apps.train.new_tokenizer import train_tokenizer
+from diffbit.calib_data import eval_windows, load_text
 from diffbit.calib_data.mix import TEXT
 from diffbit.cli.options import chat_template
 from diffbit.io.errors import DiffbitError

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diffbit.calib_data import VALUE, Needles, NeedleWindows, load_tokenizer, needle_windows, train_tokenizer
+from diffbit.apps.train.new_tokenizer import train_tokenizer
+from diffbit.calib_data import VALUE, Needles, NeedleWindows, load_tokenizer, needle_windows
 from diffbit.io.errors import DiffbitError
 
 LINE = re.compile(r"\n@ ([a-z]+) = ([a-z ]+)(?=\n)")

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from diffbit.calib_data import END_OF_TEXT, load_text, load_tokenizer, train_tokenizer
+from diffbit.apps.train.new_tokenizer import train_tokenizer
+from diffbit.calib_data import END_OF_TEXT, load_text, load_tokenizer
 from diffbit.io.errors import DiffbitError
 
 TEXTS = [

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffbit.calib_data import Windows, eval_windows, load_text, load_tokenizer, stream, train_tokenizer, windows
+from diffbit.apps.train.new_tokenizer import train_tokenizer
+from diffbit.calib_data import Windows, eval_windows, load_text, load_tokenizer, stream, windows
 from diffbit.io.errors import DiffbitError
 
 EOS = 99

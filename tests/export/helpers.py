@@ -57,9 +57,9 @@ def write_quantized(source: Path, format: str) -> Path:
     return folder
 
 
-def write_artifact(checkpoint: Path, dtype: str = "fp32") -> Path:
-    folder = checkpoint.with_name(f"{checkpoint.name}-{dtype}-onnx")
-    return folder if folder.exists() else export_artifact(checkpoint, folder, dtype=dtype)
+def write_artifact(checkpoint: Path, dtype: str = "fp32", kv: str | None = None) -> Path:
+    folder = checkpoint.with_name(f"{checkpoint.name}-{dtype}-{kv}-onnx")
+    return folder if folder.exists() else export_artifact(checkpoint, folder, dtype=dtype, kv=kv)
 
 
 def graph_of(artifact: Path) -> onnx.ModelProto:

@@ -57,7 +57,7 @@ def test_diff_v1_holds_the_op_and_its_body(checkpoint_of: Maker) -> None:
         "spec_version": diff_attention.OP.version,
     }
     functions = sorted((f.domain, f.name) for f in model.functions)
-    assert functions == [("diffbit", "DiffAttention"), ("diffbit", "Int4MatMul")]
+    assert functions == [("diffbit", "DiffAttention"), ("diffbit", "Int4MatMul"), ("diffbit", "SiluGate")]
     # what does not depend on the layer is there once: T - S, and that of each row
     assert sum(node.op_type == "Sub" for node in model.graph.node) == 2
 
@@ -113,7 +113,7 @@ def test_the_checker_accepts_graph_and_functions(checkpoint_of: Maker, tmp_path:
     """All but SimplifiedLayerNormalization, which ONNX Runtime adds to the default domain and onnx does not know."""
     artifact = write_artifact(checkpoint_of("diff_v1", "ternary"))
     model = graph_of(artifact)
-    assert sorted(function.name for function in model.functions) == ["DiffAttention", "TernaryMatMul"]
+    assert sorted(function.name for function in model.functions) == ["DiffAttention", "SiluGate", "TernaryMatMul"]
     for node in model.graph.node:
         if node.op_type == "SimplifiedLayerNormalization":
             node.domain = "com.microsoft"  # domains that the checker has no schemas for are passed over

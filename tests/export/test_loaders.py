@@ -36,6 +36,8 @@ def test_genai(checkpoint_of: Maker, attention: str, format: str | None) -> None
     og = pytest.importorskip("onnxruntime_genai")
     checkpoint = checkpoint_of(attention, format)
     check_genai(og, write_artifact(checkpoint), checkpoint)
+    if format != "ternary":  # whose rounded activations turn the smallest difference into another token
+        check_genai(og, write_artifact(checkpoint, kv="fp16"), checkpoint)
 
 
 @pytest.mark.parametrize("format", [None, "ternary"])
@@ -45,7 +47,7 @@ def test_genai_with_the_native_library(
     """The library in the folder is what runs, whatever the current folder is, and the cache is written in place."""
     og = pytest.importorskip("onnxruntime_genai")
     checkpoint = checkpoint_of("diff_v1", format)
-    artifact = export_artifact(checkpoint, tmp_path / "artifact", library=True)
+    artifact = export_artifact(checkpoint, tmp_path / "artifact", library=True, kv=None if format is None else "fp16")
     config = json.loads((artifact / "genai_config.json").read_text())
     assert config["search"]["past_present_share_buffer"] is True
     name = config["model"]["decoder"]["session_options"]["custom_ops_library"]

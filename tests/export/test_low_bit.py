@@ -221,6 +221,36 @@ def test_other_loaders_are_told(artifact_of: Maker, quantized_of: Maker, tmp_pat
         assert done.exit_code == 0 and ("onnxruntime-genai and optimum cannot" in done.stderr) is not readable
 
 
+def test_the_cache_of_a_quantized_model_is_float16(checkpoint_of: Maker, tmp_path: Path) -> None:
+    for format, options, precision in (
+        ("int4_g32", [], "float16"),
+        (None, [], "float32"),
+        (None, ["--kv", "fp16"], "float16"),
+        ("int4_g32", ["--kv", "fp32"], "float32"),
+        ("int4_g32", ["--layout", "transformers.js"], "float32"),
+    ):
+        command = ["export", str(checkpoint_of("diff_v2", format)), "-o", str(tmp_path / "a"), "--overwrite", *options]
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.output
+        buffers = runtime.Artifact.open(tmp_path / "a").cache.buffers
+        assert {buffer.dtype for buffer in buffers.values()} == {precision}, (format, options)
+    done = CliRunner().invoke(app, [*command[:5], "--dtype", "fp16", "--kv", "fp32"])
+    assert str(done.exception) == "kv is 'fp32', wanted one of fp16"
+
+
+def test_a_float16_cache_computes_what_float32_does(checkpoint_of: Maker, tmp_path: Path) -> None:
+    """To the roundings of keys and values, through prompt and steps; with half of the memory."""
+    found, prompt = {}, [5, 9, 14, 3, 50, 37]
+    for kv in ("fp32", "fp16"):
+        folder = export_artifact(checkpoint_of("diff_v1", "int4_g32"), tmp_path / kv, kv=kv)
+        session = runtime.Session(folder, threads=1)
+        logits = [session.prefill([prompt]), *(session.step([[token]]) for token in prompt)]
+        found[kv] = np.stack([np.asarray(each).reshape(-1) for each in logits])
+        assert {buffer.dtype for buffer in session.artifact.cache.buffers.values()} == {f"float{kv[2:]}"}
+    difference = np.abs(found["fp16"] - found["fp32"]).max()
+    assert 0 < difference < 0.1 * found["fp32"].std()
+
+
 def test_buffers_in_place_and_growing(artifact_of: Maker) -> None:
     artifact = artifact_of("diff_v1", KV4)
     session = runtime.Session(artifact, threads=1)

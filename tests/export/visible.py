@@ -52,6 +52,7 @@ def ternary_calls(artifact: Path, ids: np.ndarray, isa: str | None = None) -> di
     constants = {value.name: onnx.numpy_helper.to_array(value) for value in model.graph.initializer}
     splits = [node for node in model.graph.node if node.op_type == "Split" and len(node.input) == 2]
     sizes = {node.input[0]: constants[node.input[1]] for node in splits}
+    gated = {node.input[0] for node in model.graph.node if node.op_type == "SiluGate"}
     for node in model.graph.node:
         if node.op_type != ternary_matmul.OP.name:
             continue
@@ -79,7 +80,8 @@ def ternary_calls(artifact: Path, ids: np.ndarray, isa: str | None = None) -> di
         of_module = {field: value for (name, field), value in fields.items() if name == module}
         if isa is None:
             of_module["q"] = of_module["q"].astype(np.int64) - 128  # the body holds them as uint8
-        rows = sizes.get(name_of[module, "y"], [numbers["N"]])
+        halves = [numbers["N"] // 2] * 2 if name_of[module, "y"] in gated else [numbers["N"]]
+        rows = sizes.get(name_of[module, "y"], halves)
         calls.update(_each(module, Call(numbers, **of_module), rows))
     return calls
 

@@ -24,10 +24,12 @@ import onnx
 import torch
 from sentencepiece import SentencePieceTrainer
 
+from diffbit.apps.allocate.scheme_file import write_scheme
 from diffbit.apps.train import trainer as trainer_module
 from diffbit.apps.train.config import TrainConfig
+from diffbit.apps.train.new_tokenizer import train_tokenizer
 from diffbit.apps.train.trainer import train
-from diffbit.calib_data import eval_windows, load_text, load_tokenizer, train_tokenizer
+from diffbit.calib_data import eval_windows, load_text, load_tokenizer
 from diffbit.export import export_artifact
 from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
@@ -88,7 +90,7 @@ def make(folder: Path) -> None:
     _sentencepiece(folder / "pieces")
     _texts(folder / "texts")
     (folder / "scheme").mkdir()
-    SCHEME.to_file(folder / "scheme" / "scheme.toml")
+    write_scheme(SCHEME, folder / "scheme" / "scheme.toml")
     attention = {"attention": {"keys": "int8", "values": "int4", "window": 32, "qk": "int8"}}
     (folder / "scheme" / "scheme.json").write_text(
         json.dumps(SCHEME.to_dict() | attention | {"overrides": {"model.layers.0.*": "int8"}})

@@ -23,10 +23,11 @@ from diffbit.apps.evaluate.compare import compare
 from diffbit.apps.methods import learned
 from diffbit.apps.train import trainer as trainer_module
 from diffbit.apps.train.config import TrainConfig
+from diffbit.apps.train.new_tokenizer import train_tokenizer
 from diffbit.apps.train.trainer import train
 from diffbit.apps.web import site as web
 from diffbit.apps.web.site import write_site
-from diffbit.calib_data import Windows, train_tokenizer
+from diffbit.calib_data import Windows
 from diffbit.calib_data.window import digest
 from diffbit.export import export_artifact
 from diffbit.formats import parse_format

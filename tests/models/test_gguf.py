@@ -18,7 +18,8 @@ from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from diffbit import models
-from diffbit.calib_data import load_tokenizer, train_tokenizer
+from diffbit.apps.train.new_tokenizer import train_tokenizer
+from diffbit.calib_data import load_tokenizer
 from diffbit.cli.options import chat_template
 from diffbit.export import export_artifact
 from diffbit.formats import parse_format

@@ -10,8 +10,8 @@ import numpy as np
 
 from diffbit.ops import causal_conv, selective_scan
 
-from ..ops.cases import AttentionCase, HadamardCase, Int4Case, LowBitCase, MambaCase, TernaryCase
-from .nodes import Node, Output, attention, gather_rows, int4, lowbit, mamba, ternary, transform
+from ..ops.cases import AttentionCase, HadamardCase, Int4Case, LowBitCase, MambaCase, SiluGateCase, TernaryCase
+from .nodes import Node, Output, attention, gated, gather_rows, int4, lowbit, mamba, ternary, transform
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,16 @@ def broken_ternary() -> Iterator[Broken]:
         ("scale_of_too_few_rows", r"scale is \[4\], wanted \[1\] or \[5\]", {"scale": np.ones(4, np.float32)}),
         ("scale_of_rows_and_columns", r"scale is \[5, 1\], wanted \[1\] or", {"scale": np.ones((5, 1), np.float32)}),
         ("scale_empty", r"scale is \[0\], wanted \[1\] or \[5\]", {"scale": np.ones(0, np.float32)}),
+    ):
+        yield Broken(changed(node, name, **changes), sentence)
+
+
+def broken_silu_gate() -> Iterator[Broken]:
+    node = gated(SiluGateCase("base", lead=(2,), n=32))
+    yield from of_any_op(node)
+    for name, sentence, changes in (
+        ("a_odd", r"A is \[2, 31\], wanted an even last dimension", {"A": np.zeros((2, 31), np.float32)}),
+        ("a_a_number", r"A is \[\], wanted an even last dimension", {"A": np.zeros((), np.float32)}),
     ):
         yield Broken(changed(node, name, **changes), sentence)
 
@@ -376,6 +386,7 @@ def broken() -> Iterator[Broken]:
     yield from broken_int4()
     yield from broken_lowbit()
     yield from broken_hadamard()
+    yield from broken_silu_gate()
     yield from broken_mamba()
     yield from broken_attention()
     yield from broken_grids()

@@ -37,7 +37,7 @@ def _structure(op: Signature) -> type[Op]:
 
 STRUCTURES = [_structure(op) for op in schema.OPS]
 CausalConv, Attention, FloatMatMul, GatherQuantized, GatherLowBit, Hadamard, Int4MatMul, Int8MatMul = STRUCTURES[:8]
-LowBitMatMul, SelectiveScan, TernaryMatMul = STRUCTURES[8:]
+LowBitMatMul, SelectiveScan, SiluGate, TernaryMatMul = STRUCTURES[8:]
 
 
 class Kernels:

@@ -20,6 +20,7 @@ from diffbit.ops import (
     int4_matmul,
     lowbit_matmul,
     selective_scan,
+    silu_gate,
     ternary_matmul,
 )
 
@@ -32,6 +33,7 @@ from ..ops.cases import (
     LOWBIT_CASES,
     LOWBIT_TABLE_CASES,
     MAMBA_CASES,
+    SILU_GATE_CASES,
     TABLE_CASES,
     TERNARY_CASES,
     AttentionCase,
@@ -39,6 +41,7 @@ from ..ops.cases import (
     Int4Case,
     LowBitCase,
     MambaCase,
+    SiluGateCase,
     TernaryCase,
     generator,
 )
@@ -127,6 +130,22 @@ def transform(case: HadamardCase) -> Node:
         (Output("Y", array(a).dtype, a.dim()),),
         equal(array(hadamard.reference(a, case.block))),
     )
+
+
+def gated(case: SiluGateCase) -> Node:
+    a = case.inputs()
+    expected = array(silu_gate.reference(a))
+
+    def check(got: list[np.ndarray]) -> None:
+        (y,) = got
+        assert y.dtype == expected.dtype and y.shape == expected.shape
+        # two units of the last place: those of the exponential and of the rounding
+        few = 3 * {2: 2.0**-8 if a.dtype == torch.bfloat16 else 2.0**-11, 4: 2.0**-23}[a.element_size()]
+        np.testing.assert_allclose(y.astype(np.float32), expected.astype(np.float32), rtol=few, atol=1e-7)
+
+    attributes: dict[str, int | float] = {"spec_version": silu_gate.OP.version}
+    outputs = (Output("Y", expected.dtype, a.dim()),)
+    return Node(f"silu_gate/{case.name}", silu_gate.OP.name, attributes, {"A": array(a)}, outputs, check)
 
 
 def int4(case: Int4Case) -> Node:
@@ -288,11 +307,13 @@ def nodes(roundings: int = 1) -> Iterator[Node]:
         for rows, k, n in ((1, 64, 40), (3, 201, 33), (17, 77, 30)):
             yield product(f"{rows}x{k}x{n}_{str(dtype)[6:]}", rows, k, n, dtype)
     yield from map(transform, HADAMARD_CASES)
+    yield from map(gated, SILU_GATE_CASES)
     for lead in ((0,), (2, 0)):
         yield ternary(TernaryCase(f"empty_{len(lead)}", lead=lead))
         yield int4(Int4Case(f"empty_{len(lead)}", lead=lead))
         yield lowbit(LowBitCase(f"empty_{len(lead)}", lead=lead))
         yield transform(HadamardCase(f"empty_{len(lead)}", lead=lead))
+        yield gated(SiluGateCase(f"empty_{len(lead)}", lead=lead))
     for case in MAMBA_CASES:
         for in_place in (False, True):
             yield mamba(causal_conv, case, in_place)
@@ -319,6 +340,7 @@ def bfloat16_nodes() -> Iterator[Node]:
     yield product("bf16", 3, 200, 21, bf16)
     for op in (causal_conv, selective_scan):
         yield mamba(op, MambaCase("bf16", batch=2, steps=11, before=1, channels=70, padding=(2,), dtype=bf16))
+    yield gated(SiluGateCase("bf16", n=70, dtype=bf16))
     for block in (64, 8192):  # in one kernel, in several
         yield transform(HadamardCase(f"bf16_{block}", lead=(2,), k=3 * block, block=block, dtype=bf16))
     yield from (attention(case) for case in CUDA_ATTENTION_CASES if bf16 in (case.dtype, case.cache))
@@ -331,6 +353,7 @@ def one_of_each() -> list[Node]:
         ternary(TernaryCase("small", lead=(2,), k=200, n=5)),
         ternary(TernaryCase("small_int4", lead=(2,), k=200, n=5, bits=4)),
         transform(HadamardCase("small", lead=(2,), k=192, block=64)),
+        gated(SiluGateCase("small", lead=(2,), n=33)),
         int4(Int4Case("small", lead=(2,), k=200, n=21, symmetric=False)),
         int4(Int4Case("small_int8", lead=(2,), k=200, n=21, symmetric=False, bits=8)),
         gather(Int4Case("small", k=200, n=21, symmetric=False)),
@@ -351,6 +374,7 @@ def large() -> Iterator[Node]:
     yield ternary(TernaryCase("large_int4", lead=(64,), k=1024, n=1000, bits=4))
     yield transform(HadamardCase("large", lead=(64,), k=3072, block=1024))
     yield transform(HadamardCase("large_fp16", lead=(64,), k=3072, block=1024, dtype=torch.float16))
+    yield gated(SiluGateCase("large", lead=(64,), n=3000))
     yield int4(Int4Case("large", lead=(64,), k=1024, n=1000))
     yield int4(Int4Case("large_int8", lead=(64,), k=1024, n=1000, bits=8, row_scale=True))
     yield gather(Int4Case("large", k=1024, n=1000, bits=8))

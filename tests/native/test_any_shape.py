@@ -20,10 +20,11 @@ from ..ops.cases import (
     Int4Case,
     LowBitCase,
     MambaCase,
+    SiluGateCase,
     TernaryCase,
 )
 from .host import build
-from .nodes import Node, attention, int4, lowbit, mamba, ternary, transform
+from .nodes import Node, attention, gated, int4, lowbit, mamba, ternary, transform
 from .test_host import differences
 
 pytestmark = pytest.mark.slow
@@ -65,6 +66,16 @@ LOWBIT = st.builds(
     **matmuls(("normal", "low", "high", "zero", "tiny")),
     group=st.sampled_from(int4_matmul.GROUP_SIZES),
     int8_scales=st.booleans(),
+)
+
+
+SILU_GATE = st.builds(
+    SiluGateCase,
+    name=st.just("any"),
+    lead=LEADS,
+    n=st.integers(1, 300),
+    dtype=st.sampled_from(FLOATS),
+    seed=st.integers(0, 1000),
 )
 
 
@@ -145,6 +156,7 @@ OPS = {
     "int4": (int4, INT4),
     "lowbit": (lowbit, LOWBIT),
     "hadamard": (transform, hadamards()),
+    "silu_gate": (gated, SILU_GATE),
     "mamba": (any_mamba, mambas()),
     "attention": (any_attention, attentions()),
 }

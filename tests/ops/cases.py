@@ -615,6 +615,34 @@ HADAMARD_CASES = [
 
 
 @dataclass(frozen=True)
+class SiluGateCase:
+    """A call of SiluGate: A [*lead, 2 n]."""
+
+    name: str
+    lead: tuple[int, ...] = (3,)
+    n: int = 64
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def inputs(self) -> torch.Tensor:
+        """A, with gates whose exponential overflows and whose SiLU vanishes."""
+        a = torch.randn(*self.lead, 2 * self.n, generator=generator(self.seed)) * 3
+        for at, gate in enumerate((200.0, -200.0, 0.0, -20.0)[: self.n]):
+            a[..., at] = gate
+        return a.to(self.dtype)
+
+
+SILU_GATE_CASES = [
+    *(SiluGateCase(f"n_{n}", n=n, seed=n) for n in (1, 3, 16, 17, 63, 1536)),
+    *(SiluGateCase(f"n_{n}_fp16", n=n, dtype=torch.float16, seed=n) for n in (1, 5, 16, 31, 100)),
+    SiluGateCase("no_lead", lead=(), n=24, seed=30),
+    SiluGateCase("batched", lead=(2, 5), n=40, seed=31),
+    SiluGateCase("prefill", lead=(70,), n=515, seed=32),
+    SiluGateCase("wide", lead=(1,), n=40_000, seed=33),
+]
+
+
+@dataclass(frozen=True)
 class Int4Case:
     """A call of Int4MatMul, or of Int8MatMul: activations [*lead, K] times a low-bit weight [N, K] in groups."""
 

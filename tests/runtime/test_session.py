@@ -187,6 +187,18 @@ def test_a_context_beyond_memory_is_refused(in_place: bool, tmp_path: Path) -> N
         Session(folder).prefill([[1, 2]])
 
 
+def test_an_axis_whose_name_is_no_text_is_refused(tmp_path: Path) -> None:
+    folder = TOY.write(tmp_path / "a")
+    manifest = json.loads((folder / "diffbit.json").read_text())
+    del manifest["files"]
+    graph = onnx.load(folder / "model.onnx")
+    graph.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "an_axis"
+    (folder / "model.onnx").write_bytes(graph.SerializeToString().replace(b"an_axis", b"an_\xffxis"))
+    seal(folder, manifest)
+    with pytest.raises(DiffbitError, match=r"model\.onnx: holds a name that is not UTF-8"):
+        Session(folder)
+
+
 def test_a_truncated_or_broken_model_is_refused(tmp_path: Path) -> None:
     folder = TOY.write(tmp_path / "a")
     model = folder / "model.onnx"

@@ -31,12 +31,6 @@ DIFFBIT_INLINE F32 log1p(F32 u) {
 /// log(1 + e^x). Here and below a NaN propagates through the exponential.
 DIFFBIT_INLINE F32 softplus(F32 x) { return larger(x, splat(0.0f)) + log1p(exp(magnitude(x) * splat(-1.0f))); }
 
-/// x / (1 + e^-x) with an exponential that cannot overflow.
-DIFFBIT_INLINE F32 silu(F32 x) {
-  const F32 e = exp(magnitude(x) * splat(-1.0f));
-  return fma(smaller(x, splat(0.0f)), e, larger(x, splat(0.0f))) / (splat(1.0f) + e);
-}
-
 // A vector; unless it is WHOLE, only `count` lanes are used
 template <bool WHOLE, class T>
 DIFFBIT_INLINE F32 get(const T* from, int64_t count) {

@@ -97,6 +97,12 @@ DIFFBIT_INLINE F32 exp(F32 x) {
   return zero_below(x, LEAST, p * power_of_two(n));
 }
 
+/// x / (1 + e^-x) with an exponential that cannot overflow; a NaN propagates through it.
+DIFFBIT_INLINE F32 silu(F32 x) {
+  const F32 e = exp(magnitude(x) * splat(-1.0f));
+  return fma(smaller(x, splat(0.0f)), e, larger(x, splat(0.0f))) / (splat(1.0f) + e);
+}
+
 /// d floats to codes in -top..top; a row of zeros has scale 0 and codes 0, one with an infinity or a NaN has scale NaN and
 /// codes 0. Returns the scale.
 DIFFBIT_INLINE float round_row(const float* x, int64_t d, int top, int8_t* codes) {

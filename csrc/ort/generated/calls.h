@@ -591,6 +591,33 @@ static_assert(sizeof(DiffbitSelectiveScan) == 152, "DiffbitSelectiveScan");
 DIFFBIT_CUDA_API size_t diffbit_cuda_selective_scan_workspace(const DiffbitSelectiveScan*);
 DIFFBIT_CUDA_API const char* diffbit_cuda_selective_scan(const DiffbitSelectiveScan*, void* workspace, void* stream);
 
+struct DiffbitSiluGate {
+  const void* a;
+  void* y;
+  int64_t rows;
+  int64_t n;
+  int64_t type;  // of a and y: FLOAT32, FLOAT16 or BFLOAT16
+
+  template <class Node, class Tensors>
+  static DiffbitSiluGate from([[maybe_unused]] const Node& node, const Tensors& of) {
+    return {
+        of.a.data,
+        of.y.data,
+        of.rows,
+        of.n,
+        of.a.type,
+    };
+  }
+};
+static_assert(offsetof(DiffbitSiluGate, a) == 0, "a");
+static_assert(offsetof(DiffbitSiluGate, y) == 8, "y");
+static_assert(offsetof(DiffbitSiluGate, rows) == 16, "rows");
+static_assert(offsetof(DiffbitSiluGate, n) == 24, "n");
+static_assert(offsetof(DiffbitSiluGate, type) == 32, "type");
+static_assert(sizeof(DiffbitSiluGate) == 40, "DiffbitSiluGate");
+DIFFBIT_CUDA_API size_t diffbit_cuda_silu_gate_workspace(const DiffbitSiluGate*);
+DIFFBIT_CUDA_API const char* diffbit_cuda_silu_gate(const DiffbitSiluGate*, void* workspace, void* stream);
+
 struct DiffbitTernaryMatMul {
   const void* a;  // [m, k]
   const void* packed;  // at a multiple of 16

@@ -387,6 +387,24 @@ struct SelectiveScan {
   static constexpr Signature SIGNATURE{10, 3, 0x0, 0x2, 0x0};
 };
 
+struct SiluGate {
+  static constexpr const char* NAME = "SiluGate";
+  static constexpr int64_t VERSION = 1;
+  static constexpr Input A{0, "SiluGate: A"};
+  static constexpr Output Y{0, "SiluGate: Y"};
+  static constexpr int TYPES[2][2] = {
+      {1, 1},
+      {10, 10},
+  };
+  static constexpr int GPU_TYPES[3][2] = {
+      {1, 1},
+      {10, 10},
+      {16, 16},
+  };
+  static constexpr const char* NAMES[1] = {"SiluGate"};
+  static constexpr Signature SIGNATURE{1, 1, 0x0, 0x0, 0x0};
+};
+
 struct TernaryMatMul {
   static constexpr const char* NAME = "TernaryMatMul";
   static constexpr int64_t VERSION = 2;

@@ -50,7 +50,7 @@ def test_it_writes_what_run_writes(trained: Callable[[str], Path], tmp_path: Pat
     """The bodies in float, for they multiply int4 weights by float activations; the library with int4 weights."""
     quantize_checkpoint(trained("diff_v1"), tmp_path / "int4", Scheme(weights=parse_format("int4_g32")))
     artifacts = [export_artifact(trained("diff_v1"), tmp_path / "bodies")]
-    artifacts.append(export_artifact(tmp_path / "int4", tmp_path / "library"))
+    artifacts.append(export_artifact(tmp_path / "int4", tmp_path / "library", kv="fp16"))
     command = [sys.executable, "-c", CHILD, str(library()), PROMPT, str(TOKENS), *map(str, artifacts)]
     environment = os.environ | {"PYTHONPATH": str(PACKAGES)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

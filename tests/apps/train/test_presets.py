@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from diffbit.apps.train.new_tokenizer import train_tokenizer
 from diffbit.apps.train.presets import PRESETS, model_config, parameters, train_config
-from diffbit.calib_data import train_tokenizer
 from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, variants
 

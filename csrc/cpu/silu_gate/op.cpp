@@ -1,0 +1,28 @@
+#include <algorithm>
+
+#include "../ops.h"
+#include "kernels.h"
+
+namespace diffbit {
+namespace {
+
+constexpr int64_t NUMBERS_PER_TASK = 16 * 1024;  // some ten microseconds
+
+}  // namespace
+
+SiluGate::SiluGate(const Node& node) : SiluGateNode(node), kernels(DIFFBIT_PICK(silu_gate)) {}
+
+void SiluGate::compute(Context& context) const {
+  const Tensors of = tensors(context);
+  const int64_t item = of.a.type == ort::FLOAT16 ? 2 : 4, n = of.n, row_bytes = n * item;
+  if (!n) return;
+  const int64_t some = std::max<int64_t>(1, NUMBERS_PER_TASK / n);
+  context.parallel(divide_up(of.rows, some), [&](int64_t task) {
+    for (int64_t row = task * some; row < std::min(of.rows, (task + 1) * some); ++row) {
+      const char* g = of.a.as<char>() + 2 * row * row_bytes;
+      kernels->multiply(g, g + row_bytes, of.y.as<char>() + row * row_bytes, item == 2, n);
+    }
+  });
+}
+
+}  // namespace diffbit
