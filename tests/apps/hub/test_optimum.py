@@ -44,6 +44,11 @@ def test_export(checkpoint: Path, quantized: Path, artifact: Path, tmp_path: Pat
     assert manifest["scheme"]["weights"] == "int4_g32" and manifest["scheme"]["attention"]["keys"] == "int8"
     assert manifest["name"] == "out"
     assert Session(tmp_path / "out").prefill([[1, 2, 3]]).shape[0] == 1
+    options = ["--target", "webgpu", "--dtype", "fp16"]
+    done = optimum_cli(tmp_path, "export", "diffbit", "-m", checkpoint, *options, tmp_path / "float")
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads((tmp_path / "float" / "diffbit.json").read_text())
+    assert (manifest["target"], manifest["dtype"]) == ("webgpu", "fp16")
 
 
 @pytest.mark.slow
