@@ -15,9 +15,8 @@ namespace diffbit {
 
 constexpr int64_t ATTENTION_PAD = 16;   // a multiple of every vector's length
 constexpr int64_t ATTENTION_KEYS = 32;  // keys in a block of packed keys
-constexpr int64_t SPLIT_PARTS = 3;      // of a float
-constexpr int64_t SPLIT_STEP = 32;      // split rows are a multiple of so many numbers long
-constexpr int64_t SPLIT_ROWS = 32;      // a product of split rows writes a multiple of so many rows
+constexpr int64_t SPLIT_STEP = 32;       // split rows are a multiple of so many numbers long
+constexpr int64_t SPLIT_ROWS = 32;       // a product of split rows writes a multiple of so many rows
 
 enum CacheType { CACHE_FLOAT32, CACHE_FLOAT16, CACHE_INT8, CACHE_TYPES };
 
@@ -33,6 +32,22 @@ struct QueryRows {
   int64_t count[2];
   int64_t begin(int64_t j) const { return j ? count[0] : 0; }
   int64_t end(int64_t j) const { return begin(j) + count[j]; }
+};
+
+/// Floats that n numbers of a row take, in parts of 16 bits.
+static constexpr int64_t split_size(int64_t n, int64_t parts) {
+  return (n + SPLIT_STEP - 1) / SPLIT_STEP * SPLIT_STEP * parts / 2;
+}
+
+/// Products of matrix instructions. Packed blocks of 32 keys [d, 32] or values [32, padded(d)] are split in place before they
+/// are multiplied, and a token takes split_size(d, parts) floats.
+struct SplitKernels {
+  int64_t parts;  // of a key or a value, in bfloat16: two hold a float16, three a float
+  void (*keys)(float* block, int64_t d);
+  void (*values)(float* block, int64_t d);
+  /// As AttentionKernels' packed_scores and mix, but SPLIT_ROWS - 1 more rows of `s` or `out` may be overwritten.
+  void (*scores)(const float* packed, int64_t blocks, int64_t d, const float* q, int64_t rows, float* s, int64_t stride);
+  void (*mix)(const CacheRows& values, int64_t n, int64_t d, const float* p, int64_t rows, int64_t stride, float* out);
 };
 
 struct AttentionKernels {
@@ -66,26 +81,17 @@ struct AttentionKernels {
   // without scales: the codes themselves
   void (*pack_keys[CACHE_TYPES])(const void* rows, const float* scales, int64_t n, int64_t d, float* packed);
   void (*unpack_values[CACHE_TYPES])(const void* rows, const float* scales, int64_t n, int64_t d, float* values);
-  /// s[i * stride + t] = q[i] . key t for t < blocks * 32. Where keys are split, SPLIT_ROWS - 1 more rows may be overwritten.
+  /// s[i * stride + t] = q[i] . key t for t < blocks * 32.
   void (*packed_scores)(const float* packed, int64_t blocks, int64_t d, const float* q, int64_t rows, float* s,
                         int64_t stride);
-
-  // Sets with matrix instructions, else null: packed blocks of 32 keys [d, 32] or values [32, padded(d)] are split in place
-  // before they are multiplied, and a token takes split_size(d) floats
-  void (*split_keys)(float* block, int64_t d);
-  void (*split_values)(float* block, int64_t d);
-  /// As `mix`, but SPLIT_ROWS - 1 more rows of `out` may be overwritten.
-  void (*split_mix)(const CacheRows& values, int64_t n, int64_t d, const float* p, int64_t rows, int64_t stride, float* out);
+  const SplitKernels* split;  // those of 2 parts, then of 3, for sets with matrix instructions; else null
 };
 
-/// Floats that n numbers of a row take, in parts of 16 bits.
-static constexpr int64_t split_size(int64_t n) { return (n + SPLIT_STEP - 1) / SPLIT_STEP * SPLIT_STEP * SPLIT_PARTS / 2; }
-
-/// The table in a namespace that defines all of these, and DIFFBIT_ATTENTION_PRODUCTS as the last four.
+/// The table in a namespace that defines all of these, and DIFFBIT_SPLIT as the last.
 #define DIFFBIT_ATTENTION_KERNELS                                                                                   \
   {widen, narrow, rotate, quantize, {scores<float>, scores<Half>, scores<int8_t>}, hides, hide, softmax, combine,    \
    {mix<float>, mix<Half>, mix<int8_t>}, finish, {pack_keys<float>, pack_keys<Half>, pack_keys<int8_t>},             \
-   {unpack_values<float>, unpack_values<Half>, unpack_values<int8_t>}, DIFFBIT_ATTENTION_PRODUCTS}
+   {unpack_values<float>, unpack_values<Half>, unpack_values<int8_t>}, packed_scores, DIFFBIT_SPLIT}
 
 static constexpr int64_t padded(int64_t d) { return (d + ATTENTION_PAD - 1) / ATTENTION_PAD * ATTENTION_PAD; }
 

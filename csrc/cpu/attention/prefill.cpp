@@ -24,6 +24,7 @@ constexpr int64_t FLOATS_AT_ONCE = 4 << 20;  // of packed keys and values
 struct Side {
   const Call& call;
   const Cache& cache;
+  const SplitKernels* split;       // by which blocks of tokens are multiplied, if the set has any
   int64_t row;                     // floats of a token
   int64_t coded, coded_floats;     // tokens; floats of one kv head
   int64_t recent, recent_floats;
@@ -31,20 +32,20 @@ struct Side {
   Half* halves = nullptr;
 
   Side(const Call& call_, const Cache& cache_) : call(call_), cache(cache_) {
-    const int64_t together = cache.is_keys || splits() ? ATTENTION_KEYS : 1;
+    const bool two_parts = cache.type == CACHE_FLOAT16 && !cache.blockwise();
+    split = !call.kernels.split ? nullptr : two_parts ? call.kernels.split : call.kernels.split + 1;
+    const int64_t together = cache.is_keys || split ? ATTENTION_KEYS : 1;
     const auto whole = [&](int64_t tokens) { return divide_up(tokens, together) * together; };
-    row = splits() ? split_size(call.d) : cache.is_keys ? call.d : padded(call.d);
+    row = split ? split_size(call.d, split->parts) : cache.is_keys ? call.d : padded(call.d);
     coded = whole(cache.blockwise() ? call.after : call.total);
     recent = cache.blockwise() ? whole(call.total - call.before) : 0;
     coded_floats = is_row_major() ? 0 : call.width * coded * row;
     recent_floats = call.width * recent * row;
   }
 
-  /// Whether blocks of tokens are split for matrix instructions (kernels.h).
-  bool splits() const { return call.kernels.split_keys; }
   /// Whether the product can read the cache's rows directly.
   bool is_row_major() const {
-    return !splits() && !cache.is_keys && !cache.blockwise() && cache.type == CACHE_FLOAT32 && padded(call.d) == call.d;
+    return !split && !cache.is_keys && !cache.blockwise() && cache.type == CACHE_FLOAT32 && padded(call.d) == call.d;
   }
   int64_t floats() const { return coded_floats + recent_floats; }
   int64_t halves_floats() const { return cache.blockwise() ? call.width * (call.total - call.before) * call.d : 0; }
@@ -59,12 +60,12 @@ struct Side {
   /// Calls pack(t, count, to) for `count` tokens, or for each block of them that is then split.
   template <class Pack>
   void packed(int64_t count, float* to, const Pack& pack) const {
-    if (!splits()) return pack(0, count, to);
+    if (!split) return pack(0, count, to);
     for (int64_t t = 0; t < count; t += ATTENTION_KEYS, to += ATTENTION_KEYS * row) {
       const int64_t some = smaller(ATTENTION_KEYS, count - t);
       pack(t, some, to);
       if (!cache.is_keys) std::fill(to + some * padded(call.d), to + ATTENTION_KEYS * padded(call.d), 0.0f);
-      (cache.is_keys ? call.kernels.split_keys : call.kernels.split_values)(to, call.d);
+      (cache.is_keys ? split->keys : split->values)(to, call.d);
     }
   }
 
@@ -123,7 +124,7 @@ struct Prefill {
 
   /// Where blocks of queries begin, and the end: the queries of a block see the same tokens quantized.
   std::vector<int64_t> blocks() const {
-    const int64_t most = larger(1, (keys.splits() ? SPLIT_BLOCK_ROWS : BLOCK_ROWS) / call.pairs);
+    const int64_t most = larger(1, (keys.split ? SPLIT_BLOCK_ROWS : BLOCK_ROWS) / call.pairs);
     std::vector<int64_t> starts;
     for (int64_t i = 0; i < call.length; ++i)
       if (i == 0 || i - starts.back() == most || call.seen_quantized(i) != call.seen_quantized(starts.back()))
@@ -144,6 +145,11 @@ struct Prefill {
     return {first, larger(first, old), larger(last, old)};
   }
 
+  void packed_scores(const float* packed, int64_t blocks_, int64_t d, const float* q, int64_t rows, float* s,
+                     int64_t stride) const {
+    (keys.split ? keys.split->scores : call.kernels.packed_scores)(packed, blocks_, d, q, rows, s, stride);
+  }
+
   /// Scores of `count` rows of q with the keys of sub-head j that they see.
   void scores(int64_t b, int64_t g, int64_t slot, int64_t j, const Seen& seen, const float* q, int64_t count, float* s,
               int64_t stride) const {
@@ -152,9 +158,9 @@ struct Prefill {
     if (call.top)
       rounded_scores(b, g, slot, j, seen.begin, blocks_, q, count, s, stride);
     else
-      call.kernels.packed_scores(keys.coded_of(slot, j, seen.begin), blocks_, call.d, q, count, s, stride);
+      packed_scores(keys.coded_of(slot, j, seen.begin), blocks_, call.d, q, count, s, stride);
     if (blockwise)
-      call.kernels.packed_scores(keys.recent_of(slot, j, seen.old), divide_up(seen.end - seen.old, ATTENTION_KEYS),
+      packed_scores(keys.recent_of(slot, j, seen.old), divide_up(seen.end - seen.old, ATTENTION_KEYS),
                                  call.d, q, count, s + (seen.old - seen.begin), stride);
   }
 
@@ -180,7 +186,7 @@ struct Prefill {
             for (int64_t k = d; k < padded(d); ++k) to[k] = 0;
           }
         float* to = s + row * stride + at * CACHE_BLOCK;
-        call.kernels.packed_scores(keys.coded_of(slot, j, first), 1, d, codes, some, to, stride);
+        packed_scores(keys.coded_of(slot, j, first), 1, d, codes, some, to, stride);
         const int64_t tokens = blockwise ? CACHE_BLOCK : smaller(CACHE_BLOCK, call.total - first);
         for (int64_t i = 0; i < some; ++i)
           for (int64_t t = 0; t < tokens; ++t)
@@ -216,15 +222,15 @@ struct Prefill {
 
   /// Adds rows of probabilities times n values.
   void mix(const CacheRows& from, int64_t n, const float* p, int64_t rows, int64_t stride, float* mixed) const {
-    if (!values.splits()) return call.kernels.mix[CACHE_FLOAT32](from, n, values.row, p, rows, stride, mixed);
-    call.kernels.split_mix(from, n, call.d, p, rows, stride, mixed);
+    if (!values.split) return call.kernels.mix[CACHE_FLOAT32](from, n, values.row, p, rows, stride, mixed);
+    values.split->mix(from, n, call.d, p, rows, stride, mixed);
   }
 
   /// The new tokens begin..end of kv head g.
   void block(int64_t b, int64_t g, int64_t slot, int64_t begin, int64_t end) const {
     const int64_t length = end - begin, rows = call.pairs * length, all_rows = rows + call.noises * length;
     const Seen seen = seen_of(begin, end);
-    const int64_t more = values.splits() ? SPLIT_ROWS - 1 : 0;  // rows that products may write
+    const int64_t more = values.split ? SPLIT_ROWS - 1 : 0;  // rows that products may write
     const int64_t stride = divide_up(seen.end - seen.begin, ATTENTION_KEYS) * ATTENTION_KEYS;
     float* q = scratch<float>(QUERIES, all_rows * padded(call.d));
     float* s = scratch<float>(SCORES, (all_rows + more) * stride);

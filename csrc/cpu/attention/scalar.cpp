@@ -132,7 +132,7 @@ void packed_scores(const float* packed, int64_t blocks, int64_t d, const float* 
 
 }  // namespace
 
-#define DIFFBIT_ATTENTION_PRODUCTS packed_scores, nullptr, nullptr, nullptr
+#define DIFFBIT_SPLIT nullptr
 extern const AttentionKernels attention = DIFFBIT_ATTENTION_KERNELS;
 
 }  // namespace diffbit::scalar

@@ -295,7 +295,7 @@ DIFFBIT_INLINE void packed_tile(const float* packed, int64_t d, const float* q, 
     DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v) store(s + row * stride + v * L, sums[row][v]);
 }
 
-[[maybe_unused]] void packed_scores(const float* packed, int64_t blocks, int64_t d, const float* q, int64_t rows, float* s,
+void packed_scores(const float* packed, int64_t blocks, int64_t d, const float* q, int64_t rows, float* s,
                    int64_t stride) {
   constexpr int MOST = L == 16 ? 8 : 6, VECTORS = L == 4 && REGISTERS == 32 ? 4 : 2;
   for (int64_t block = 0; block < blocks; ++block)
@@ -316,9 +316,9 @@ DIFFBIT_INLINE void packed_tile(const float* packed, int64_t d, const float* q, 
 }  // namespace
 
 #ifdef DIFFBIT_TILES
-#define DIFFBIT_ATTENTION_PRODUCTS split_scores, split_keys, split_values, split_mix
+#define DIFFBIT_SPLIT SPLIT
 #else
-#define DIFFBIT_ATTENTION_PRODUCTS packed_scores, nullptr, nullptr, nullptr
+#define DIFFBIT_SPLIT nullptr
 #endif
 extern const AttentionKernels attention = DIFFBIT_ATTENTION_KERNELS;
 
