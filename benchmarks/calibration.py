@@ -1,6 +1,7 @@
 """What the calibration text is worth: SmolLM2-135M-Instruct by GPTQ on each text, scored on four kinds of others.
 
     python benchmarks/calibration.py --work DIR [--weights FORMAT] [--layers N] [--markdown]     # DIR as for smollm2.py
+    python benchmarks/calibration.py --work DIR --windows 6 24 96 [--weights FORMAT]    # what more of `mix` is worth
 
 Rows     rounding to nearest; gptq calibrated on the Python standard library, on Wikipedia, and on `mix`, the default,
          each on WINDOWS windows of LENGTH tokens. The last rows pair `mix` with the others.
@@ -48,6 +49,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="a folder for the models")
     parser.add_argument("--weights", default="int4_g128", help="their format (default: %(default)s)")
     parser.add_argument("--layers", type=int, help="only the first N decoder layers, the others float (default: all)")
+    parser.add_argument("--windows", type=int, nargs="+", help="of `mix` for gptq, in place of other texts")
     parser.add_argument("--markdown", action="store_true", help="renew the table in docs/accuracy.md")
     arguments = parser.parse_args()
     source, news, wiki = fetch(arguments.work)
@@ -57,9 +59,11 @@ def main() -> None:
     exact = [scores(text, p, p) for text, p in zip(texts.values(), reference, strict=True)]
     rows = [["float", *(f"perplexity {interval(one.perplexity().to_dict(), '{:.1f}'.format)}" for one in exact)]]
     kept: dict[str, list[Scores]] = {}
-    for name, options in HOW.items():
+    on_mix = {f"gptq on {n} windows": [*HOW["gptq on mix"], "--max-windows", str(n)] for n in arguments.windows or ()}
+    for name, options in ({"rounding": [], **on_mix} if on_mix else HOW).items():
         label = f"calibration-{arguments.weights}-{name.replace(' ', '-')}"
-        sizes = ["--max-windows", str(WINDOWS), "--length", str(LENGTH)] if options else []
+        sizes = ["--length", str(LENGTH)] if options else []
+        sizes += [] if on_mix or not options else ["--max-windows", str(WINDOWS)]
         options = [str(wiki) if option == wiki.name else option for option in options]
         command = ["quantize", source, "--weights", arguments.weights, "--quiet", *options, *sizes]
         folder = once(arguments.work / label, lambda out, command=command: run_diffbit(*command, "-o", out))
@@ -75,11 +79,16 @@ def main() -> None:
             row.append(f"{ratio}, KL {interval(model_scores.divergence().to_dict(), '{:.3f}'.format)}")
         rows.append(row)
         print(row, file=sys.stderr)
-    *others, mix = list(HOW)[1:]
+    *others, mix = list(kept)[1:]
     for other in others:
         less = (mean(b.kl - a.kl, a.tokens) for a, b in zip(kept[other], kept[mix], strict=True))
         text_of = other.removeprefix("gptq ")
-        rows.append([f"KL on mix − {text_of}", *(interval(one.to_dict(), "{:+.3f}".format) for one in less)])
+        rows.append(
+            [
+                f"KL {mix.removeprefix('gptq ')} − {text_of}",
+                *(interval(one.to_dict(), "{:+.3f}".format) for one in less),
+            ]
+        )
     head = [arguments.weights, *(f"{name}, {len(ids)} windows" for name, (ids, _) in texts.items())]
     shown = command_line("calibration.py", sys.argv[1:])
     print(text := f"{describe()}. `{shown}`\n\n{table(head, rows)}\n")

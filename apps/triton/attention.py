@@ -270,7 +270,9 @@ def tiles(query: Tensor, value: Tensor) -> tuple[Tile, Tile, Tile]:
 
 
 @torch.library.custom_op("diffbit::diff_attention_train", mutates_args=())
-def _forward_op(query: Tensor, key: Tensor, value: Tensor, lambda_: Tensor, scale: float, norm_eps: float) -> Four:
+def _forward_op(
+    query: Tensor, key: Tensor, value: Tensor, lambda_: Tensor, scale: float, norm_eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # torch 2.6 reads no other name for it
     """Return y and O_2 [B, S, H, e], log-sum-exps (base 2) [B, 2H, S], 1 / rms of o [B, H, S] (empty: no norm)."""
     query, key, value, lambda_ = (tensor.contiguous() for tensor in (query, key, value, lambda_))
     batch, length, heads, groups, d, e = _sizes(query, value)
@@ -287,7 +289,7 @@ def _forward_op(query: Tensor, key: Tensor, value: Tensor, lambda_: Tensor, scal
 def _backward_op(
     dy: Tensor, query: Tensor, key: Tensor, value: Tensor, lambda_: Tensor, out: Tensor, noise: Tensor, lse: Tensor,
     root: Tensor, scale: float, norm_eps: float,
-) -> Four:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of query, key, value and lambda_."""
     dy, query, key, value, lambda_ = (tensor.contiguous() for tensor in (dy, query, key, value, lambda_))
     batch, length, heads, groups, d, e = _sizes(query, value)
