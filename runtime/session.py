@@ -108,8 +108,8 @@ class Session:
                 "CPU; export the model with --dtype fp32, or run with device cpu"
             )
         self._memory = row.memory
-        on_gpu = self.native and device == "cuda"
-        self.chunk = GPU_CHUNK if on_gpu else SHORT_CHUNK if computes_on_cpu(device) else CHUNK
+        chunk = GPU_CHUNK if self.native and device == "cuda" else CHUNK
+        self.chunk = SHORT_CHUNK if computes_on_cpu(device) else chunk
         self._buffers = self.artifact.cache.buffers
         ways = ("always", "native") if self.native else ("always",)
         self._in_place = [buffer.in_place in ways for buffer in self._buffers.values()]

@@ -25,27 +25,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_trained_tokenizer_gives_back_every_byte_and_is_reproducible(folder: Path, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(folder)
-    assert tokenizer.vocab_size == 512
-    assert tokenizer.eos_id == tokenizer.backend.token_to_id(END_OF_TEXT) == 0
-    ids = list(tokenizer.encode(TEXTS))
-    assert [tokenizer.backend.decode(document.tolist(), skip_special_tokens=False) for document in ids] == TEXTS
-    assert len(ids[0]) < len(TEXTS[0]) / 1.5
-    again = train_tokenizer(load_text("stdlib", "train", limit=300_000).documents, 512, tmp_path)
-    assert again.sha256 == tokenizer.sha256
-
-
-def test_transformers_reads_it(folder: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    ours = load_tokenizer(folder)
-    for text, ids in zip(TEXTS, ours.encode(TEXTS), strict=True):
-        assert theirs(text)["input_ids"] == ids.tolist()
-        assert theirs.decode(ids) == text
-    assert theirs.bos_token_id == theirs.eos_token_id == ours.eos_id
-
-
 def test_eos_is_found_where_models_keep_it(folder: Path, tmp_path: Path) -> None:
     renamed = (folder / "tokenizer.json").read_text().replace(END_OF_TEXT, "</s>")
     (tmp_path / "tokenizer.json").write_text(renamed)
@@ -72,5 +51,3 @@ def test_bad_tokenizers(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(DiffbitError, match="is not a tokenizer"):
         load_tokenizer(tmp_path)
-    with pytest.raises(DiffbitError, match="pass 257 or more"):
-        train_tokenizer(["a"], 256, tmp_path)

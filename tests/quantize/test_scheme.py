@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from diffbit.apps.allocate.scheme_file import write_scheme
 from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.models import ModelConfig
@@ -82,10 +81,7 @@ def test_bad_overrides_are_named(text):
 
 
 @pytest.mark.parametrize("scheme", [FULL, Scheme(), Scheme(weights=parse_format("int2_g16_asym"))])
-@pytest.mark.parametrize("suffix", ["json", "toml"])
-def test_files_come_back(scheme, suffix, tmp_path):
-    write_scheme(scheme, tmp_path / f"scheme.{suffix}")
-    assert Scheme.from_file(tmp_path / f"scheme.{suffix}") == scheme
+def test_dictionaries_come_back(scheme):
     assert Scheme.from_dict(scheme.to_dict()) == scheme
 
 

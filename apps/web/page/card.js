@@ -25,8 +25,9 @@ export const bytesOf = ({ files }) => Object.values(files).reduce((sum, { bytes 
 
 export const formats = ({ scheme, dtype }) => scheme?.weights ?? (dtype === "fp16" ? "float16" : "float32");
 
-function cache({ scheme, dtype }) {
-  const { keys, values } = scheme?.attention ?? {};
-  if (!keys && !values) return dtype === "fp16" ? "float16" : "float32";
-  return keys === values ? keys : `keys ${keys ?? "float"}, values ${values ?? "float"}`;
+function cache({ scheme, cache: { layers } }) {
+  const buffers = layers.flatMap((layer) => layer.buffers);
+  const stored = (part) => scheme?.attention?.[`${part}s`] ?? buffers.find(({ name }) => name === part)?.dtype ?? "none";
+  const [keys, values] = [stored("key"), stored("value")];
+  return keys === values ? keys : `keys ${keys}, values ${values}`;
 }

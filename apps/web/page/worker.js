@@ -19,7 +19,7 @@ async function load(signal) {
   const began = performance.now();
   const onProgress = (progress) => postMessage({ progress });
   model = await loadModel(new URL("./model/", import.meta.url), libraries, { onProgress, signal });
-  const { golden, cache, ...manifest } = model.manifest;
+  const { golden, ...manifest } = model.manifest;
   const { runtime, memory } = model;
   const chat = model.template !== null;
   postMessage({ ready: { manifest, runtime, memory, chat, seconds: (performance.now() - began) / 1000 } });

@@ -44,7 +44,7 @@ def artifacts(trained: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("web")
     shutil.copytree(trained("diff_v1"), folder / "talker")
     (folder / "talker" / "chat_template.jinja").write_text(TEMPLATE)
-    export_artifact(trained("diff_v1"), folder / "text")
+    export_artifact(trained("diff_v1"), folder / "text", kv="fp16")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("diffbit.export.onnx_graph.FILE_BYTES", 200_000)
         export_artifact(folder / "talker", folder / "chat")
@@ -132,7 +132,8 @@ def test_the_page_writes_what_run_writes(artifacts: dict[str, Path], tmp_path: P
     assert page["talk"] == "import é😀 " + expected[1].text.rstrip("\n")
     threads = min(4, os.cpu_count() or 1)
     assert f"on {threads} thread{'s' if threads > 1 else ''}." in page["about"] and not page["said"]
-    assert "differential, version 1" in page["facts"] and "Licensenot stated" in page["facts"]
+    for fact in ("differential, version 1", "KV cachefloat16", "Licensenot stated"):
+        assert fact in page["facts"]
     write_site(artifacts["chat"], tmp_path / "chat", packages=MODULES, license="apache-2.0")
     texts, narrow = ("class Stack:", "And now?"), ("view", (360, 640, "dark"))
     for module_file in (tmp_path / "chat" / "diffbit" / "wasm").glob("*.wasm"):
@@ -142,7 +143,8 @@ def test_the_page_writes_what_run_writes(artifacts: dict[str, Path], tmp_path: P
     assert page["answers"][:2] == [list(chat.send(text).token_ids) for text in texts]
     assert len(page["answers"][2]) < 60 and ": stopped." in page["state"]
     assert "onnxruntime-web" in page["about"] and "threads" in page["about"]
-    assert "Licenseapache-2.0" in page["facts"] and page["overflow"] <= 0 and not page["said"]
+    assert "KV cachefloat32" in page["facts"] and "Licenseapache-2.0" in page["facts"]
+    assert page["overflow"] <= 0 and not page["said"]
 
 
 @pytest.mark.slow
