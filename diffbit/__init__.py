@@ -24,21 +24,9 @@ if TYPE_CHECKING:
     from .runtime.verify import verify
 
 __all__ = [
-    "Chat",
-    "DiffbitError",
-    "Sampler",
-    "Scheme",
-    "Session",
-    "Tokenizer",
-    "compare",
-    "convert",
-    "export_artifact",
-    "generate",
-    "load",
-    "parse_format",
-    "quantize_checkpoint",
-    "verify",
-]
+    "Chat", "DiffbitError", "Sampler", "Scheme", "Session", "Tokenizer", "compare", "convert", "export_artifact",
+    "generate", "load", "parse_format", "quantize_checkpoint", "verify",
+]  # fmt: skip
 
 _PACKAGE = {"compare": "apps.evaluate.compare", "convert": "apps.convert.differential"}
 _PACKAGE |= {"export_artifact": "export", "parse_format": "formats"}

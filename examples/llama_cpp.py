@@ -40,7 +40,7 @@ class ModelParams(Fields):
 
 class ContextParams(Fields):
     _fields_ = [("bytes", ctypes.c_uint64 * 20)]
-    N_CTX, N_OUTPUTS, THREADS, BATCH_THREADS, FLASH = 0, 20, 28, 32, 52
+    N_CTX, N_BATCH, N_OUTPUTS, THREADS, BATCH_THREADS, FLASH = 0, 4, 20, 28, 32, 52
 
 
 class QuantizeParams(Fields):
@@ -95,12 +95,15 @@ def quantize(library: ctypes.CDLL, source: str, out: str) -> None:
 
 
 class Model:
-    def __init__(self, library: ctypes.CDLL, file: str, threads: int) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, file: str, threads: int, columns: int = CONTEXT, flash: bool = False
+    ) -> None:
         self.library = library
         model = library.llama_model_load_from_file(file.encode(), library.llama_model_default_params())
         options = library.llama_context_default_params()
-        options.set(ContextParams.N_CTX, CONTEXT)
-        options.set(ContextParams.FLASH, 0)
+        for field in (ContextParams.N_CTX, ContextParams.N_BATCH):
+            options.set(field, columns)
+        options.set(ContextParams.FLASH, flash)
         for field in (ContextParams.THREADS, ContextParams.BATCH_THREADS):
             options.set(field, threads)
         self.context = library.llama_init_from_model(model, options)

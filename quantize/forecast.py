@@ -7,6 +7,7 @@ largest determines it: a table (embedding, head), or a decoder layer,
     with text   the same and 9 bytes per weight, while output errors are measured; activations of a batch of tokens
                 (searching scales takes no more)
     gptq ...    matrices of K^2 numbers
+    guided      the whole float model and the activations of a window, if these are more
     learned     32 bytes per weight (apps/methods/learned.py), and activations of the tokens of a training step, twice
 
 and, with calibration text, the tokens' hidden states, unless they are on disk. docs/memory.md compares this with
@@ -79,6 +80,8 @@ def quantize_demand(
     states = 4 * (config.hidden_size + passed_on) * length * (windows * (1 + recipe.exact) + measured)
     mixed = 0 if weighs else 4 * config.hidden_size * length * windows  # outputs of the mixers, for later passes
     memory += TEXT + (0 if spilled else states + mixed)
+    if recipe.rounding.token_weights is not None:
+        memory = max(memory, _backward(config, text))
     return Demand(memory, 2 * output + states * (3 if spilled else 2))  # layers and states are kept for --resume
 
 
@@ -101,6 +104,14 @@ def _layer(
     if recipe.exact:
         peaks.append(32 * count + 2 * activations * max(recipe.rounding.step_tokens, length))
     return width * count + max(peaks)
+
+
+def _backward(config: ModelConfig, text: tuple[int, int]) -> int:
+    """Return the peak bytes of a window's pass through the whole float model and back."""
+    windows, length = text
+    layers = [5 * spec.mlp.intermediate_size + 2 * spec.mixer.softmaxes * length for spec in config.layers]
+    numbers = sum(layers) + (10 * len(layers) + windows) * config.hidden_size + 4 * config.vocab_size  # of each token
+    return 4 * (num_parameters(config) + numbers * length) + TEXT
 
 
 def _rounding(tensor: TensorSize) -> int:

@@ -88,6 +88,8 @@ def quantize_layers(
         for layer in names
     ]
     counts = [sum(math.prod(shapes_of[module]) for module in layer) for layer in by_layer]
+    if tokens is not None and recipe.rounding.token_weights is not None:
+        tokens.weights = recipe.rounding.token_weights(config, read, tokens)
     late = _rounds_late(stored, by_layer[0], recipe, tokens)
     if late:
         by_layer[-1][HEAD_MODULE] = by_layer[0][EMBEDDING_MODULE]

@@ -362,11 +362,19 @@ def test_serve(trained: Callable[[str], Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_prefill(trained: Callable[[str], Path], tmp_path: Path) -> None:
+def test_speed(trained: Callable[[str], Path], tmp_path: Path) -> None:
     artifact = export_artifact(trained("diff_v1"), tmp_path / "artifact")
-    done = run("prefill.py", str(artifact), "--prompts", "8", "12", "--rounds", "1")
+    results = tmp_path / "speed.json"
+    arguments = ("--prompts", "8", "12", "--new", "3", "--rounds", "2", "--json", str(results))
+    done = run("speed.py", str(artifact), *arguments)
     assert done.code == 0, done.error
-    assert re.search(r"\| artifact \| \d+ \| \d+ \|", done.output)
+    (row,) = json.loads(results.read_text()).values()
+    assert row["load_s"] > 0 and [len(rounds) for rounds in row["measured"].values()] == [2, 2]
+    assert all(value > 0 for rounds in row["measured"].values() for found in rounds for value in found.values())
+    number = r"[\d.]+"
+    assert re.search(rf"\| artifact(?: +\| +{number}){{4}} +\| {number} s \| +{number} MiB", done.output), done.output
+    done = run("speed.py", str(artifact), "--new", "1")
+    assert done.code == 2 and "--new: 1 is less than 2" in done.error
 
 
 # ---- gpu.py ---------------------------------------------------------------------------------------------------------

@@ -23,8 +23,9 @@ from ...formats import Format, QuantLinear
 from ...io.progress import track
 from ...models import Decoder
 from ...quantize import Scheme
-from ...quantize.calibration import Batch, CalibStats, Passes, Tokens
+from ...quantize.calibration import CalibStats, Passes, Tokens
 from ...quantize.methods import Layer, Method, find, quantize_weight
+from .gradients import forward
 
 CHUNK = 1 << 23  # logits computed at a time
 
@@ -72,7 +73,7 @@ def measure(
                     break
             losses[module] = {name: loss * error for name, error in errors.items()}
         for states in filter(None, (sample, tokens)):
-            states.take_past(index, partial(run, [block]))
+            states.take_past(index, partial(forward, [block]))
     return losses
 
 
@@ -100,13 +101,6 @@ def predictions(decoder: Decoder, text: Tokens, layers: Iterable[nn.Module] | No
         text.embed(decoder.embed)
         layers = list(decoder.model.layers)
     for batch in text.batches():
-        states = run(layers, batch)[batch.counted]  # [T, E]
+        states = forward(layers, batch)[batch.counted]  # [T, E]
         for rows in states.split(max(1, CHUNK // decoder.config.vocab_size)):
             yield F.log_softmax(decoder.head(rows).float(), dim=-1)
-
-
-def run(layers: Iterable[nn.Module], batch: Batch) -> Tensor:
-    x = batch.hidden
-    for layer in layers:
-        x = layer(x, batch.rope, batch.mask, None, batch.carried)
-    return x

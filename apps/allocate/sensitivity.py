@@ -27,23 +27,22 @@ Memory: the activations of one window, because weights need no gradients; two ve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...formats import Format
-from ...io.errors import DiffbitError
 from ...io.progress import track
 from ...models import Decoder
 from ...quantize import EMBEDDING_MODULE, HEAD_MODULE, Scheme
 from ...quantize.calibration import Passes, Tokens, search
 from ...quantize.methods import Layer, Method, quantize_weight
-from .losses import Formats, Losses, run
+from .gradients import backward, forward, watching
+from .losses import Formats, Losses
 
 ROWS = 64
 
@@ -124,60 +123,41 @@ def remaining(
             error = float((plain.square() @ gram.diagonal()).sum())
             shares[module] = float(((lost @ gram) * lost).sum()) / error if error else 1.0
         if index < len(blocks):
-            text.take_past(index, partial(run, [blocks[index]]))
+            text.take_past(index, partial(forward, [blocks[index]]))
     return shares
 
 
 def fisher(decoder: Decoder, text: Tokens, modules: Collection[str], seed: int = 0) -> dict[str, Fisher]:
     """Return the Fisher matrices of the linear layers `modules`, of the embedding and of the head, by name."""
-    layers = {name: decoder.get_submodule(name) for name in modules if name not in (EMBEDDING_MODULE, HEAD_MODULE)}
+    layers = [name for name in modules if name not in (EMBEDDING_MODULE, HEAD_MODULE)]
     generator = torch.Generator(text.ids.device).manual_seed(seed)
     weights = decoder.state_dict()
     sums = {name: _zeros(weights[f"{name}.weight"]) for name in layers}
     embedding, head = (_zeros(decoder.model.embed_tokens.weight) for _ in range(2))
     final = torch.empty(0)  # inputs of the head [T, E]
 
-    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        def add(inputs: Tensor, gradients: Tensor) -> None:
-            squares = (gradients.flatten(0, -2).T @ inputs.flatten(0, -2)).float().square_()
-            sums[name].add(squares.sum(1), squares.sum(0))
-
-        def forward(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            x = inputs[0].detach()
-            output.register_hook(lambda gradients: add(x, gradients))
-
-        return forward
+    def add(name: str, inputs: Tensor, gradients: Tensor) -> None:
+        squares = (gradients.flatten(0, -2).T @ inputs.flatten(0, -2)).float().square_()
+        sums[name].add(squares.sum(1), squares.sum(0))
 
     def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
         nonlocal final
         final = output.detach().float()
 
-    handles = [module.register_forward_hook(watch(name)) for name, module in layers.items()]
-    handles.append(decoder.model.norm.register_forward_hook(keep))
+    handle = decoder.model.norm.register_forward_hook(keep)
     try:
         text.embed(decoder.embed)
-        for window in track(range(len(text.ids)), "measuring sensitivity"):
-            batch = text.batch(slice(window, window + 1))
-            inputs = batch.hidden.detach().requires_grad_()
-            with torch.enable_grad():
-                states = run(decoder.model.layers, replace(batch, hidden=inputs))[batch.counted]
-                log_p = F.log_softmax(decoder.head(states).float(), dim=-1)  # [T, V]
-                p = log_p.detach().exp()
-                if not p.isfinite().all():
-                    raise DiffbitError(
-                        f"the model predicts NaN in window {window} of the calibration text, wanted probabilities; the "
-                        "checkpoint is damaged, or its numbers are too large for its precision"
-                    )
-                labels = torch.multinomial(p, 1, generator=generator)
-                (gradients,) = torch.autograd.grad(log_p.gather(1, labels).sum(), inputs)  # [1, S, E]
-            squares = gradients[batch.counted].square()
-            embedding.rows.index_add_(0, text.ids[window][batch.counted[0]], squares.sum(1))
-            embedding.columns += squares.sum(0)
-            p.mul_(1 - p)
-            head.add(final.square().sum(1) @ p, p.sum(1) @ final.square())
+        with watching(decoder, layers, add):
+            for window in track(range(len(text.ids)), "measuring sensitivity"):
+                batch = text.batch(slice(window, window + 1))
+                p, gradients = backward(decoder, batch, generator)
+                squares = gradients[batch.counted].square()
+                embedding.rows.index_add_(0, text.ids[window][batch.counted[0]], squares.sum(1))
+                embedding.columns += squares.sum(0)
+                p.mul_(1 - p)
+                head.add(final.square().sum(1) @ p, p.sum(1) @ final.square())
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()
     sums |= {EMBEDDING_MODULE: embedding, HEAD_MODULE: head}
     return {name: Fisher(one.rows / text.count, one.columns / text.count) for name, one in sums.items()}
 

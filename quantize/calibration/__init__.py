@@ -12,10 +12,11 @@ from .passes import Passes
 from .rounds import round_all
 from .scales import least, search
 from .spill import DiskTensor
-from .states import ALONE, Batch
+from .states import ALONE, Batch, States
 from .stats import CalibStats, proxy_loss
 from .tokens import Tokens
 
 __all__ = [
-    "ALONE", "Batch", "CalibStats", "DiskTensor", "Passes", "Tokens", "least", "proxy_loss", "round_all", "search",
+    "ALONE", "Batch", "CalibStats", "DiskTensor", "Passes", "States", "Tokens", "least", "proxy_loss",
+    "round_all", "search",
 ]  # fmt: skip

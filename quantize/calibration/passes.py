@@ -25,7 +25,7 @@ from ..deviation import OutputError
 from ..layer import Layer, with_float_weights
 from ..scheme import EMBEDDING_MODULE
 from .states import ALONE, Batch
-from .stats import CalibStats, gather
+from .stats import CalibStats, Weights, gather
 from .tokens import Tokens
 
 
@@ -89,10 +89,13 @@ class Passes:
         linears = {name: module.get_submodule(name.removeprefix(layer.prefix)) for name in chosen}
         self.expect(self.batches)
 
-        def begin(rows: slice) -> tuple[Callable[[], object], Tensor]:
+        def begin(rows: slice) -> tuple[Callable[[], object], Tensor, Weights]:
             batch = tokens.batch(rows)
             self.step(next(iter(linears), layer.prefix), tokens.here.count)
-            return partial(self.run, module, batch, replay), batch.counted
+            shared = {name: tokens.weights[name] for name in linears if name in tokens.weights}
+            parts = {id(whole): whole[rows] for whole in shared.values()}  # layers with the same weights share a part
+            weights = {name: parts[id(whole)] for name, whole in shared.items()}
+            return partial(self.run, module, batch, replay), batch.counted, weights
 
         return gather(linears, [partial(begin, rows) for rows in tokens.slices], tokens.here)
 

@@ -20,12 +20,16 @@ def round_stages(layer: Layer, passes: Passes, method: Callable[[str], Round]) -
     assert passes.tokens is not None
     quantized: dict[str, QTensor] = {}
     for stage in layer.stages():
-        stats = passes.stats(quantized, stage[:1])[stage[0]]
-        quantized |= round_all(layer, passes, method, stage, stats)
+        weighed = any(name in passes.tokens.weights for name in stage)
+        stats = passes.stats(quantized, stage if weighed else stage[:1])
+        of = {name: stats.get(name, stats[stage[0]]) for name in stage}
+        for shared in dict.fromkeys(of.values()):
+            names = [name for name in stage if of[name] is shared]
+            quantized |= round_all(layer, passes, method, names, shared)
         if passes.tokens.measuring:
             for name in stage:
                 exact, rounded = layer.probe().tensors[f"{name}.weight"], layer.probed(quantized)[name]
-                passes.proxy_losses[name] = proxy_loss(exact, rounded, stats.gram, passes.here)
+                passes.proxy_losses[name] = proxy_loss(exact, rounded, of[name].gram, passes.here)
     return quantized
 
 

@@ -16,7 +16,7 @@ importance of channels is left, near 1 for those that rise and fall together. Th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,12 +30,14 @@ from .states import ALONE
 
 ROWS = 512  # rows of a weight per step of `proxy_loss`
 BLOCK = 256  # rows of a Gram matrix summed at a time, only from the diagonal on, because it is symmetric
-Pass = Callable[[], tuple[Callable[[], object], Tensor]]
+Weights = Mapping[str, Tensor]  # of tokens, [n, S], by linear layer
+Pass = Callable[[], tuple[Callable[[], object], Tensor, Weights]]
 
 
 @dataclass(frozen=True, eq=False)
 class CalibStats:
-    """Statistics of the inputs X [T, K] of a linear layer y = x W^T. Layers with the same input share one object.
+    """Statistics of the inputs X [T, K] of a linear layer y = x W^T, times the roots of the tokens' weights, if these
+    have any. Layers with the same input share one object.
 
     gram      fp32 [K, K], X^T X / T: half the Hessian of mean ||x (W - Wq)^T||^2 with respect to each row of W
     absmax    fp32 [K], the largest |x| of each channel
@@ -128,20 +130,23 @@ class _Enough(Exception):
 def gather(linears: dict[str, nn.Module], passes: Sequence[Pass], here: Processes = ALONE) -> dict[str, CalibStats]:
     """{name: CalibStats of the input} of each of these linear layers.
 
-    passes: one function per batch; it returns a function that runs the layers on the batch, and the mask bool [n, S]
-    of the tokens that count. Layers that receive the same tensor (q, k and v; gate and up) share one object. here: the
+    passes: one function per batch; it returns a function that runs the layers on the batch, the mask bool [n, S] of the
+    tokens that count, and their weights [n, S] for some of the layers, whose inputs are multiplied by the square roots.
+    Layers that receive the same tensor (q, k and v; gate and up) and have the same weights share one object. here: the
     processes that share the passes.
     """
-    seen: dict[int, tuple[Tensor, Tensor]] = {}  # of this batch; holds the tensors, so their ids stay unique
+    seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of this batch; holds tensors, so their ids stay unique
     inputs_by_name: dict[str, Tensor] = {}
     counted = torch.empty(0)
+    weights: Weights = {}
 
     def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            x = inputs[0]
-            if id(x) not in seen:
-                seen[id(x)] = (x, x[counted])
-            inputs_by_name[name] = seen[id(x)][1]
+            x, weight = inputs[0], weights.get(name)
+            key = id(x), id(weight)
+            if key not in seen:
+                seen[key] = (x, x[counted] if weight is None else x[counted] * weight[counted].sqrt()[:, None])
+            inputs_by_name[name] = seen[key][1]
             if len(inputs_by_name) == len(linears):
                 raise _Enough
 
@@ -149,9 +154,9 @@ def gather(linears: dict[str, nn.Module], passes: Sequence[Pass], here: Processe
 
     def inputs(begin: Pass) -> dict[str, Tensor]:
         """{name: input [T, K]} of a batch."""
-        nonlocal counted, inputs_by_name
+        nonlocal counted, weights, inputs_by_name
         inputs_by_name = {}
-        run, counted = begin()
+        run, counted, weights = begin()
         handles = [module.register_forward_pre_hook(hook(name)) for name, module in linears.items()]
         try:
             with suppress(_Enough):

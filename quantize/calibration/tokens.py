@@ -63,6 +63,7 @@ class Tokens(States):
         compared = len(ids) if compared_windows is None else min(compared_windows, len(ids))
         windows = torch.arange(compared, device=device) * len(ids) // max(1, compared)
         self.exact = States(config, ids[windows], counted[windows], here)
+        self.weights: dict[str, torch.Tensor] = {}  # of the tokens, [n, S], in a linear layer's statistics; none: all 1
         self.loss: float | None = None  # of the float model, nats per token; set at its head
 
     def spill(self, folder: Path) -> None:

@@ -18,11 +18,13 @@ from ...formats import Format, QTensor
 from ...io import plugins
 from ...io.errors import DiffbitError
 from ...models import ModelConfig
-from ..calibration import Passes
-from ..layer import FINAL_NORM, Layer, Round, quantize_weight
+from ..calibration import Passes, Tokens
+from ..layer import FINAL_NORM, Layer, Round, assemble, quantize_weight
+from ..reorder import Read
 
 __all__ = [
-    "FINAL_NORM", "Layer", "Method", "Passes", "Recipe", "find", "methods", "parse_recipe", "quantize_weight", "table",
+    "FINAL_NORM", "Layer", "Method", "Passes", "Read", "Recipe", "assemble", "find", "methods", "parse_recipe",
+    "quantize_weight", "table",
 ]  # fmt: skip
 
 MOST_STEPS = 100_000
@@ -42,6 +44,8 @@ class Method:
     calibrated    whether it needs calibration tokens
     reads_stats   whether it is given statistics if there are calibration tokens; None: if it is calibrated
     weighs        whether it is given mean squares of the float model's inputs, if there are calibration tokens
+    token_weights (config, read, tokens) -> {linear layer: [n, S]}: how much each token weighs in its statistics; called
+                  once, before the first layer, with `read` as in layerwise.py; layers may share a tensor
     exact         whether it needs the float model's hidden states of all calibration tokens
     steps         the default number of its training steps; None: it does not train
     step_tokens   tokens of a training step
@@ -59,6 +63,7 @@ class Method:
     calibrated: bool = False
     reads_stats: bool | None = None
     weighs: bool = False
+    token_weights: Callable[[ModelConfig, Read, Tokens], dict[str, Tensor]] | None = None
     exact: bool = False
     steps: int | None = None
     step_tokens: int = 0

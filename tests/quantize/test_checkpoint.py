@@ -129,7 +129,7 @@ def test_load_is_apply_is_dequantized_weights(attention: str, changes: dict[str,
     assert (loaded(IDS) - exact(IDS)).abs().max() > 0.01
 
 
-METHODS = ["gptq", "learned", "awq+hqq", "clip", "rotate", "rotate_heads+gptq"]
+METHODS = ["gptq", "guided", "learned", "awq+hqq", "clip", "rotate", "rotate_heads+gptq"]
 
 
 SUB_NORMS: dict[str, Any] = {"sub_norms": True, "mlp": "relu2"}

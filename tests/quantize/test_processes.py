@@ -46,6 +46,7 @@ CASES = (
     ("diff_v1", "rtn", None),
     ("diff_v2", "rtn", IDS),
     ("diff_v1", "gptq", IDS),
+    ("diff_v2", "guided", IDS),
     ("diff_v2", "awq", IDS),
     ("softmax", "learned:3", IDS),
 )

@@ -60,6 +60,22 @@ def test_independent_channels_lose_their_correlations_and_others_keep_them() -> 
         assert sizes[pairs:, pairs:].fill_diagonal_(0).mean() < 0.3
 
 
+def test_weights_of_tokens_and_who_shares_them() -> None:
+    model, x, counted = Layers(), normal(1, 5, 6), torch.tensor([[True, True, False, True, True]])
+    one, other = torch.rand(1, 5, generator=torch.Generator().manual_seed(0)), torch.tensor([[0.0, 2, 9, 0, 1]])
+
+    def stats_of(**weights: Tensor) -> dict[str, stats.CalibStats]:
+        linears = {name: model.get_submodule(name) for name in "ab"}
+        with torch.no_grad():
+            return gather(linears, [lambda: (partial(model, x), counted, weights)])
+
+    shared = stats_of(a=one, b=one)
+    assert shared["a"] is shared["b"]
+    for found, weight in ((shared["a"], one), (stats_of(a=one, b=other)["b"], other), (stats_of(a=one)["b"], None)):
+        kept, scale = (x + 1)[counted].double(), torch.ones(4) if weight is None else weight[counted]
+        torch.testing.assert_close(found.gram.double(), kept.T @ (kept * scale[:, None].double()) / 4)
+
+
 def test_nothing_gathered_is_zero() -> None:
     gatherer = Gatherer()
     gatherer.add(normal(0, 12))
@@ -99,7 +115,7 @@ def test_shared_inputs_share_statistics_and_a_pass_stops_early() -> None:
     model, x = Layers(), normal(2, 5, 6)
     counted = torch.tensor([[True] * 5, [True, False, True, False, False]])
 
-    passes = [lambda i=i: (partial(model, x[i : i + 1]), counted[i : i + 1]) for i in range(2)]
+    passes = [lambda i=i: (partial(model, x[i : i + 1]), counted[i : i + 1], {}) for i in range(2)]
     with torch.no_grad():
         stats = gather({name: model.get_submodule(name) for name in "cab"}, passes)
     assert set(stats) == set("abc")

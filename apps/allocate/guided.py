@@ -1,0 +1,79 @@
+"""GPTQ that weighs each token by what an error of the layer at that token costs the model.
+
+GPTQ makes the sum over tokens of a layer's squared output errors small, but tokens do not matter alike. Where attention
+only rests on a token (often the first of a text), an error of its key or value reaches every later token, and an error
+of its query or of its MLP reaches hardly any, while the input of its MLP is a thousand times as large as others. For
+small errors e of a layer's outputs y the divergence from the float model is a quadratic form of the Fisher matrix, of
+which the diagonal is kept (arXiv 2505.07004, equation 3, with one group for all outputs):
+
+    KL(float || quantized) ~ 1/2 sum_t w_t |e_t|^2,    w_t = mean_n g_tn^2
+
+g [T, N] are the gradients, at the layer's outputs, of the log-likelihood of labels that are drawn from the float
+model's predictions. So the Gram matrix is sum_t w_t x_t x_t^T, and the rest is "gptq". The weights of a layer are
+divided by their mean.
+
+They take one pass through the whole float model and back before the first layer: this method needs the float model in
+memory, and about half of the time again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...formats import Format, QTensor
+from ...io.progress import track
+from ...models import Decoder, ModelConfig
+from ...quantize import HEAD_MODULE, Scheme, linear_shapes
+from ...quantize.calibration import States, Tokens
+from ...quantize.methods import Method, Read, assemble, find
+from .gradients import backward, watching
+
+SEED = 0
+
+
+def quantize(weight: Tensor, format: Format, stats: Any) -> QTensor:
+    """Round weight [N, K] of any float dtype; stats: CalibStats of the layer's weighted input."""
+    return find("gptq").rounds(weight, format, stats)
+
+
+def quantize_large(weight: Tensor, format: Format, stats: Any) -> QTensor:
+    return find("gptq").rounds(weight, format, stats, large=True)
+
+
+def token_weights(config: ModelConfig, read: Read, tokens: Tokens) -> dict[str, Tensor]:
+    """Return {linear layer: the weight of each token, fp32 [n, S], 0 for those that do not count}."""
+    decoder = float_model(config, read)
+    names = [name for name in linear_shapes(config) if name != HEAD_MODULE]
+    text, found = States(config, tokens.ids, tokens.mask), dict[str, Tensor]()
+    text.embed(decoder.embed)
+
+    def see(name: str, x: Tensor, gradients: Tensor) -> None:
+        found[name] = gradients.float().square().mean(-1)[0]
+
+    def of(window: int) -> dict[str, Tensor]:
+        found.clear()
+        rows = slice(window, window + 1)
+        backward(decoder, text.batch(rows), torch.Generator(tokens.ids.device).manual_seed(SEED + window))
+        return {name: weights * text.mask[window] for name, weights in found.items()}
+
+    with watching(decoder, names, see):
+        windows = range(len(text.ids))
+        every = list(track(tokens.here.share(windows, of), "weighing tokens", total=len(windows)))
+    together = {name: torch.stack([one[name] for one in every]) for name in every[0]}
+    smallest = torch.finfo(torch.float32).tiny
+    return {name: one / (one.sum() / tokens.count).clamp(min=smallest) for name, one in together.items()}
+
+
+def float_model(config: ModelConfig, read: Read) -> Decoder:
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    tensors = {name: read(name) for name, _ in decoder.named_parameters()}
+    return assemble(decoder, tensors, Scheme(), torch.float32).eval().requires_grad_(False)
+
+
+METHOD = Method(
+    "guided", __doc__, round=quantize, round_large=quantize_large, calibrated=True, token_weights=token_weights
+)
