@@ -1,7 +1,8 @@
 """What the calibration text is worth: SmolLM2-135M-Instruct by GPTQ on each text, scored on four kinds of others.
 
     python benchmarks/calibration.py --work DIR [--weights FORMAT] [--layers N] [--markdown]     # DIR as for smollm2.py
-    python benchmarks/calibration.py --work DIR --windows 6 24 96 [--weights FORMAT]    # what more of `mix` is worth
+    python benchmarks/calibration.py --work DIR --windows 6 24 96 [--weights FORMAT] [--methods gptq guided]
+                                                                                        # what more of `mix` is worth
 
 Rows     rounding to nearest; gptq calibrated on the Python standard library, on Wikipedia, and on `mix`, the default,
          each on WINDOWS windows of LENGTH tokens. The last rows pair `mix` with the others.
@@ -49,7 +50,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="a folder for the models")
     parser.add_argument("--weights", default="int4_g128", help="their format (default: %(default)s)")
     parser.add_argument("--layers", type=int, help="only the first N decoder layers, the others float (default: all)")
-    parser.add_argument("--windows", type=int, nargs="+", help="of `mix` for gptq, in place of other texts")
+    parser.add_argument("--windows", type=int, nargs="+", help="of `mix` for --methods, in place of other texts")
+    parser.add_argument("--methods", nargs="+", default=["gptq"], help="with --windows (default: gptq)")
     parser.add_argument("--markdown", action="store_true", help="renew the table in docs/accuracy.md")
     arguments = parser.parse_args()
     source, news, wiki = fetch(arguments.work)
@@ -59,7 +61,11 @@ def main() -> None:
     exact = [scores(text, p, p) for text, p in zip(texts.values(), reference, strict=True)]
     rows = [["float", *(f"perplexity {interval(one.perplexity().to_dict(), '{:.1f}'.format)}" for one in exact)]]
     kept: dict[str, list[Scores]] = {}
-    on_mix = {f"gptq on {n} windows": [*HOW["gptq on mix"], "--max-windows", str(n)] for n in arguments.windows or ()}
+    on_mix = {
+        f"{method} on {n} windows": ["--method", method, "--calibrate", "mix", "--max-windows", str(n)]
+        for method in arguments.methods
+        for n in arguments.windows or ()
+    }
     for name, options in ({"rounding": [], **on_mix} if on_mix else HOW).items():
         label = f"calibration-{arguments.weights}-{name.replace(' ', '-')}"
         sizes = ["--length", str(LENGTH)] if options else []

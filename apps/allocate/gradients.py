@@ -23,7 +23,7 @@ from ...quantize.calibration import Batch
 @contextmanager
 def watching(decoder: Decoder, modules: Iterable[str], see: Callable[[str, Tensor, Tensor], None]) -> Iterator[None]:
     """Within the context, each `backward` calls see(module, x, g) for each of these linear layers: its inputs
-    x [n, S, K], and the gradients g [n, S, N] at its outputs."""
+    x [n, S, K], which live until the end of the pass, and the gradients g [n, S, N] at its outputs."""
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def forward(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -9,8 +9,8 @@ which the diagonal is kept (arXiv 2505.07004, equation 3, with one group for all
     KL(float || quantized) ~ 1/2 sum_t w_t |e_t|^2,    w_t = mean_n g_tn^2
 
 g [T, N] are the gradients, at the layer's outputs, of the log-likelihood of labels that are drawn from the float
-model's predictions. So the Gram matrix is sum_t w_t x_t x_t^T, and the rest is "gptq". The weights of a layer are
-divided by their mean.
+model's predictions. So the Gram matrix is sum_t w_t x_t x_t^T, and the rest is "gptq". Layers with the same input (q, k
+and v; gate and up) share one, with the mean of their weights, each divided by its mean.
 
 They take one pass through the whole float model and back before the first layer: this method needs the float model in
 memory, and about half of the time again.
@@ -47,24 +47,31 @@ def token_weights(config: ModelConfig, read: Read, tokens: Tokens) -> dict[str, 
     """Return {linear layer: the weight of each token, fp32 [n, S], 0 for those that do not count}."""
     decoder = float_model(config, read)
     names = [name for name in linear_shapes(config) if name != HEAD_MODULE]
-    text, found = States(config, tokens.ids, tokens.mask), dict[str, Tensor]()
+    text, found, place = States(config, tokens.ids, tokens.mask), dict[str, Tensor](), dict[str, int]()
     text.embed(decoder.embed)
 
     def see(name: str, x: Tensor, gradients: Tensor) -> None:
-        found[name] = gradients.float().square().mean(-1)[0]
+        found[name], place[name] = gradients.float().square().mean(-1)[0], x.data_ptr()
 
-    def of(window: int) -> dict[str, Tensor]:
+    def of(window: int) -> tuple[dict[str, Tensor], dict[str, int]]:
         found.clear()
         rows = slice(window, window + 1)
         backward(decoder, text.batch(rows), torch.Generator(tokens.ids.device).manual_seed(SEED + window))
-        return {name: weights * text.mask[window] for name, weights in found.items()}
+        return {name: weights * text.mask[window] for name, weights in found.items()}, dict(place)
 
     with watching(decoder, names, see):
         windows = range(len(text.ids))
         every = list(track(tokens.here.share(windows, of), "weighing tokens", total=len(windows)))
-    together = {name: torch.stack([one[name] for one in every]) for name in every[0]}
-    smallest = torch.finfo(torch.float32).tiny
-    return {name: one / (one.sum() / tokens.count).clamp(min=smallest) for name, one in together.items()}
+    groups: dict[int, list[str]] = {}  # of layers, by the place of their input
+    for name, at in every[0][1].items():
+        groups.setdefault(at, []).append(name)
+    weights: dict[str, Tensor] = {}
+    for group in groups.values():
+        of_each = torch.stack([torch.stack([one[name] for one, _ in every]) for name in group])  # [layers, n, S]
+        means = of_each.sum((1, 2)) / tokens.count
+        of_each /= means.clamp(min=torch.finfo(torch.float32).tiny)[:, None, None]
+        weights |= dict.fromkeys(group, of_each.mean(0))
+    return weights
 
 
 def float_model(config: ModelConfig, read: Read) -> Decoder:

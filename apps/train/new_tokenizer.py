@@ -42,7 +42,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, folder: str | Pat
 def save_tokenizer(tokenizer: TextTokenizer, folder: str | Path) -> None:
     """Write tokenizer.json and tokenizer_config.json, with the eos token also as bos."""
     with write_atomic(Path(folder, "tokenizer.json")) as temporary:
-        temporary.write_text(tokenizer.backend.to_str(pretty=True), encoding="utf-8")
+        temporary.write_text(tokenizer.backend.to_str(), encoding="utf-8")
     options: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     options |= dict.fromkeys(("bos_token", "eos_token"), tokenizer.backend.id_to_token(tokenizer.eos_id))
     options |= dict.fromkeys(("add_bos_token", "add_eos_token", "clean_up_tokenization_spaces"), False)

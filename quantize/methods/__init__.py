@@ -45,7 +45,7 @@ class Method:
     reads_stats   whether it is given statistics if there are calibration tokens; None: if it is calibrated
     weighs        whether it is given mean squares of the float model's inputs, if there are calibration tokens
     token_weights (config, read, tokens) -> {linear layer: [n, S]}: how much each token weighs in its statistics; called
-                  once, before the first layer, with `read` as in layerwise.py; layers may share a tensor
+                  once, before the first layer, with the float model's parameters; layers may share a tensor
     exact         whether it needs the float model's hidden states of all calibration tokens
     steps         the default number of its training steps; None: it does not train
     step_tokens   tokens of a training step

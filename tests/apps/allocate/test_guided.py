@@ -57,11 +57,15 @@ def test_a_token_weighs_what_errors_at_it_cost(attention: str, monkeypatch: pyte
         monkeypatch.setattr(guided, "SEED", seed)
         for name, one in weights(decoder, ids).items():
             sums[name] = sums.get(name, 0) + one[0]
-    for name in ("q_proj", "v_proj", "o_proj", "down_proj"):
-        (module,) = (module for module in LINEARS if module.startswith("model.layers.0.") and module.endswith(name))
-        expected = divergences(decoder, module, ids, 0.01)
-        ours = sums[module].double()
-        torch.testing.assert_close(ours / ours.sum(), expected / expected.sum(), rtol=0.3, atol=0.02)
+    for names in (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)):
+        modules = [name for name in LINEARS if name.startswith("model.layers.0.") and name.endswith(names)]
+        expected = torch.zeros(ids.shape[1], dtype=torch.float64)
+        for module in modules:
+            found = divergences(decoder, module, ids, 0.01)
+            expected += found / found.sum() / len(modules)
+        for module in modules:
+            ours = sums[module].double()
+            torch.testing.assert_close(ours / ours.sum(), expected, rtol=0.3, atol=0.02)
 
 
 def test_padding_weighs_nothing_and_changes_nothing() -> None:
