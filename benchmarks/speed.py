@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -49,12 +50,17 @@ class Contender:
             stderr=self.errors, text=True, env=os.environ | ({"DIFFBIT_LIBRARY": library} if library else {}),
         )  # fmt: skip
         self.load_s: float = self._answer()["load_s"]
+        self.process.send_signal(signal.SIGSTOP)
 
     def run(self, ids: list[int], new: int) -> dict[str, float]:
+        """Compute a prompt and tokens after it, while the others are stopped: their threads may wait by spinning."""
         assert self.process.stdin
+        self.process.send_signal(signal.SIGCONT)
         self.process.stdin.write(json.dumps({"ids": ids, "new": new}) + "\n")
         self.process.stdin.flush()
-        return self._answer()
+        answer: dict[str, float] = self._answer()
+        self.process.send_signal(signal.SIGSTOP)
+        return answer
 
     def _answer(self) -> Any:
         assert self.process.stdout
@@ -99,7 +105,22 @@ def main() -> None:
     options = parser.parse_args()
     if options.new < 2:
         parser.error(f"argument --new: {options.new} is less than 2")
-    random, running = np.random.default_rng(0), list(contenders(options))
+    running: list[Contender] = []
+    try:
+        for contender in contenders(options):
+            running.append(contender)
+        measure(running, options)
+    finally:
+        for contender in running:
+            contender.process.kill()
+    text = shown(running, options)
+    print(text)
+    numbers = {contender.name: {"load_s": contender.load_s, "measured": contender.measured} for contender in running}
+    write_outputs(options, numbers, {"speed": text + "\n"})
+
+
+def measure(running: list[Contender], options: argparse.Namespace) -> None:
+    random = np.random.default_rng(0)
     for contender in running:
         contender.run(random.integers(FIRST, LAST, options.prompts[0]).tolist(), options.new)
     turns = [(prompt, turn) for prompt in options.prompts for turn in range(options.rounds)]
@@ -107,10 +128,6 @@ def main() -> None:
         ids = random.integers(FIRST, LAST, prompt).tolist()
         for contender in running:
             contender.measured.setdefault(prompt, []).append(contender.run(ids, options.new))
-    text = shown(running, options)
-    print(text)
-    numbers = {contender.name: {"load_s": contender.load_s, "measured": contender.measured} for contender in running}
-    write_outputs(options, numbers, {"speed": text + "\n"})
 
 
 def shown(running: list[Contender], options: argparse.Namespace) -> str:
