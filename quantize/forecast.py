@@ -110,7 +110,7 @@ def _backward(config: ModelConfig, text: tuple[int, int]) -> int:
     """Return the peak bytes of a window's pass through the whole float model and back."""
     windows, length = text
     layers = [5 * spec.mlp.intermediate_size + 2 * spec.mixer.softmaxes * length for spec in config.layers]
-    numbers = sum(layers) + (10 * len(layers) + windows) * config.hidden_size + 4 * config.vocab_size  # of each token
+    numbers = sum(layers) + (10 * len(layers) + windows) * config.hidden_size + 5 * config.vocab_size  # of each token
     return 4 * (num_parameters(config) + numbers * length) + TEXT
 
 
@@ -139,6 +139,6 @@ def must_spill(
     if limit is not None and on_disk > limit:
         raise DiffbitError(
             f"--max-memory is {limit / 1e9:.2f} GB, but {checkpoint.path} with method {recipe.name!r} takes about "
-            f"{on_disk / 1e9:.2f} GB for its largest layer; allow that much, or use another method"
+            f"{on_disk / 1e9:.2f} GB at its peak; allow that much, or use another method"
         )
     return limit is not None and in_memory > limit

@@ -57,7 +57,7 @@ def plan_quantize(
     others = CONFIGURATION + _tokenizer(checkpoint)
     seconds = num_parameters(checkpoint.config) / ROUNDED / torch.get_num_threads()
     if text is not None:
-        seconds += _operations(checkpoint.config, *text, recipe.calibrated, recipe.exact) / speed()
+        seconds += _operations(checkpoint.config, *text, recipe) / speed()
     return Forecast(resident_memory() + memory, disk + others, weights + others, seconds, spilled)
 
 
@@ -80,17 +80,18 @@ def _tokenizer(checkpoint: Checkpoint) -> int:
     return sum(map(len, checkpoint.tokenizer_files.values()))
 
 
-def _operations(config: ModelConfig, windows: int, length: int, calibrated: bool, exact: bool) -> float:
+def _operations(config: ModelConfig, windows: int, length: int, recipe: Recipe) -> float:
     """Return the floating-point operations on a text. It passes through each layer about three times, and five times if
-    the float model's outputs on all of it are needed."""
-    operations = 0.0
+    the float model's outputs on all of it are needed; if tokens are weighed, it passes the whole model and back."""
+    operations, back = 0.0, recipe.rounding.token_weights is not None
     for module, (rows, columns) in linear_shapes(config).items():
+        operations += 2 * rows * columns * length * windows * 2 * back
         if module == HEAD_MODULE:
             continue
-        operations += 2 * rows * columns * length * windows * (5 if exact else 3)
+        operations += 2 * rows * columns * length * windows * (5 if recipe.exact else 3)
         operations += columns**2 * length * windows / 2  # Gram matrices, each shared by a few layers
-        operations += 2 * rows * columns**2 * GPTQ_PRODUCTS * calibrated
-    return operations * (3 if exact else 1)
+        operations += 2 * rows * columns**2 * GPTQ_PRODUCTS * recipe.calibrated
+    return operations * (3 if recipe.exact else 1)
 
 
 def speed() -> float:

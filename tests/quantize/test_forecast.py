@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from diffbit import models
 from diffbit.export import export_artifact
@@ -88,6 +89,28 @@ def test_states_on_the_disk_take_no_memory(model: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["small", "whole"]
     for file in (tmp_path / "whole").iterdir():
         assert (tmp_path / "small" / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+def test_weighing_tokens_takes_the_whole_model_and_a_window(tmp_path: Path) -> None:
+    """Here mostly the predictions: 512 tokens of 20,000 words, five times."""
+    config = ModelConfig.uniform(
+        vocab_size=20_000, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=64,
+        attention="diff_v1", max_position=512,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    models.save(Decoder(config), tmp_path / "float")
+    ids = torch.randint(96, (2, 512), generator=torch.Generator().manual_seed(0))
+
+    def run(name: str, windows: Tensor) -> None:
+        quantize_checkpoint(tmp_path / "float", tmp_path / name, SCHEME, method="guided", calibration=windows)
+
+    memory = {
+        method: quantize_demand(Checkpoint(tmp_path / "float"), SCHEME, parse_recipe(method), (2, 512)).memory
+        for method in ("gptq", "guided")
+    }
+    taken = peak(lambda: run("whole", ids), lambda: run("small", ids[:, :8]))
+    assert memory["gptq"] < taken < memory["guided"] < 2 * taken, (memory, taken)
 
 
 @pytest.mark.slow
