@@ -110,7 +110,7 @@ def _backward(config: ModelConfig, text: tuple[int, int]) -> int:
     """Return the peak bytes of a window's pass through the whole float model and back."""
     windows, length = text
     layers = [5 * spec.mlp.intermediate_size + 2 * spec.mixer.softmaxes * length for spec in config.layers]
-    numbers = sum(layers) + (10 * len(layers) + windows) * config.hidden_size + 5 * config.vocab_size  # of each token
+    numbers = sum(layers) + (10 * len(layers) + windows) * config.hidden_size + 6 * config.vocab_size  # of each token
     return 4 * (num_parameters(config) + numbers * length) + TEXT
 
 

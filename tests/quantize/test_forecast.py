@@ -93,7 +93,7 @@ def test_states_on_the_disk_take_no_memory(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_weighing_tokens_takes_the_whole_model_and_a_window(tmp_path: Path) -> None:
-    """Here mostly the predictions: 512 tokens of 20,000 words, five times."""
+    """Here mostly the predictions: 512 tokens of 20,000 words, six times."""
     config = ModelConfig.uniform(
         vocab_size=20_000, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=64,
         attention="diff_v1", max_position=512,
