@@ -142,10 +142,9 @@ def shown(running: list[Contender], options: argparse.Namespace) -> str:
         own = speeds(contender)
         peaks = [contender.median(prompt, "peak_mib") for prompt in (options.prompts[0], options.prompts[-1])]
         rest = [f"{contender.load_s:.2f} s", " / ".join(f"{peak:.0f} MiB" for peak in dict.fromkeys(peaks))]
-        ratios = "" if contender is running[0] else "{:.2f}×"
         cells = [f"{speed:.{0 if speed >= 100 else 1}f}" for speed in own]
-        if ratios:
-            cells = [f"{cell} ({ratios.format(we / it)})" for cell, we, it in zip(cells, ours, own, strict=True)]
+        if contender is not running[0]:
+            cells = [f"{cell} ({we / it:.2f}×)" for cell, we, it in zip(cells, ours, own, strict=True)]
         lines.append([contender.name, *cells, *rest])
     lengths = ", ".join(map(str, options.prompts))
     head = f"{describe()}. {options.threads} thread{'s' * (options.threads > 1)}, prompts of {lengths} tokens, "

@@ -18,33 +18,27 @@ memory, and about half of the time again.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ...formats import Format, QTensor
+from ...io.errors import DiffbitError
 from ...io.progress import track
 from ...models import Decoder, ModelConfig
 from ...quantize import HEAD_MODULE, Scheme, linear_shapes
 from ...quantize.calibration import States, Tokens
-from ...quantize.methods import Method, Read, assemble, find
+from ...quantize.methods import Read, assemble, find
 from .gradients import backward, watching
 
 SEED = 0
 
 
-def quantize(weight: Tensor, format: Format, stats: Any) -> QTensor:
-    """Round weight [N, K] of any float dtype; stats: CalibStats of the layer's weighted input."""
-    return find("gptq").rounds(weight, format, stats)
-
-
-def quantize_large(weight: Tensor, format: Format, stats: Any) -> QTensor:
-    return find("gptq").rounds(weight, format, stats, large=True)
-
-
 def token_weights(config: ModelConfig, read: Read, tokens: Tokens) -> dict[str, Tensor]:
-    """Return {linear layer: the weight of each token, fp32 [n, S], 0 for those that do not count}."""
+    """Return {linear layer: the weight of each token, fp32 [n, S], 0 for those that do not count}.
+
+    Raises DiffbitError if gradients are not finite.
+    """
     decoder = float_model(config, read)
     names = [name for name in linear_shapes(config) if name != HEAD_MODULE]
     text, found, place = States(config, tokens.ids, tokens.mask), dict[str, Tensor](), dict[str, int]()
@@ -68,6 +62,11 @@ def token_weights(config: ModelConfig, read: Read, tokens: Tokens) -> dict[str, 
     weights: dict[str, Tensor] = {}
     for group in groups.values():
         of_each = torch.stack([torch.stack([one[name] for one, _ in every]) for name in group])  # [layers, n, S]
+        if not of_each.isfinite().all():
+            raise DiffbitError(
+                f"the gradients at the outputs of {group[0]} are not finite; the checkpoint is damaged, or its numbers "
+                "are too large: use --method gptq"
+            )
         means = of_each.sum((1, 2)) / tokens.count
         of_each /= means.clamp(min=torch.finfo(torch.float32).tiny)[:, None, None]
         weights |= dict.fromkeys(group, of_each.mean(0))
@@ -81,6 +80,4 @@ def float_model(config: ModelConfig, read: Read) -> Decoder:
     return assemble(decoder, tensors, Scheme(), torch.float32).eval().requires_grad_(False)
 
 
-METHOD = Method(
-    "guided", __doc__, round=quantize, round_large=quantize_large, calibrated=True, token_weights=token_weights
-)
+METHOD = replace(find("gptq"), name="guided", about=__doc__, token_weights=token_weights)

@@ -1,28 +1,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from diffbit.apps.train.new_tokenizer import train_tokenizer
-from diffbit.calib_data import END_OF_TEXT, load_text, load_tokenizer
+from diffbit.calib_data import END_OF_TEXT, load_tokenizer
 from diffbit.io.errors import DiffbitError
 
-TEXTS = [
-    "def f(x):\n    return x + 1\n",
-    "naïve ☃ \x00 text\t\r\n",
-    "  leading",
-    "<|endoftext|>-like",
-    " a  b   c\n\n\n",
-]
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer(load_text("stdlib", "train", limit=300_000).documents, 512, folder)
-    return folder
+@pytest.fixture
+def folder(trained: Callable[[str], Path]) -> Path:
+    return trained("softmax")
 
 
 def test_eos_is_found_where_models_keep_it(folder: Path, tmp_path: Path) -> None:
@@ -41,8 +31,8 @@ def test_truncation_in_the_file_does_not_cut_a_corpus(folder: Path, tmp_path: Pa
     tokenizer.backend.enable_truncation(4)
     tokenizer.backend.enable_padding(length=64)
     tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
-    (ids,) = load_tokenizer(tmp_path).encode([TEXTS[0]])
-    assert ids.tolist() == next(load_tokenizer(folder).encode([TEXTS[0]])).tolist()
+    (ids,) = load_tokenizer(tmp_path).encode(["def f(x):\n    return x + 1\n"])
+    assert ids.tolist() == next(load_tokenizer(folder).encode(["def f(x):\n    return x + 1\n"])).tolist()
 
 
 def test_bad_tokenizers(tmp_path: Path) -> None:

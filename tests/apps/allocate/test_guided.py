@@ -12,6 +12,7 @@ from torch import Tensor
 from diffbit.apps.allocate import guided
 from diffbit.apps.train.presets import model_config
 from diffbit.formats import parse_format
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder
 from diffbit.models.config import variants
 from diffbit.quantize import HEAD_MODULE, Scheme, apply, linear_shapes
@@ -83,6 +84,17 @@ def test_every_attention_has_weights(attention: str) -> None:
     found = weights(make(config), IDS % 64, MASK)
     assert set(found) == {name for name in linear_shapes(config) if name != HEAD_MODULE}
     assert all(one.isfinite().all() and (one >= 0).all() and one[MASK].any() for one in found.values())
+
+
+def test_gradients_that_are_not_finite_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    watching = guided.watching
+    monkeypatch.setattr(
+        guided,
+        "watching",
+        lambda decoder, names, see: watching(decoder, names, lambda name, x, g: see(name, x, g * torch.inf)),
+    )
+    with pytest.raises(DiffbitError, match=r"at the outputs of model\.layers\..* are not finite"):
+        weights(make(CONFIG))
 
 
 def test_heavy_tokens_get_smaller_errors(monkeypatch: pytest.MonkeyPatch) -> None:
