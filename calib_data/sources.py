@@ -4,9 +4,10 @@ A source is a string:
 
     mix                                       prose, languages, dialogues and code (mix.py), for calibration
     stdlib                                    the standard library of the running Python
-    path/to/file-or-folder                    .txt .md .py (one document per file), .jsonl .parquet (one per row)
+    path/to/file-or-folder[:field]            .txt .md .py (one document per file), .jsonl .parquet (one per row)
     hf:NAME[:config][:split][:field]          a Hugging Face dataset: a hub name, or a local folder (also one
                                               written by `save_to_disk`); parts may be empty, as in hf:NAME:::body
+    SOURCE=WEIGHT,SOURCE=WEIGHT,...           several of these; their bytes are in proportion to the weights
 
 `load_text` returns one of three disjoint splits, train (90 %), calib (5 %) and eval (5 %). The split of a document
 depends on the document alone, so it is the same on every machine and in every order:
@@ -18,13 +19,16 @@ depends on the document alone, so it is the same on every machine and in every o
   the last 5 % (eval), each cut moved to the end of its line.
 - A Hugging Face dataset with a "test" or "validation" split, if the source names no split: all of that split is eval,
   and the same two rules divide its "train" split into train (18 of 19) and calib.
+- Several sources: each is divided by itself. Of a text that is longer than its share, the end is left out.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
+import re
 import sysconfig
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
@@ -73,7 +77,7 @@ def load_text(
 ) -> Corpus:
     """Read one split of a source (see the module's docstring for sources and splits).
 
-    `field` is the key of a .jsonl row or the column of a .parquet file or dataset; a field in an `hf:` source takes
+    `field` is the key of a .jsonl row or the column of a .parquet file or dataset; a field in the source takes
     precedence; a value may be a conversation, a list of {"role", "content"}. `limit` stops after that many UTF-8 bytes
     of the split and truncates the last document there. `render` converts conversations to text, such as with the
     model's chat template; default: mix.plain. Raises DiffbitError if the source cannot be read or decoded, has no such
@@ -83,24 +87,54 @@ def load_text(
         raise DiffbitError(f"split {split!r} is unknown; choose one of {', '.join(get_args(Split))}")
     if limit is not None and limit < 1:
         raise DiffbitError(f"a limit of {limit} bytes leaves no text of {source}; pass 1 or more")
+    weights = shares_of(source)
+    if len(weights) == 1:
+        documents, empty = _within(_texts(source, split, field, render, streaming=limit is not None), limit, source)
+        if not documents:
+            raise DiffbitError(f"{source}: no text in the {split} split ({empty} empty documents); give more text")
+        return _corpus(documents, source, split, empty)
 
-    roles = ROLES
-    keyed: Iterable[Keyed]
-    if source in ("stdlib", "mix"):
-        keyed = _stdlib()
-    elif source.startswith("hf:"):
-        keyed, roles = _hugging_face(source, split, field, render or plain, streaming=limit is not None)
-    else:
-        keyed = ((text, text) for text in _path(Path(source), field, render or plain))
+    most = [None if limit is None else max(1, int(limit * weight)) for weight in weights.values()]
+    whole = [load_text(name, split, field=field, limit=n, render=render) for name, n in zip(weights, most, strict=True)]
+    unit = min(one.counts["bytes"] / weights[one.source] for one in whole)  # bytes of all of them together
+    shares = [_within(one.documents, max(1, int(unit * weights[one.source])), source)[0] for one in whole]
+    return _corpus(chain(*shares), source, split, sum(one.counts["empty"] for one in whole))
 
-    documents: list[str] = []
-    digest = hashlib.sha256()
-    size = empty = 0
+
+def shares_of(source: str) -> dict[str, float]:
+    """The sources that a source consists of, and their weights, which add up to 1; of one source: {source: 1.0}.
+
+    Raises DiffbitError for weights without a sum, and for one source given twice.
+    """
+    parts = [part.rpartition("=") for part in source.split(",")]
+    if not all(name and re.fullmatch(r"\d+(\.\d+)?", weight) for name, _, weight in parts) or os.path.exists(source):
+        return {source: 1.0}
+    weights = {name: float(weight) for name, _, weight in parts}
+    total = sum(weights.values())
+    if len(weights) < len(parts) or not all(weights.values()) or math.isinf(total):
+        raise DiffbitError(f"{source}: wanted each text once, with a weight above 0, such as a.jsonl=3,stdlib=1")
+    return {name: weight / total for name, weight in weights.items()}
+
+
+def _texts(source: str, split: Split, field: str, render: Render | None, streaming: bool) -> Iterable[str]:
+    """The documents of a split of one source, empty ones, too."""
+    if (source, split) == ("mix", "train"):
+        raise DiffbitError("mix is a text for calibration and evaluation; train on another source, such as stdlib")
+    roles, keyed = ROLES, _stdlib()
+    if source.startswith("hf:"):
+        keyed, roles = _hugging_face(source, split, field, render or plain, streaming=streaming)
+    elif source not in ("stdlib", "mix"):
+        path, _, own_field = source.rpartition(":")
+        path, field = (path, own_field) if path and not os.path.exists(source) else (source, field)
+        keyed = ((text, text) for text in _path(Path(path), field, render or plain))
     texts = _of_split(keyed, split, roles)
-    if source == "mix":
-        if split == "train":
-            raise DiffbitError("mix is a text for calibration and evaluation; train on another source, such as stdlib")
-        texts = mix(split, texts, render)
+    return mix(split, texts, render) if source == "mix" else texts
+
+
+def _within(texts: Iterable[str], limit: int | None, source: str) -> tuple[list[str], int]:
+    """The documents with text in the first `limit` bytes, the last of them cut there; and how many had no text."""
+    documents: list[str] = []
+    left, empty = math.inf if limit is None else limit, 0
     for text in texts:
         if not text.strip():
             empty += 1
@@ -108,26 +142,24 @@ def load_text(
         try:
             data = text.encode("utf-8")
         except UnicodeEncodeError:  # a lone surrogate, such as \\ud800 in JSON
-            raise DiffbitError(
-                f"{source}: a document contains a lone surrogate, which is not valid text; repair the file"
-            ) from None
-        full = limit is not None and size + len(data) >= limit
-        if limit is not None and full:  # keep the characters that fit as a whole
-            text = data[: limit - size].decode("utf-8", errors="ignore")
-            data = text.encode("utf-8")
-        if text:
-            documents.append(text)
-            digest.update(len(data).to_bytes(8, "little") + data)
-            size += len(data)
-        if full:
+            raise DiffbitError(f"{source}: a document contains a lone surrogate, no valid text; repair it") from None
+        if len(data) > left:  # keep the characters that fit as a whole
+            text = data[: int(left)].decode("utf-8", errors="ignore")
+        documents += [text] if text else []
+        left -= len(data)
+        if left <= 0:
             break
-    if not documents:
-        raise DiffbitError(
-            f"{source}: the {split} split holds no text ({empty} empty documents); use a source with more text"
-        )
+    return documents, empty
+
+
+def _corpus(texts: Iterable[str], source: str, split: str, empty: int) -> Corpus:
+    documents, digest = tuple(texts), hashlib.sha256()
+    sizes = [len(text.encode()) for text in documents]
+    for size, text in zip(sizes, documents, strict=True):
+        digest.update(size.to_bytes(8, "little") + text.encode())
     characters = sum(map(len, documents))
-    counts = {"documents": len(documents), "characters": characters, "bytes": size, "empty": empty}
-    return Corpus(tuple(documents), digest.hexdigest(), source, split, counts)
+    counts = {"documents": len(documents), "characters": characters, "bytes": sum(sizes), "empty": empty}
+    return Corpus(documents, digest.hexdigest(), source, split, counts)
 
 
 def _of_split(keyed: Iterable[Keyed], split: str, roles: tuple[str, ...]) -> Iterator[str]:

@@ -51,8 +51,9 @@ Data = Annotated[
     typer.Option(
         "--data",
         metavar="TEXT",
-        help="Text: stdlib (the Python standard library), mix (prose, languages, dialogues, code), a file, a folder, "
-        "or a Hugging Face dataset as hf:NAME[:CONFIG][:SPLIT][:FIELD].",
+        help="Text: stdlib (the Python standard library), mix (prose, languages, dialogues, code), a file or folder as "
+        "PATH[:FIELD], or a Hugging Face dataset as hf:NAME[:CONFIG][:SPLIT][:FIELD]. Several texts have weights, "
+        "such as a.jsonl=3,stdlib=1.",
     ),
 ]
 Field = Annotated[

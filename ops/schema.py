@@ -79,7 +79,6 @@ DIFF_ATTENTION = Op(
     ),
     opsets=(("", 21), ("com.microsoft", 1)),
     call=Call(
-        "Attention",
         "attention",
         integers=(
             *("of.batch", "of.steps", "of.past_length", "node.heads", "node.kv_heads", "of.d"),
@@ -114,12 +113,7 @@ HADAMARD = Op(
     inputs=(Tensor("A", T),),
     outputs=(Tensor("Y", T),),
     attributes=(Integer("block", 1, SIZE),),
-    call=Call(
-        "Hadamard",
-        "hadamard",
-        integers=("size = of.a.size()", "node.block", "of.a.type"),
-        notes={"a": "`size` numbers"},
-    ),
+    call=Call("hadamard", integers=("size = of.a.size()", "node.block", "of.a.type"), notes={"a": "`size` numbers"}),
 )
 
 SILU_GATE = Op(
@@ -127,8 +121,7 @@ SILU_GATE = Op(
     version=1,
     inputs=(Tensor("A", T),),
     outputs=(Tensor("Y", T),),
-    attributes=(),
-    call=Call("SiluGate", "silu_gate", integers=("of.rows", "of.n", "of.a.type")),
+    call=Call("silu_gate", integers=("of.rows", "of.n", "of.a.type")),
 )
 
 TERNARY_MATMUL = Op(
@@ -136,21 +129,11 @@ TERNARY_MATMUL = Op(
     version=2,
     inputs=(Tensor("A", T), Tensor("packed", Type.UINT8), Tensor("scale", Type.FLOAT32)),
     outputs=(Tensor("Y", T),),
-    attributes=(
-        Integer("K", 1, SIZE),
-        Integer("N", 1, ROWS),
-        Integer("activation_bits", choices=(8, 4), default=8),
-    ),
+    attributes=(Integer("K", 1, SIZE), Integer("N", 1, ROWS), Integer("activation_bits", choices=(8, 4), default=8)),
     call=Call(
-        "TernaryMatMul",
         "ternary_matmul",
         integers=(*PRODUCT, "node.activation_bits", "of.scale_per_row", "of.a.type"),
-        notes={
-            "a": "[m, k]",
-            "packed": "at a multiple of 16",
-            "scale": "[n] if scale_per_row, else [1]",
-            "y": "[m, n]",
-        },
+        notes={"a": "[m, k]", "packed": "at a multiple of 16", "scale": "[n] if per row, else [1]", "y": "[m, n]"},
     ),
 )
 
@@ -168,7 +151,6 @@ INT4_MATMUL = Op(
     attributes=(Integer("K", 1, SIZE), Integer("N", 1, ROWS), Integer("group_size", choices=(32, 64, 128))),
     opsets=(("", 21), ("com.microsoft", 1)),
     call=Call(
-        "Int4MatMul",
         "int4_matmul",
         integers=(*PRODUCT, "node.group_size", "of.a.type"),
         notes={
@@ -188,7 +170,6 @@ INT8_MATMUL = Op(
     attributes=INT4_MATMUL.attributes,
     opsets=INT4_MATMUL.opsets,
     call=Call(
-        "Int8MatMul",
         "int8_matmul",
         integers=(*PRODUCT, "node.group_size", "of.scale_groups", "of.a.type"),
         notes={
@@ -215,7 +196,6 @@ GATHER = Op(
     outputs=(Tensor("Y", T),),
     attributes=(*INT4_MATMUL.attributes, Integer("bits", choices=(4, 8))),
     call=Call(
-        "GatherQuantized",
         "gather_quantized",
         integers=(*PRODUCT, "node.group_size", "of.scale_groups", "node.bits", "of.factor.type"),
         notes={
@@ -243,7 +223,6 @@ LOWBIT_MATMUL = Op(
     attributes=(*INT4_MATMUL.attributes, Integer("bits", 2, 6)),
     opsets=INT4_MATMUL.opsets,
     call=Call(
-        "LowBitMatMul",
         "lowbit_matmul",
         integers=(*PRODUCT, "node.group_size", "node.bits", "scale_type = of.scales.type", "of.a.type"),
         notes={
@@ -265,7 +244,6 @@ GATHER_LOWBIT = Op(
     outputs=(Tensor("Y", T),),
     attributes=LOWBIT_MATMUL.attributes,
     call=Call(
-        "GatherLowBit",
         "gather_lowbit",
         integers=(*LOWBIT_MATMUL.call.integers[:-1], "of.factor.type"),
         notes={**LOWBIT_MATMUL.call.notes, "ids": GATHER.call.notes["ids"], "y": "[m, k]"},
@@ -277,9 +255,7 @@ FLOAT_MATMUL = Op(
     version=1,
     inputs=(Tensor("A", T), Tensor("W", T)),
     outputs=(Tensor("Y", T),),
-    attributes=(),
     call=Call(
-        "FloatMatMul",
         "float_matmul",
         integers=("m = of.rows", "n = of.w.shape[0]", "k = of.w.shape[1]", "of.a.type"),
         notes={"a": "[m, k]", "w": "[n, k]", "y": "[m, n]"},
@@ -297,9 +273,7 @@ CAUSAL_CONV = Op(
         Tensor("past_state", Type.FLOAT32),
     ),
     outputs=(Tensor("y", T), Tensor("present_state", Type.FLOAT32)),
-    attributes=(),
     call=Call(
-        "CausalConv",
         "causal_conv",
         integers=(*TOKENS, "of.width", "of.x.type"),
         notes={"total": "columns of attention_mask", "width": "rows of weight"},
@@ -318,20 +292,13 @@ SELECTIVE_SCAN = Op(
         Tensor("A", Type.FLOAT32),
         Tensor("D", Type.FLOAT32),
         Tensor("dt_bias", Type.FLOAT32),
-        CAUSAL_CONV.inputs[3],
-        CAUSAL_CONV.inputs[4],
+        *CAUSAL_CONV.inputs[3:],
     ),
     outputs=(Tensor("y", T), Tensor("memory", T, optional=True), CAUSAL_CONV.outputs[1]),
-    attributes=(),
     call=Call(
-        "SelectiveScan",
         "selective_scan",
         integers=(*TOKENS, "of.states", "of.x.type"),
-        notes={
-            "memory": "null: not requested",
-            "total": "columns of attention_mask",
-            "states": "rows of a",
-        },
+        notes={"memory": "null: not requested", "total": "columns of attention_mask", "states": "rows of a"},
     ),
 )
 
@@ -394,7 +361,7 @@ def _op(op: Op) -> str:
 
 
 def _call(op: Op) -> str:
-    name, function = f"Diffbit{op.call.struct}", f"diffbit_cuda_{op.call.function}"
+    name, function = f"Diffbit{op.name}", f"diffbit_cuda_{op.call.function}"
     lines, checks, offset = [f"struct {name} {{"], [], 0
     typed = listed([tensor.name.lower() for tensor in op.inputs + op.outputs if tensor.type == T], "and")
     notes = {"type": f"of {typed}: {FLOATS}", **op.call.notes}

@@ -95,7 +95,6 @@ class Call:
     without "name = " it is the last word. tensors: where they are in `of`, if not under their names; notes: comments.
     """
 
-    struct: str  # without its "Diffbit"
     function: str  # without its "diffbit_cuda_"
     integers: tuple[str, ...]
     floats: tuple[str, ...] = ()
@@ -109,8 +108,8 @@ class Op:
     version: int  # of definition and layout; a kernel compares it with a node's attribute spec_version
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
-    attributes: tuple[Integer | Number, ...]
     call: Call
+    attributes: tuple[Integer | Number, ...] = ()
     opsets: tuple[tuple[str, int], ...] = (("", 21),)
     names: int = 1  # how many names the op has: a function has one body, and a model may need several (`named`)
 

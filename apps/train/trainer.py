@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ...calib_data import Corpus, Needles, TextTokenizer, Windows, load_text, load_tokenizer, stream, windows
+from ...calib_data import Corpus, Needles, TextTokenizer, Windows, load_text, load_tokenizer, shares_of, stream, windows
 from ...formats import QTensor
 from ...io import plugins
 from ...io.drawing import require_matplotlib
@@ -102,7 +102,7 @@ def train(
     out = Path(out)
     check_folder(out, resume=resume, overwrite=overwrite)
     if overwrite and not resume:
-        inputs = config.source, config.tokenizer, config.init, config.distill
+        inputs = *shares_of(config.source), config.tokenizer, config.init, config.distill
         check_apart(out, *(path for path in inputs if path is not None))
     require_matplotlib()  # if matplotlib or bitsandbytes is missing, fail now: an earlier run in `out` is still there
     optimizer_class(config)

@@ -189,7 +189,7 @@ const char* refused(const Attention& a) {
 }  // namespace
 }  // namespace diffbit::cuda
 
-size_t diffbit_cuda_attention_workspace(const DiffbitAttention* op) {
+size_t diffbit_cuda_attention_workspace(const DiffbitDiffAttention* op) {
   using namespace diffbit::cuda;
   if (!op->batch) return 0;
   if (exceeds_window(*op)) return static_cast<size_t>(Window(*op, static_cast<int64_t>(window_workspace(*op))).bytes);
@@ -203,7 +203,7 @@ size_t diffbit_cuda_attention_workspace(const DiffbitAttention* op) {
   return most;
 }
 
-const char* diffbit_cuda_attention(const DiffbitAttention* op, void* workspace, void* stream_) {
+const char* diffbit_cuda_attention(const DiffbitDiffAttention* op, void* workspace, void* stream_) {
   using namespace diffbit::cuda;
   cudaStream_t stream = static_cast<cudaStream_t>(stream_);
   if (const char* wrong = refused(*op)) return wrong;

@@ -12,7 +12,7 @@ namespace diffbit::cuda {
 
 constexpr int64_t FEW_STEPS = 8;  // most steps of a part for attention_decode.cu
 
-using Attention = DiffbitAttention;
+using Attention = DiffbitDiffAttention;
 
 /// Some steps of a call; the tokens before them are present.
 struct Part {

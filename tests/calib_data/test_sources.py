@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from diffbit.calib_data import load_text
+from diffbit.calib_data import load_text, shares_of
 from diffbit.io.errors import DiffbitError
 
 SPLITS = ("train", "calib", "eval")
@@ -131,6 +131,48 @@ def test_limit_cuts_at_a_character(tmp_path: Path) -> None:
     assert load_text(str(tmp_path / "a.jsonl"), "train", limit=18).documents == ("ab" * 9,)
 
 
+@pytest.mark.parametrize("limit", [None, 4000])
+def test_several_texts_are_taken_in_shares_of_their_bytes(tmp_path: Path, limit: int | None) -> None:
+    write_jsonl(tmp_path / "many.jsonl", [{"text": f"{i:09}\n"} for i in range(2000)])
+    (tmp_path / "one.txt").write_text("é" * 4000)
+    write_jsonl(
+        tmp_path / "chats.jsonl", [{"messages": [{"role": "user", "content": f"{i:09}"}]} for i in range(300)]
+    )  # the shortest for its share
+    parts = [str(tmp_path / name) for name in ("many.jsonl", "one.txt", "chats.jsonl:messages")]
+    source = ",".join(f"{part}={weight}" for part, weight in zip(parts, ("1", "0.5", "2.5"), strict=True))
+    for split in SPLITS:
+        corpus = load_text(source, split, limit=limit)
+        alone = [load_text(part, split) for part in parts]
+        counts = [sum(len(text.encode()) for text in corpus.documents if text[0] == first) for first in "0éU"]
+        unit = min(alone[2].counts["bytes"] / 2.5, (limit or 1e9) / 4)
+        for count, weight in zip(counts, (1, 0.5, 2.5), strict=True):  # but for what would be a part of a character
+            assert unit * weight - 2 <= count <= unit * weight
+        assert sum(counts) == corpus.counts["bytes"] and corpus.source == source
+        for one in alone:  # nothing is repeated, and nothing comes from another split
+            kept = [text for text in corpus.documents if text[0] == one.documents[0][0]]
+            assert [*kept[:-1], kept[-1]] == [
+                *one.documents[: len(kept) - 1],
+                one.documents[len(kept) - 1][: len(kept[-1])],
+            ]
+
+
+def test_what_looks_like_weights_but_is_a_file_is_one(tmp_path: Path) -> None:
+    for name in ("a=1,b=2", "a=1", "a:b=3,c=4"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "one.txt").write_text("text")
+        assert shares_of(str(tmp_path / name)) == {str(tmp_path / name): 1.0}
+        assert "".join(load_text(str(tmp_path / name), "train").documents) in "text"
+    assert shares_of("stdlib") == {"stdlib": 1.0} and shares_of("a=1,b=3") == {"a": 0.25, "b": 0.75}
+    assert shares_of("x=y=1,b=3") == {"x=y": 0.25, "b": 0.75}
+    for wrong in ("a=0,b=1", "a=1,a=2", f"a={'9' * 400},b=1", "a=0"):
+        with pytest.raises(DiffbitError, match="with a weight above 0"):
+            shares_of(wrong)
+    with pytest.raises(DiffbitError, match="train on another source"):
+        load_text("stdlib=1,mix=1", "train")
+    with pytest.raises(DiffbitError, match="absent: no such file"):
+        load_text("stdlib=1,absent=1", "eval")
+
+
 def test_bad_files_are_told_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "bytes.txt").write_bytes(b"abc\xff")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
@@ -147,7 +189,7 @@ def test_bad_files_are_told_in_a_sentence(tmp_path: Path) -> None:
         "list.jsonl": "line 1: contains a JSON list, wanted an object",
         "number.jsonl": "line 1: text is .*, wanted text or none",
         "surrogate.jsonl": "no character",
-        "empty.txt": "holds no text",
+        "empty.txt": "no text in the train split",
         "bad.parquet": "not a readable parquet",
         "image.png": "cannot be read as text",
         "folder": "holds no file that can be read",

@@ -32,11 +32,11 @@ class Op(ctypes.Structure):
 
 def _structure(op: Signature) -> type[Op]:
     fields = [(name, _CTYPES[type_]) for type_, name, _ in op.fields()]
-    return type(op.call.struct, (Op,), {"of": op, "_fields_": fields})
+    return type(op.name, (Op,), {"of": op, "_fields_": fields})
 
 
 STRUCTURES = [_structure(op) for op in schema.OPS]
-CausalConv, Attention, FloatMatMul, GatherQuantized, GatherLowBit, Hadamard, Int4MatMul, Int8MatMul = STRUCTURES[:8]
+CausalConv, DiffAttention, FloatMatMul, GatherQuantized, GatherLowBit, Hadamard, Int4MatMul, Int8MatMul = STRUCTURES[:8]
 LowBitMatMul, SelectiveScan, SiluGate, TernaryMatMul = STRUCTURES[8:]
 
 

@@ -27,7 +27,7 @@ MAGIC = struct.pack("<I", 0xBA55ED50)  # of a fat binary
 
 
 def test_structures_have_the_names_of_their_ops() -> None:
-    assert {op.call.struct: getattr(cuda, op.call.struct).of for op in schema.OPS} == {
+    assert {op.name: getattr(cuda, op.name).of for op in schema.OPS} == {
         structure.__name__: structure.of for structure in cuda.STRUCTURES
     }
 

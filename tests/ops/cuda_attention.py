@@ -56,7 +56,7 @@ def run_cuda(device: Device, case: AttentionCase, x: Tensors, in_place: bool = F
     for name in ("past_length", "present_length"):
         tensors.pop(name, None)
     assert there["cos"] is not None
-    op = cuda.Attention(
+    op = cuda.DiffAttention(
         **tensors,
         batch=case.batch,
         steps=case.steps,

@@ -57,7 +57,7 @@ static_assert(sizeof(DiffbitCausalConv) == 104, "DiffbitCausalConv");
 DIFFBIT_CUDA_API size_t diffbit_cuda_causal_conv_workspace(const DiffbitCausalConv*);
 DIFFBIT_CUDA_API const char* diffbit_cuda_causal_conv(const DiffbitCausalConv*, void* workspace, void* stream);
 
-struct DiffbitAttention {
+struct DiffbitDiffAttention {
   const void* query;
   const void* key;
   const void* value;
@@ -107,7 +107,7 @@ struct DiffbitAttention {
   float norm_eps;
 
   template <class Node, class Tensors>
-  static DiffbitAttention from([[maybe_unused]] const Node& node, const Tensors& of) {
+  static DiffbitDiffAttention from([[maybe_unused]] const Node& node, const Tensors& of) {
     return {
         of.query.data,
         of.keys.fresh.data,
@@ -159,56 +159,56 @@ struct DiffbitAttention {
     };
   }
 };
-static_assert(offsetof(DiffbitAttention, query) == 0, "query");
-static_assert(offsetof(DiffbitAttention, key) == 8, "key");
-static_assert(offsetof(DiffbitAttention, value) == 16, "value");
-static_assert(offsetof(DiffbitAttention, lambda) == 24, "lambda");
-static_assert(offsetof(DiffbitAttention, past_key) == 32, "past_key");
-static_assert(offsetof(DiffbitAttention, past_value) == 40, "past_value");
-static_assert(offsetof(DiffbitAttention, position_ids) == 48, "position_ids");
-static_assert(offsetof(DiffbitAttention, cos) == 56, "cos");
-static_assert(offsetof(DiffbitAttention, sin) == 64, "sin");
-static_assert(offsetof(DiffbitAttention, attention_mask) == 72, "attention_mask");
-static_assert(offsetof(DiffbitAttention, past_key_scale) == 80, "past_key_scale");
-static_assert(offsetof(DiffbitAttention, past_value_scale) == 88, "past_value_scale");
-static_assert(offsetof(DiffbitAttention, past_key_recent) == 96, "past_key_recent");
-static_assert(offsetof(DiffbitAttention, past_value_recent) == 104, "past_value_recent");
-static_assert(offsetof(DiffbitAttention, out) == 112, "out");
-static_assert(offsetof(DiffbitAttention, present_key) == 120, "present_key");
-static_assert(offsetof(DiffbitAttention, present_value) == 128, "present_value");
-static_assert(offsetof(DiffbitAttention, present_key_scale) == 136, "present_key_scale");
-static_assert(offsetof(DiffbitAttention, present_value_scale) == 144, "present_value_scale");
-static_assert(offsetof(DiffbitAttention, present_key_recent) == 152, "present_key_recent");
-static_assert(offsetof(DiffbitAttention, present_value_recent) == 160, "present_value_recent");
-static_assert(offsetof(DiffbitAttention, batch) == 168, "batch");
-static_assert(offsetof(DiffbitAttention, steps) == 176, "steps");
-static_assert(offsetof(DiffbitAttention, past_length) == 184, "past_length");
-static_assert(offsetof(DiffbitAttention, heads) == 192, "heads");
-static_assert(offsetof(DiffbitAttention, kv_heads) == 200, "kv_heads");
-static_assert(offsetof(DiffbitAttention, d) == 208, "d");
-static_assert(offsetof(DiffbitAttention, past_key_capacity) == 216, "past_key_capacity");
-static_assert(offsetof(DiffbitAttention, past_value_capacity) == 224, "past_value_capacity");
-static_assert(offsetof(DiffbitAttention, key_capacity) == 232, "key_capacity");
-static_assert(offsetof(DiffbitAttention, value_capacity) == 240, "value_capacity");
-static_assert(offsetof(DiffbitAttention, mask_row) == 248, "mask_row");
-static_assert(offsetof(DiffbitAttention, positions) == 256, "positions");
-static_assert(offsetof(DiffbitAttention, branches) == 264, "branches");
-static_assert(offsetof(DiffbitAttention, noise_ratio) == 272, "noise_ratio");
-static_assert(offsetof(DiffbitAttention, wide_value) == 280, "wide_value");
-static_assert(offsetof(DiffbitAttention, lambda_per_token) == 288, "lambda_per_token");
-static_assert(offsetof(DiffbitAttention, key_bits) == 296, "key_bits");
-static_assert(offsetof(DiffbitAttention, value_bits) == 304, "value_bits");
-static_assert(offsetof(DiffbitAttention, query_bits) == 312, "query_bits");
-static_assert(offsetof(DiffbitAttention, window) == 320, "window");
-static_assert(offsetof(DiffbitAttention, sliding_window) == 328, "sliding_window");
-static_assert(offsetof(DiffbitAttention, type) == 336, "type");
-static_assert(offsetof(DiffbitAttention, key_type) == 344, "key_type");
-static_assert(offsetof(DiffbitAttention, value_type) == 352, "value_type");
-static_assert(offsetof(DiffbitAttention, scale) == 360, "scale");
-static_assert(offsetof(DiffbitAttention, norm_eps) == 364, "norm_eps");
-static_assert(sizeof(DiffbitAttention) == 368, "DiffbitAttention");
-DIFFBIT_CUDA_API size_t diffbit_cuda_attention_workspace(const DiffbitAttention*);
-DIFFBIT_CUDA_API const char* diffbit_cuda_attention(const DiffbitAttention*, void* workspace, void* stream);
+static_assert(offsetof(DiffbitDiffAttention, query) == 0, "query");
+static_assert(offsetof(DiffbitDiffAttention, key) == 8, "key");
+static_assert(offsetof(DiffbitDiffAttention, value) == 16, "value");
+static_assert(offsetof(DiffbitDiffAttention, lambda) == 24, "lambda");
+static_assert(offsetof(DiffbitDiffAttention, past_key) == 32, "past_key");
+static_assert(offsetof(DiffbitDiffAttention, past_value) == 40, "past_value");
+static_assert(offsetof(DiffbitDiffAttention, position_ids) == 48, "position_ids");
+static_assert(offsetof(DiffbitDiffAttention, cos) == 56, "cos");
+static_assert(offsetof(DiffbitDiffAttention, sin) == 64, "sin");
+static_assert(offsetof(DiffbitDiffAttention, attention_mask) == 72, "attention_mask");
+static_assert(offsetof(DiffbitDiffAttention, past_key_scale) == 80, "past_key_scale");
+static_assert(offsetof(DiffbitDiffAttention, past_value_scale) == 88, "past_value_scale");
+static_assert(offsetof(DiffbitDiffAttention, past_key_recent) == 96, "past_key_recent");
+static_assert(offsetof(DiffbitDiffAttention, past_value_recent) == 104, "past_value_recent");
+static_assert(offsetof(DiffbitDiffAttention, out) == 112, "out");
+static_assert(offsetof(DiffbitDiffAttention, present_key) == 120, "present_key");
+static_assert(offsetof(DiffbitDiffAttention, present_value) == 128, "present_value");
+static_assert(offsetof(DiffbitDiffAttention, present_key_scale) == 136, "present_key_scale");
+static_assert(offsetof(DiffbitDiffAttention, present_value_scale) == 144, "present_value_scale");
+static_assert(offsetof(DiffbitDiffAttention, present_key_recent) == 152, "present_key_recent");
+static_assert(offsetof(DiffbitDiffAttention, present_value_recent) == 160, "present_value_recent");
+static_assert(offsetof(DiffbitDiffAttention, batch) == 168, "batch");
+static_assert(offsetof(DiffbitDiffAttention, steps) == 176, "steps");
+static_assert(offsetof(DiffbitDiffAttention, past_length) == 184, "past_length");
+static_assert(offsetof(DiffbitDiffAttention, heads) == 192, "heads");
+static_assert(offsetof(DiffbitDiffAttention, kv_heads) == 200, "kv_heads");
+static_assert(offsetof(DiffbitDiffAttention, d) == 208, "d");
+static_assert(offsetof(DiffbitDiffAttention, past_key_capacity) == 216, "past_key_capacity");
+static_assert(offsetof(DiffbitDiffAttention, past_value_capacity) == 224, "past_value_capacity");
+static_assert(offsetof(DiffbitDiffAttention, key_capacity) == 232, "key_capacity");
+static_assert(offsetof(DiffbitDiffAttention, value_capacity) == 240, "value_capacity");
+static_assert(offsetof(DiffbitDiffAttention, mask_row) == 248, "mask_row");
+static_assert(offsetof(DiffbitDiffAttention, positions) == 256, "positions");
+static_assert(offsetof(DiffbitDiffAttention, branches) == 264, "branches");
+static_assert(offsetof(DiffbitDiffAttention, noise_ratio) == 272, "noise_ratio");
+static_assert(offsetof(DiffbitDiffAttention, wide_value) == 280, "wide_value");
+static_assert(offsetof(DiffbitDiffAttention, lambda_per_token) == 288, "lambda_per_token");
+static_assert(offsetof(DiffbitDiffAttention, key_bits) == 296, "key_bits");
+static_assert(offsetof(DiffbitDiffAttention, value_bits) == 304, "value_bits");
+static_assert(offsetof(DiffbitDiffAttention, query_bits) == 312, "query_bits");
+static_assert(offsetof(DiffbitDiffAttention, window) == 320, "window");
+static_assert(offsetof(DiffbitDiffAttention, sliding_window) == 328, "sliding_window");
+static_assert(offsetof(DiffbitDiffAttention, type) == 336, "type");
+static_assert(offsetof(DiffbitDiffAttention, key_type) == 344, "key_type");
+static_assert(offsetof(DiffbitDiffAttention, value_type) == 352, "value_type");
+static_assert(offsetof(DiffbitDiffAttention, scale) == 360, "scale");
+static_assert(offsetof(DiffbitDiffAttention, norm_eps) == 364, "norm_eps");
+static_assert(sizeof(DiffbitDiffAttention) == 368, "DiffbitDiffAttention");
+DIFFBIT_CUDA_API size_t diffbit_cuda_attention_workspace(const DiffbitDiffAttention*);
+DIFFBIT_CUDA_API const char* diffbit_cuda_attention(const DiffbitDiffAttention*, void* workspace, void* stream);
 
 struct DiffbitFloatMatMul {
   const void* a;  // [m, k]
@@ -621,7 +621,7 @@ DIFFBIT_CUDA_API const char* diffbit_cuda_silu_gate(const DiffbitSiluGate*, void
 struct DiffbitTernaryMatMul {
   const void* a;  // [m, k]
   const void* packed;  // at a multiple of 16
-  const void* scale;  // [n] if scale_per_row, else [1]
+  const void* scale;  // [n] if per row, else [1]
   void* y;  // [m, n]
   int64_t m;
   int64_t n;
