@@ -2,11 +2,12 @@
 
     python benchmarks/speed.py ARTIFACT ... [--openvino PYTHON GGUF] [--llama FOLDER GGUF] [--ik PYTHON GGUF]
                                [--genai PYTHON MODEL] [--library OTHER.so] [--prompts 128 512 2048 8000] [--new 32]
-                               [--threads 1] [--rounds 5] [--markdown]
+                               [--flash] [--threads 1] [--rounds 5] [--markdown]
 
 Each contender is a process that stays (speed_peer.py). In every round each computes one prompt of random tokens and
 writes --new tokens greedily, after one prompt to warm up. The table has medians in tokens/s. llama.cpp and
-ik_llama.cpp run without flash attention and with it.
+ik_llama.cpp run without flash attention and with it; --flash: with it alone, since they take minutes for a long prompt
+without.
 
 PYTHON     the interpreter of an environment that has openvino-genai, ik-llama-cpp-python or onnxruntime-genai
 FOLDER     llama.cpp's library (examples/llama_cpp.py)
@@ -76,6 +77,7 @@ class Contender:
 
 def contenders(options: argparse.Namespace) -> Iterator[Contender]:
     """Start them, one after the other."""
+    hows = (FLASH,) if options.flash else ("", FLASH)
     for path in options.artifacts:
         for library in ("", *([options.library] if options.library else [])):
             name = path.name + (", the other library" if library else "")
@@ -84,7 +86,7 @@ def contenders(options: argparse.Namespace) -> Iterator[Contender]:
         if given := getattr(options, engine):
             place, model = given
             python = sys.executable if engine == "llama" else place
-            for how in ("", FLASH) if engine in ("llama", "ik") else ("",):
+            for how in hows if engine in ("llama", "ik") else ("",):
                 label = f"{name} {Path(model).name}{how}"
                 yield Contender(label, engine + how, model, options.threads, python, place, "")
 
@@ -96,6 +98,7 @@ def main() -> None:
     parser.add_argument("--llama", nargs=2, metavar=("FOLDER", "GGUF"))
     parser.add_argument("--ik", nargs=2, metavar=("PYTHON", "GGUF"))
     parser.add_argument("--genai", nargs=2, metavar=("PYTHON", "MODEL"))
+    parser.add_argument("--flash", action="store_true", help="llama.cpp and ik_llama.cpp with flash attention alone")
     parser.add_argument("--library", default="", help="another build of libdiffbit_ops.so")
     parser.add_argument("--prompts", type=int, nargs="+", default=[128, 512, 2048])
     parser.add_argument("--new", type=int, default=32, help="tokens after each prompt, at least 2 (default: 32)")

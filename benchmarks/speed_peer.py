@@ -18,10 +18,8 @@ from typing import Any
 
 import numpy as np
 
-CONTEXT, AT_ONCE = (
-    8192,
-    512,
-)  # tokens of a context; tokens of a prompt that llama.cpp and ik_llama.cpp compute at a time
+CONTEXT = 8192  # tokens
+AT_ONCE = 512  # tokens of a prompt that llama.cpp and ik_llama.cpp compute at a time
 Seconds = tuple[float, float]  # of a prompt with the first token, of the other tokens
 Generate = Callable[[list[int], int], Seconds]
 
