@@ -33,11 +33,11 @@ struct OneLength : AttentionNode {
   }
 };
 
-#define DIFFBIT_LAUNCH(Node, Call, function) \
-  Launch<Node, Diffbit##Call, diffbit_cuda_##function##_workspace, diffbit_cuda_##function>
+#define DIFFBIT_LAUNCH(Node, Op, function) \
+  Launch<Node, Diffbit##Op, diffbit_cuda_##function##_workspace, diffbit_cuda_##function>
 
 using CausalConv = DIFFBIT_LAUNCH(CausalConvNode, CausalConv, causal_conv);
-using DiffAttention = DIFFBIT_LAUNCH(OneLength, Attention, attention);
+using DiffAttention = DIFFBIT_LAUNCH(OneLength, DiffAttention, attention);
 using FloatMatMul = DIFFBIT_LAUNCH(FloatMatMulNode, FloatMatMul, float_matmul);
 using GatherLowBit = DIFFBIT_LAUNCH(GatherLowBitNode, GatherLowBit, gather_lowbit);
 using GatherQuantized = DIFFBIT_LAUNCH(GatherNode, GatherQuantized, gather_quantized);
