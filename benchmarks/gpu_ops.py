@@ -126,7 +126,7 @@ class Layer:
         pointers = {name: tensor.data_ptr() for name, tensor in self.inputs.items()}
         pointers |= {name.replace("past", "present"): at for name, at in pointers.items() if name.startswith("past")}
         keys, values = (self.inputs[f"past_{side}"].shape[2] for side in ("key", "value"))
-        op = cuda.Attention(
+        op = cuda.DiffAttention(
             **pointers, out=self.out.data_ptr(), batch=1, steps=self.steps, past_length=self.past, heads=self.pairs,
             mask_row=self.past + self.steps,
             kv_heads=2 * self.pairs, d=self.d, past_key_capacity=keys, past_value_capacity=values, key_capacity=keys,
