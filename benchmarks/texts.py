@@ -50,7 +50,9 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=400, help="with --model (default: %(default)s)")
     add_outputs(parser, "training.md")
     arguments = parser.parse_args()
-    work = arguments.work
+    work, count = arguments.work, arguments.answers
+    if count < 1:
+        parser.error(f"argument --answers: {count} is less than 1; leave --model out for no answers")
     model, _, wikipedia = fetch(work)
     rows = {
         "books": (once(work / "books.jsonl", partial(write, books(work))), "text"),
@@ -58,8 +60,9 @@ def main() -> None:
         "dialogues": (once(work / "dialogues.jsonl", partial(write, dialogues(work))), "messages"),
     }
     if arguments.model:
-        made = answers(arguments.model, rows["dialogues"][0], arguments.answers)
-        rows["answers"] = (once(work / "answers.jsonl", partial(write, made)), "messages")
+        made = answers(arguments.model, rows["dialogues"][0], count)
+        name = f"answers-{arguments.model.resolve().name}-{count}.jsonl"
+        rows["answers"] = (once(work / name, partial(write, made)), "messages")
     sources = {name: f"{path}:{field}" for name, (path, field) in rows.items()} | {"stdlib": "stdlib"}
     tokenizer, numbers = load_tokenizer(model), {}
     for name, source in track(list(sources.items()), "counting tokens"):

@@ -97,17 +97,18 @@ def load_text(
     most = [None if limit is None else max(1, int(limit * weight)) for weight in weights.values()]
     whole = [load_text(name, split, field=field, limit=n, render=render) for name, n in zip(weights, most, strict=True)]
     unit = min(one.counts["bytes"] / weights[one.source] for one in whole)  # bytes of all of them together
-    shares = [_within(one.documents, max(1, int(unit * weights[one.source])), source)[0] for one in whole]
+    shares = [_within(one.documents, max(1, int(unit * weights[one.source] + 1e-6)), source)[0] for one in whole]
     return _corpus(chain(*shares), source, split, sum(one.counts["empty"] for one in whole))
 
 
 def shares_of(source: str) -> dict[str, float]:
     """The sources that a source consists of, and their weights, which add up to 1; of one source: {source: 1.0}.
 
-    Raises DiffbitError for weights without a sum, and for one source given twice.
+    Raises DiffbitError for a weight of 0, for weights whose sum overflows, and for a source given twice.
     """
     parts = [part.rpartition("=") for part in source.split(",")]
-    if not all(name and re.fullmatch(r"\d+(\.\d+)?", weight) for name, _, weight in parts) or os.path.exists(source):
+    weighted = len(parts) > 1 and all(name and re.fullmatch(r"\d*\.?\d+", weight) for name, _, weight in parts)
+    if not weighted or os.path.exists(source):
         return {source: 1.0}
     weights = {name: float(weight) for name, _, weight in parts}
     total = sum(weights.values())

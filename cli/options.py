@@ -52,8 +52,8 @@ Data = Annotated[
         "--data",
         metavar="TEXT",
         help="Text: stdlib (the Python standard library), mix (prose, languages, dialogues, code), a file or folder as "
-        "PATH[:FIELD], or a Hugging Face dataset as hf:NAME[:CONFIG][:SPLIT][:FIELD]. Several texts have weights, "
-        "such as a.jsonl=3,stdlib=1.",
+        "PATH[:FIELD], or a Hugging Face dataset as hf:NAME[:CONFIG][:SPLIT][:FIELD]. Several texts: each with its "
+        "weight, as in a.jsonl=3,stdlib=1.",
     ),
 ]
 Field = Annotated[

@@ -163,8 +163,9 @@ def test_what_looks_like_weights_but_is_a_file_is_one(tmp_path: Path) -> None:
         assert shares_of(str(tmp_path / name)) == {str(tmp_path / name): 1.0}
         assert "".join(load_text(str(tmp_path / name), "train").documents) in "text"
     assert shares_of("stdlib") == {"stdlib": 1.0} and shares_of("a=1,b=3") == {"a": 0.25, "b": 0.75}
-    assert shares_of("x=y=1,b=3") == {"x=y": 0.25, "b": 0.75}
-    for wrong in ("a=0,b=1", "a=1,a=2", f"a={'9' * 400},b=1", "a=0"):
+    assert shares_of("x=y=1,b=3") == {"x=y": 0.25, "b": 0.75} and shares_of("a=.5,b=1.5") == {"a": 0.25, "b": 0.75}
+    assert shares_of("hf:name:of=3") == {"hf:name:of=3": 1.0} and shares_of("a=1,b=-3") == {"a=1,b=-3": 1.0}
+    for wrong in ("a=0,b=1", "a=1,a=2", f"a={'9' * 400},b=1", "a=0.0,b=.5"):
         with pytest.raises(DiffbitError, match="with a weight above 0"):
             shares_of(wrong)
     with pytest.raises(DiffbitError, match="train on another source"):
