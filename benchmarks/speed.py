@@ -2,7 +2,7 @@
 
     python benchmarks/speed.py ARTIFACT ... [--openvino PYTHON GGUF] [--llama FOLDER GGUF] [--ik PYTHON GGUF]
                                [--genai PYTHON MODEL] [--library OTHER.so] [--prompts 128 512 2048 8000] [--new 32]
-                               [--flash] [--threads 1] [--rounds 5] [--markdown]
+                               [--flash] [--bfloat16] [--threads 1] [--rounds 5] [--markdown]
 
 Each contender is a process that stays (speed_peer.py). In every round each computes one prompt of random tokens and
 writes --new tokens greedily, after one prompt to warm up. The table has medians in tokens/s. llama.cpp and
@@ -42,13 +42,15 @@ FLASH = ", flash attention"
 
 
 class Contender:
-    def __init__(self, name: str, engine: str, model: str, threads: int, python: str, place: str, library: str) -> None:
+    def __init__(
+        self, name: str, engine: str, model: str, threads: int, python: str, place: str, more: dict[str, str]
+    ) -> None:
         self.name = name
         self.measured: dict[int, list[dict[str, float]]] = {}  # by the length of the prompt, a round each
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (it lives as long as the process)
         self.process = subprocess.Popen(
             [python, str(PEER), engine, model, str(threads), place], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self.errors, text=True, env=os.environ | ({"DIFFBIT_LIBRARY": library} if library else {}),
+            stderr=self.errors, text=True, env=os.environ | more,
         )  # fmt: skip
         self.load_s: float = self._answer()["load_s"]
         self.process.send_signal(signal.SIGSTOP)
@@ -79,16 +81,20 @@ def contenders(options: argparse.Namespace) -> Iterator[Contender]:
     """Start them, one after the other."""
     hows = (FLASH,) if options.flash else ("", FLASH)
     for path in options.artifacts:
-        for library in ("", *([options.library] if options.library else [])):
-            name = path.name + (", the other library" if library else "")
-            yield Contender(name, "diffbit", str(path), options.threads, sys.executable, "", library)
+        more = {"": {}}
+        if options.bfloat16:
+            more[", bfloat16"] = {"DIFFBIT_PRECISION": "bfloat16"}
+        if options.library:
+            more[", the other library"] = {"DIFFBIT_LIBRARY": options.library}
+        for how, variables in more.items():
+            yield Contender(path.name + how, "diffbit", str(path), options.threads, sys.executable, "", variables)
     for engine, name in NAMES.items():
         if given := getattr(options, engine):
             place, model = given
             python = sys.executable if engine == "llama" else place
             for how in hows if engine in ("llama", "ik") else ("",):
                 label = f"{name} {Path(model).name}{how}"
-                yield Contender(label, engine + how, model, options.threads, python, place, "")
+                yield Contender(label, engine + how, model, options.threads, python, place, {})
 
 
 def main() -> None:
@@ -99,6 +105,7 @@ def main() -> None:
     parser.add_argument("--ik", nargs=2, metavar=("PYTHON", "GGUF"))
     parser.add_argument("--genai", nargs=2, metavar=("PYTHON", "MODEL"))
     parser.add_argument("--flash", action="store_true", help="llama.cpp and ik_llama.cpp with flash attention alone")
+    parser.add_argument("--bfloat16", action="store_true", help="the artifacts also with DIFFBIT_PRECISION=bfloat16")
     parser.add_argument("--library", default="", help="another build of libdiffbit_ops.so")
     parser.add_argument("--prompts", type=int, nargs="+", default=[128, 512, 2048])
     parser.add_argument("--new", type=int, default=32, help="tokens after each prompt, at least 2 (default: 32)")

@@ -35,6 +35,7 @@ struct DiffAttention : AttentionNode {
   void compute_rows(const Tensors& of, Context& context) const;
   const AttentionKernels* kernels;
   const LowBitKernels* lowbit;
+  bool bfloat16;  // for many rows
 };
 
 struct FloatMatMul : FloatMatMulNode {

@@ -30,6 +30,7 @@ struct Call {
 
   const AttentionKernels& kernels;
   const LowBitKernels& lowbit;
+  bool bfloat16;
   int64_t first_row, batch;  // rows first_row .. first_row + batch of the tensors
   int64_t heads, query_heads, kv_heads, width, branches, ratio, d;
   int64_t groups, pairs, noises;  // groups: kv heads; pairs and noise heads per kv head

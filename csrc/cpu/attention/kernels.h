@@ -39,12 +39,12 @@ static constexpr int64_t split_size(int64_t n, int64_t parts) {
   return (n + SPLIT_STEP - 1) / SPLIT_STEP * SPLIT_STEP * parts / 2;
 }
 
-/// Products of matrix instructions. Packed blocks of 32 keys [d, 32] or values [32, padded(d)] are split in place before they
-/// are multiplied, and a token takes split_size(d, parts) floats.
+/// Products of matrix instructions. Packed blocks of 32 keys [d, 32] or values [32, padded(d)] are split before they are
+/// multiplied; a token then takes split_size(d, parts) floats.
 struct SplitKernels {
-  int64_t parts;  // of a key or a value, in bfloat16: two hold a float16, three a float
-  void (*keys)(float* block, int64_t d);
-  void (*values)(float* block, int64_t d);
+  int64_t parts;  // of a key or a value, in bfloat16: two hold a float16, three a float, one is rounded
+  void (*keys)(const float* block, int64_t d, float* to);
+  void (*values)(const float* block, int64_t d, float* to);
   /// As AttentionKernels' packed_scores and mix, but SPLIT_ROWS - 1 more rows of `s` or `out` may be overwritten.
   void (*scores)(const float* packed, int64_t blocks, int64_t d, const float* q, int64_t rows, float* s, int64_t stride);
   void (*mix)(const CacheRows& values, int64_t n, int64_t d, const float* p, int64_t rows, int64_t stride, float* out);
@@ -84,7 +84,7 @@ struct AttentionKernels {
   /// s[i * stride + t] = q[i] . key t for t < blocks * 32.
   void (*packed_scores)(const float* packed, int64_t blocks, int64_t d, const float* q, int64_t rows, float* s,
                         int64_t stride);
-  const SplitKernels* split;  // those of 2 parts, then of 3, for sets with matrix instructions; else null
+  const SplitKernels* split;  // those of 1, 2 and 3 parts, for sets with matrix instructions; else null
 };
 
 /// The table in a namespace that defines all of these, and DIFFBIT_SPLIT as the last.

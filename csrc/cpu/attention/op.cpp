@@ -82,7 +82,7 @@ void prefill_parts(Call call, Context& context) {
 }  // namespace
 
 DiffAttention::DiffAttention(const Node& node)
-    : AttentionNode(node), kernels(DIFFBIT_PICK(attention)), lowbit(DIFFBIT_PICK(lowbit)) {}
+    : AttentionNode(node), kernels(DIFFBIT_PICK(attention)), lowbit(DIFFBIT_PICK(lowbit)), bfloat16(in_bfloat16()) {}
 
 void DiffAttention::compute(Context& context) const {
   const Tensors of = tensors(context);
@@ -123,6 +123,7 @@ void DiffAttention::compute_rows(const Tensors& of, Context& context) const {
 Call::Call(const DiffAttention& op, const AttentionNode::Tensors& of, int64_t row)
     : kernels(*op.kernels),
       lowbit(*op.lowbit),
+      bfloat16(op.bfloat16),
       first_row(larger(0, row)),
       batch(row < 0 ? of.batch : 1),
       heads(op.heads),

@@ -32,8 +32,8 @@ struct Side {
   Half* halves = nullptr;
 
   Side(const Call& call_, const Cache& cache_) : call(call_), cache(cache_) {
-    const bool two_parts = cache.type == CACHE_FLOAT16 && !cache.blockwise();
-    split = !call.kernels.split ? nullptr : two_parts ? call.kernels.split : call.kernels.split + 1;
+    const int64_t parts = call.bfloat16 ? 1 : cache.type == CACHE_FLOAT16 && !cache.blockwise() ? 2 : 3;
+    split = call.kernels.split ? call.kernels.split + parts - 1 : nullptr;
     const int64_t together = cache.is_keys || split ? ATTENTION_KEYS : 1;
     const auto whole = [&](int64_t tokens) { return divide_up(tokens, together) * together; };
     row = split ? split_size(call.d, split->parts) : cache.is_keys ? call.d : padded(call.d);
@@ -61,11 +61,12 @@ struct Side {
   template <class Pack>
   void packed(int64_t count, float* to, const Pack& pack) const {
     if (!split) return pack(0, count, to);
+    float block[ATTENTION_KEYS * ATTENTION_MOST_D];
     for (int64_t t = 0; t < count; t += ATTENTION_KEYS, to += ATTENTION_KEYS * row) {
       const int64_t some = smaller(ATTENTION_KEYS, count - t);
-      pack(t, some, to);
-      if (!cache.is_keys) std::fill(to + some * padded(call.d), to + ATTENTION_KEYS * padded(call.d), 0.0f);
-      (cache.is_keys ? split->keys : split->values)(to, call.d);
+      pack(t, some, block);
+      if (!cache.is_keys) std::fill(block + some * padded(call.d), block + ATTENTION_KEYS * padded(call.d), 0.0f);
+      (cache.is_keys ? split->keys : split->values)(block, call.d, to);
     }
   }
 

@@ -1,7 +1,8 @@
 // Products of attention with many query rows by matrix instructions of bfloat16. A float is the sum of three bfloat16, its
 // parts: its upper half, that of the rest, and what then remains. Of the nine products of parts three are at most 2^-22 of the whole
 // and left out; the other six are added in float32, so results are about as near as those of floats. Keys and values of a
-// float16 cache are the sum of two parts, so then it is five.
+// float16 cache are the sum of two parts, so then it is five. Where DIFFBIT_PRECISION asks for bfloat16, rows and columns have one
+// part, the nearest bfloat16, and it is one product.
 //
 //   A   rows of floats become, 32 at a time, 32 first parts, 32 second ones ...
 //   B   [rows, columns] becomes [rows / 32, columns / 16, parts, 16 pairs of rows, 16 columns, 2]; rows beyond are zeros
@@ -16,12 +17,19 @@ namespace {
 
 constexpr int64_t STEP = SPLIT_STEP;             // numbers of a row of A in a tile
 constexpr int64_t PART = TILE_ROWS * TILE_BYTES / 4;  // floats that a tile takes
-constexpr int ROW_PARTS = 3;  // of A
+constexpr int row_parts(int parts) { return parts == 1 ? 1 : 3; }  // of A
 constexpr int64_t COLUMNS = TILE_BYTES / 4;
 constexpr int64_t TOGETHER = SPLIT_ROWS;
 static_assert(STEP == TILE_BYTES / 2 && TOGETHER == 2 * TILE_ROWS, "what tiles hold");
 
+/// The numbers that parts are taken from.
+template <int PARTS>
+DIFFBIT_INLINE F32 to_split(F32 a) {
+  return PARTS == 1 ? to_upper(a) : a;
+}
+
 /// n floats to a row of A.
+template <int PARTS>
 void split_row(const float* from, int64_t n, float* to) {
   for (int64_t i = 0; i < n; i += STEP) {
     F32 rest[STEP / F32_LANES];
@@ -29,10 +37,10 @@ void split_row(const float* from, int64_t n, float* to) {
     for (int64_t j = 0; j < STEP / F32_LANES; ++j) {
       const int64_t left = n - i - j * F32_LANES;
       const float* at = from + i + j * F32_LANES;
-      rest[j] = left >= F32_LANES ? load(at) : left > 0 ? load_part(at, left) : splat(0.0f);
+      rest[j] = to_split<PARTS>(left >= F32_LANES ? load(at) : left > 0 ? load_part(at, left) : splat(0.0f));
     }
     DIFFBIT_UNROLL
-    for (int part = 0; part < ROW_PARTS; ++part, to += STEP / 2) {
+    for (int part = 0; part < row_parts(PARTS); ++part, to += STEP / 2) {
       store_upper(reinterpret_cast<uint16_t*>(to), rest);
       for (F32& one : rest) one = one - upper(one);
     }
@@ -48,6 +56,7 @@ void split_matrix(const float* from, int64_t rows, int64_t columns, float* to) {
         for (int64_t i = 0; i < COLUMNS; i += F32_LANES) {
           const float* at = from + row * columns + column + i;
           F32 even = row < rows ? load(at) : splat(0.0f), odd = row + 1 < rows ? load(at + columns) : splat(0.0f);
+          even = to_split<PARTS>(even), odd = to_split<PARTS>(odd);
           DIFFBIT_UNROLL
           for (int part = 0; part < PARTS; ++part) {
             store(to + part * PART + (row - begin) / 2 * COLUMNS + i, upper_pairs(even, odd));
@@ -60,6 +69,7 @@ void split_matrix(const float* from, int64_t rows, int64_t columns, float* to) {
 template <int PARTS, bool ADD, int ROWS, int WIDE>
 void multiply_tiles(const float* a, int64_t a_stride, const float* b, int64_t b_step, int64_t steps, float* c,
                     int64_t c_stride) {
+  constexpr int ROW_PARTS = row_parts(PARTS);
   const int64_t a_bytes = 4 * a_stride, c_bytes = 4 * c_stride;
   const float* down = a + TILE_ROWS * a_stride;
   float* c_down = c + TILE_ROWS * c_stride;
@@ -104,27 +114,24 @@ void multiply_some(const float* a, int64_t a_stride, const float* b, int64_t b_s
 }
 
 template <int PARTS>
-void split_keys(float* block, int64_t d) {
-  float packed[ATTENTION_KEYS * ATTENTION_MOST_D];
-  std::memcpy(packed, block, sizeof *packed * static_cast<size_t>(ATTENTION_KEYS * d));
-  split_matrix<PARTS>(packed, d, ATTENTION_KEYS, block);
+void split_keys(const float* block, int64_t d, float* to) {
+  split_matrix<PARTS>(block, d, ATTENTION_KEYS, to);
 }
 
 template <int PARTS>
-void split_values(float* block, int64_t d) {
-  float rows[ATTENTION_KEYS * ATTENTION_MOST_D];
-  std::memcpy(rows, block, sizeof *rows * static_cast<size_t>(ATTENTION_KEYS * padded(d)));
-  split_matrix<PARTS>(rows, ATTENTION_KEYS, padded(d), block);
+void split_values(const float* block, int64_t d, float* to) {
+  split_matrix<PARTS>(block, ATTENTION_KEYS, padded(d), to);
 }
 
 template <int PARTS>
 void split_scores(const float* packed, int64_t blocks, int64_t d, const float* q, int64_t rows, float* s, int64_t stride) {
+  constexpr int ROW_PARTS = row_parts(PARTS);
   const int64_t width = split_size(d, ROW_PARTS), of_key = split_size(d, PARTS);  // floats
   const Tiles in_use(TILE_BYTES);
   for (int64_t row = 0; row < rows; row += TOGETHER) {
     const int64_t some = rows - row < TOGETHER ? rows - row : TOGETHER;
     alignas(64) float split[TOGETHER * split_size(ATTENTION_MOST_D, ROW_PARTS)];
-    for (int64_t i = 0; i < some; ++i) split_row(q + (row + i) * padded(d), d, split + i * width);
+    for (int64_t i = 0; i < some; ++i) split_row<PARTS>(q + (row + i) * padded(d), d, split + i * width);
     for (int64_t block = 0; block < blocks; ++block)
       multiply_some<PARTS, false>(split, width, packed + block * ATTENTION_KEYS * of_key, 2 * PARTS * PART, (d + STEP - 1) / STEP, some,
                            ATTENTION_KEYS, s + row * stride + block * ATTENTION_KEYS, stride);
@@ -133,14 +140,14 @@ void split_scores(const float* packed, int64_t blocks, int64_t d, const float* q
 
 template <int PARTS>
 void split_mix(const CacheRows& values, int64_t n, int64_t d, const float* p, int64_t rows, int64_t stride, float* out) {
-  constexpr int64_t KEYS = 128, WIDTH = KEYS * ROW_PARTS / 2;  // keys at a time, floats that they take
+  constexpr int64_t KEYS = 128, WIDTH = KEYS * row_parts(PARTS) / 2;  // keys at a time, floats that they take
   const int64_t columns = padded(d), width = values.count * columns;
   const Tiles in_use(TILE_BYTES);
   alignas(64) float split[TOGETHER * WIDTH];
   for (int64_t row = 0; row < rows; row += TOGETHER)
     for (int64_t t = 0; t < n; t += KEYS) {
       const int64_t some = rows - row < TOGETHER ? rows - row : TOGETHER, keys = n - t < KEYS ? n - t : KEYS;
-      for (int64_t i = 0; i < some; ++i) split_row(p + (row + i) * stride + t, keys, split + i * WIDTH);
+      for (int64_t i = 0; i < some; ++i) split_row<PARTS>(p + (row + i) * stride + t, keys, split + i * WIDTH);
       for (int64_t j = 0; j < values.count; ++j)
         for (int64_t column = 0; column < columns; column += 2 * COLUMNS) {
           const float* from = static_cast<const float*>(values.rows[j]) + t * split_size(d, PARTS) + column / COLUMNS * PARTS * PART;
@@ -152,7 +159,7 @@ void split_mix(const CacheRows& values, int64_t n, int64_t d, const float* p, in
 
 template <int PARTS>
 constexpr SplitKernels split_kernels = {PARTS, split_keys<PARTS>, split_values<PARTS>, split_scores<PARTS>, split_mix<PARTS>};
-constexpr SplitKernels SPLIT[] = {split_kernels<2>, split_kernels<3>};
+constexpr SplitKernels SPLIT[] = {split_kernels<1>, split_kernels<2>, split_kernels<3>};
 
 }  // namespace
 }  // namespace diffbit::DIFFBIT_ISA

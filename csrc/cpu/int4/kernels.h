@@ -37,19 +37,23 @@ struct UnpackedTile {
   int32_t* zeros;     // [groups, 16]: what is still to be subtracted from each value, if has_zeros
   bool has_zeros;
   float factors[INT4_TILE];  // of the rows
+  uint16_t* wide;     // room for the same in bfloat16: [groups * group_size rounded up to 32, 16]
 };
 
 /// Products with many rows, of sets with matrix instructions (simd/amx.h); null in others. Rows are in blocks of MANY_ROWS, of
-/// which the last may lack some: q [groups, group_size / S, MANY_ROWS, S] with S = min(group_size, 64), offsets and scales
-/// [groups, MANY_ROWS].
+/// which the last may lack some. many_rows computes as defined: q [groups, group_size / S, MANY_ROWS, S] with S =
+/// min(group_size, 64), offsets and scales [groups, MANY_ROWS]. bfloat_rows rounds to bfloat16 instead: q [groups *
+/// group_size / 32, MANY_ROWS, 32] of uint16, and nothing else.
 struct ManyRowsKernels {
+  int64_t activation_bytes;
+  int64_t most_tiles;  // of the weight that are multiplied at a time
   /// As that of Int4Kernels; a block.
   void (*quantize)(const void* x, bool half, int64_t k, int64_t groups, int64_t group_size, int32_t minus,
                    const Int4Rows& rows);
-  /// The product of rows.count rows, block after block, with a tile: 16 columns of y [rows.count, n], float or (half) float16,
-  /// or as many as there is `room` for.
-  void (*multiply)(const Int4Rows& rows, const UnpackedTile& tile, int64_t groups, int64_t group_size, void* y, int64_t n,
-                   int64_t room, bool half);
+  /// The product of rows.count rows, block after block, with `count` tiles: 16 columns each of y [rows.count, n], float or
+  /// (half) float16, or as many as there is `room` for.
+  void (*multiply)(const Int4Rows& rows, const UnpackedTile* tiles, int64_t count, int64_t groups, int64_t group_size, void* y,
+                   int64_t n, int64_t room, bool half);
 };
 
 struct Int4Kernels {
@@ -69,6 +73,7 @@ struct Int4Kernels {
 };
 
 DIFFBIT_DECLARE(ManyRowsKernels, many_rows)
+DIFFBIT_DECLARE(ManyRowsKernels, bfloat_rows)
 DIFFBIT_DECLARE(Int4Kernels, int4)
 DIFFBIT_DECLARE(Int4Kernels, int8)
 

@@ -97,8 +97,9 @@ DIFFBIT_INLINE void multiply_blocks(const Int4Rows& rows, const UnpackedTile& ti
   }
 }
 
-void multiply(const Int4Rows& rows, const UnpackedTile& tile, int64_t groups, int64_t group_size, void* y, int64_t n,
+void multiply(const Int4Rows& rows, const UnpackedTile* tiles, int64_t, int64_t groups, int64_t group_size, void* y, int64_t n,
               int64_t room, bool half) {
+  const UnpackedTile& tile = *tiles;
   const Tiles in_use(slice_of(group_size));
   const auto done = [&](int64_t block, const float* values) {
     const int64_t first = block * MANY_ROWS, count = rows.count - first < MANY_ROWS ? rows.count - first : MANY_ROWS;
@@ -118,13 +119,13 @@ void multiply(const Int4Rows& rows, const UnpackedTile& tile, int64_t groups, in
     multiply_blocks<false>(rows, tile, groups, group_size, done);
 }
 
+constexpr ManyRowsKernels KERNELS = {1, 1, quantize, multiply};
 #else
-constexpr decltype(ManyRowsKernels::quantize) quantize = nullptr;
-constexpr decltype(ManyRowsKernels::multiply) multiply = nullptr;
+constexpr ManyRowsKernels KERNELS = {};
 #endif
 
 }  // namespace
 
-extern const ManyRowsKernels many_rows = {quantize, multiply};
+extern const ManyRowsKernels many_rows = KERNELS;
 
 }  // namespace diffbit::DIFFBIT_ISA

@@ -68,7 +68,7 @@ void multiply(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int
 
 }  // namespace
 
-extern const ManyRowsKernels many_rows = {nullptr, nullptr};
+extern const ManyRowsKernels many_rows = {}, bfloat_rows = {};
 extern const Int4Kernels int4 = {4, {0, 2, 1, 1, 1, 0, 0, 0, 0}, quantize, multiply<4>, nullptr};
 extern const Int4Kernels int8 = {4, {0, 2, 1, 1, 1, 0, 0, 0, 0}, quantize, multiply<8>, nullptr};
 

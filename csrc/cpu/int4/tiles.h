@@ -15,13 +15,13 @@ template <class Weight, class Kernels, class Prepare>
 void multiply_tiles(Context& context, const Tensor& a, const Tensor& y, int64_t k, int64_t bits, const Weight& weight,
                     int32_t minus, decltype(Int4Kernels::quantize) quantize, const Kernels& kernels,
                     const ManyRowsKernels& many, int64_t few, const Prepare& prepare) {
-  enum Scratch { QUANTIZED, OFFSETS, ROW_SCALES, VALUES = 4, SCALES, ZEROS };  // those from 4 on of the workers
+  enum Scratch { QUANTIZED, OFFSETS, ROW_SCALES, VALUES = 4, SCALES, ZEROS, WIDE };  // those from 4 on of the workers
 #if defined(__wasm__)
   constexpr int64_t BYTES_PER_TASK = 32 << 10;  // of codes, for few rows; the module's threads take tasks at little cost
 #else
   constexpr int64_t BYTES_PER_TASK = 96 << 10;  // about ten microseconds
 #endif
-  constexpr int64_t CACHED_BYTES = 512 << 10;   // of activations that stay in a core's cache while tiles pass
+  constexpr int64_t CACHED_BYTES = 1024 << 10;   // of activations that stay in a core's cache while tiles pass
   constexpr int64_t TILES_PER_TASK = 8;
 
   const int64_t rows = a.size() / k, n = weight.n, groups = weight.groups, width = groups * weight.group_size;
@@ -31,11 +31,12 @@ void multiply_tiles(Context& context, const Tensor& a, const Tensor& y, int64_t 
   const bool half = a.type == ort::FLOAT16, by_many = rows > few && many.multiply;
   const int64_t item = half ? 2 : 4;
   const int64_t most = by_many ? MANY_ROWS : kernels.most_rows, blocks = divide_up(rows, most);
-  int8_t* q = scratch<int8_t>(QUANTIZED, blocks * most * width);
+  const int64_t bytes = by_many ? divide_up(width, 32) * 32 * many.activation_bytes : width;  // of a row
+  int8_t* q = scratch<int8_t>(QUANTIZED, blocks * most * bytes);
   int32_t* offsets = scratch<int32_t>(OFFSETS, blocks * most * groups);
   float* row_scales = scratch<float>(ROW_SCALES, blocks * most * groups);
   const auto block = [&](int64_t i) {
-    return Int4Rows{std::min(most, rows - i * most), q + i * most * width, offsets + i * most * groups,
+    return Int4Rows{std::min(most, rows - i * most), q + i * most * bytes, offsets + i * most * groups,
                     row_scales + i * most * groups};
   };
   const auto output = [&](int64_t i) { return y.as<char>() + i * most * n * item; };
@@ -56,18 +57,25 @@ void multiply_tiles(Context& context, const Tensor& a, const Tensor& y, int64_t 
     });
     return;
   }
-  const int64_t near = std::max<int64_t>(1, CACHED_BYTES / (most * width));  // blocks that fit
+  const int64_t near = std::max<int64_t>(1, CACHED_BYTES / (most * bytes));  // blocks that fit
   const int64_t across = divide_up(tiles, TILES_PER_TASK), down = divide_up(blocks, near);
   context.parallel(across * down, [&](int64_t task) {
     const int64_t column = task % across * TILES_PER_TASK, row = task / across;
     if (by_many) {
-      UnpackedTile unpacked = {scratch<int8_t>(VALUES, width * INT4_TILE), scratch<float>(SCALES, groups * INT4_TILE),
-                               scratch<int32_t>(ZEROS, groups * INT4_TILE), false, {}};
+      UnpackedTile unpacked[TILES_PER_TASK];
+      int8_t* values = scratch<int8_t>(VALUES, many.most_tiles * width * INT4_TILE);
+      float* scales = scratch<float>(SCALES, many.most_tiles * groups * INT4_TILE);
+      int32_t* zeros = scratch<int32_t>(ZEROS, many.most_tiles * groups * INT4_TILE);
+      uint16_t* wide = scratch<uint16_t>(WIDE, many.most_tiles * bytes / 2 * INT4_TILE);
+      for (int64_t i = 0; i < many.most_tiles; ++i)
+        unpacked[i] = {values + i * width * INT4_TILE, scales + i * groups * INT4_TILE, zeros + i * groups * INT4_TILE, false, {},
+                       wide + i * bytes / 2 * INT4_TILE};
       const int64_t begin = blocks * row / down * most, end = std::min(rows, blocks * (row + 1) / down * most);
-      const Int4Rows some{end - begin, q + begin * width, offsets + begin * groups, row_scales + begin * groups};
-      for (int64_t tile = column; tile < std::min(tiles, column + TILES_PER_TASK); ++tile) {
-        kernels.unpack_values(weight, tile, unpacked);
-        many.multiply(some, unpacked, groups, weight.group_size, y.as<char>() + (begin * n + tile * INT4_TILE) * item, n,
+      const Int4Rows some{end - begin, q + begin * bytes, offsets + begin * groups, row_scales + begin * groups};
+      for (int64_t tile = column, count; tile < std::min(tiles, column + TILES_PER_TASK); tile += count) {
+        count = std::min(many.most_tiles, tiles - tile);
+        for (int64_t i = 0; i < count; ++i) kernels.unpack_values(weight, tile + i, unpacked[i]);
+        many.multiply(some, unpacked, count, groups, weight.group_size, y.as<char>() + (begin * n + tile * INT4_TILE) * item, n,
                       n - tile * INT4_TILE, half);
       }
       return;

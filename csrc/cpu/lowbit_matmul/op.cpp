@@ -11,7 +11,10 @@ constexpr int UNPACKED = 3;  // slot of scratch
 }  // namespace
 
 LowBitMatMul::LowBitMatMul(const Node& node)
-    : LowBitNode(node), kernels(DIFFBIT_PICK(lowbit_matmul)), rounding(DIFFBIT_PICK(int4)), many(DIFFBIT_PICK(many_rows)) {}
+    : LowBitNode(node),
+      kernels(DIFFBIT_PICK(lowbit_matmul)),
+      rounding(DIFFBIT_PICK(int4)),
+      many(in_bfloat16() ? DIFFBIT_PICK(bfloat_rows) : DIFFBIT_PICK(many_rows)) {}
 
 void LowBitMatMul::compute(Context& context) const {
   const LowBitTensors of = tensors(context);
