@@ -1,5 +1,5 @@
-"""Products of many rows in bfloat16 (DIFFBIT_PRECISION): of weights, against float64 products of rounded operands, and in
-attention, within bfloat16's roundings; by the processor's matrix instructions, and emulated under sanitizers."""
+"""Products of many rows in bfloat16 (DIFFBIT_PRECISION): of weights against float64 products of rounded operands, of
+attention within bfloat16's roundings; by the processor's matrix instructions, and emulated under sanitizers."""
 
 from __future__ import annotations
 
