@@ -59,7 +59,7 @@ def test_without_a_compiler_the_wheel_is_pure(sdist: Path, tmp_path: Path) -> No
 @pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")
 def test_with_a_compiler_the_artifact_inside_runs(sdist: Path, tmp_path: Path) -> None:
     """Without torch, whose import fails. What is compiled is the scalar kernels, which takes a third of the time."""
-    few = [f"DIFFBIT_KNOWS_{isa}=OFF" for isa in ("amx", "avx512vnni", "avxvnni", "avx2", "neon")]
+    few = [f"DIFFBIT_KNOWS_{isa}=OFF" for isa in ("amx", "avx512vnni", "avxvnni", "avx2", "neon", "i8mm")]
     wheel, _ = wheel_of(sdist, tmp_path / "dist", SKBUILD_CMAKE_DEFINE=";".join([*few, "DIFFBIT_CUDA=OFF"]))
     names = zipfile.ZipFile(wheel).namelist()
     assert {"diffbit/runtime/libdiffbit_ops.so", "diffbit/runtime/diffbit_ops.h"} <= set(names)

@@ -16,6 +16,8 @@
 #elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace diffbit {
@@ -32,7 +34,7 @@ bool may_use_tiles() {
 /// Which sets this CPU has and its operating system supports; one member per set in the table.
 struct Processor {
   bool avx2 = false, avxvnni = false, avx512vnni = false, amx = false;
-  bool neon = false;
+  bool neon = false, i8mm = false;
   bool wasm128 = false;
 
 #if defined(__x86_64__) || defined(_M_X64)
@@ -57,9 +59,13 @@ struct Processor {
     if (subleaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) avxvnni = avx2 && (a & (1u << 4));
   }
 #elif defined(__aarch64__) && defined(__linux__)
-  Processor() : neon(getauxval(AT_HWCAP) & HWCAP_ASIMDDP) {}
-#elif defined(__aarch64__)
-  Processor() : neon(true) {}  // all of Apple's have it
+  Processor() : neon(getauxval(AT_HWCAP) & HWCAP_ASIMDDP), i8mm(neon && getauxval(AT_HWCAP2) & HWCAP2_I8MM) {}
+#elif defined(__aarch64__) && defined(__APPLE__)
+  Processor() : neon(true) {  // all of Apple's have it, i8mm not
+    int has = 0;
+    size_t size = sizeof has;
+    i8mm = sysctlbyname("hw.optional.arm.FEAT_I8MM", &has, &size, nullptr, 0) == 0 && has;
+  }
 #elif defined(__wasm__)
   Processor() : wasm128(true) {}  // a module with SIMD128 loads only where there is SIMD128
 #endif

@@ -5,7 +5,7 @@
 // diffbit::NAME; those of diffbit::scalar are slow and simple and run on any CPU.
 //
 // For tests and measurements, the environment variable DIFFBIT_ISA selects another set (scalar, avx2, avxvnni, avx512vnni,
-// amx, neon). A set that this CPU or this build does not have is an error; no other set is chosen silently.
+// amx, neon, i8mm). A set that this CPU or this build does not have is an error; no other set is chosen silently.
 #pragma once
 
 #include "isas.h"

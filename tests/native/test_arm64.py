@@ -84,7 +84,8 @@ def test_an_artifact_verifies_itself(weights: str, checkpoint: Path, installed: 
     if weights == "ternary":
         quantize_checkpoint(checkpoint, tmp_path / "quantized", Scheme(weights=parse_format(weights)))
         artifact = str(export_artifact(tmp_path / "quantized", tmp_path / "artifact"))
-    options = {"isa": "neon", "installed": installed, "wrapper": tmp_path / "python"}
+    isa = "neon" if weights == "ternary" else "i8mm"
+    options = {"isa": isa, "installed": installed, "wrapper": tmp_path / "python"}
     result = json.loads(diffbit("verify", artifact, "--json", **options))
     assert result["native"] and result["passed"], result
 

@@ -37,12 +37,12 @@ struct UnpackedTile {
   int32_t* zeros;     // [groups, 16]: what is still to be subtracted from each value, if has_zeros
   bool has_zeros;
   float factors[INT4_TILE];  // of the rows
-  uint16_t* wide;     // room for the same in bfloat16: [groups * group_size rounded up to 32, 16]
+  uint16_t* wide;     // room for the same in the order of the product: [groups * group_size rounded up to 32, 16] activations
 };
 
-/// Products with many rows, of sets with matrix instructions (simd/amx.h); null in others. Rows are in blocks of MANY_ROWS, of
+/// Products with many rows, of sets with matrix instructions (simd/amx.h, simd/i8mm.h); null in others. Rows are in blocks of MANY_ROWS, of
 /// which the last may lack some. many_rows computes as defined: q [groups, group_size / S, MANY_ROWS, S] with S =
-/// min(group_size, 64), offsets and scales [groups, MANY_ROWS]. bfloat_rows rounds to bfloat16 instead: q [groups *
+/// min(group_size, 64), or 8 for pairs of rows, offsets and scales [groups, MANY_ROWS]. bfloat_rows rounds to bfloat16 instead: q [groups *
 /// group_size / 32, MANY_ROWS, 32] of uint16, and nothing else.
 struct ManyRowsKernels {
   int64_t activation_bytes;

@@ -1,21 +1,24 @@
 // Products of many rows of activations with an unpacked tile of any format in groups, by matrix instructions; compiled once per
 // instruction set, and empty in sets without them.
 //
-// A group's product has 16 x 16 sums, which go through memory to vectors of 16 columns; there they are scaled and added to
-// results that stay in registers. The products of the next groups are computed meanwhile.
+// With tiles, a group's product has 16 x 16 sums, which go through memory to vectors of 16 columns; there they are scaled and
+// added to results that stay in registers. The products of the next groups are computed meanwhile. With pairs of rows (i8mm)
+// sums and results of 8 x 4 stay in registers.
 #include "groups.h"
 
 namespace diffbit::DIFFBIT_ISA {
 namespace {
 
+#ifdef DIFFBIT_MANY_ROWS
+
+/// Neighbouring bytes of a row.
+DIFFBIT_INLINE int64_t slice_of(int64_t group_size) {
 #ifdef DIFFBIT_TILES
-
-constexpr int VECTORS = INT4_TILE / F32_LANES;
-constexpr int64_t AHEAD = 2;  // groups
-static_assert(INT4_TILE * 4 == TILE_BYTES && MANY_ROWS == TILE_ROWS, "a tile of the weight fills rows of B");
-
-/// Bytes of a row of A.
-DIFFBIT_INLINE int64_t slice_of(int64_t group_size) { return group_size < TILE_BYTES ? group_size : TILE_BYTES; }
+  return group_size < TILE_BYTES ? group_size : TILE_BYTES;
+#else
+  return (void)group_size, INT4_STEP;
+#endif
+}
 
 void quantize(const void* x, bool half, int64_t k, int64_t groups, int64_t group_size, int32_t minus,
               const Int4Rows& rows) {
@@ -30,6 +33,12 @@ void quantize(const void* x, bool half, int64_t k, int64_t groups, int64_t group
   };
   round_groups(x, half, k, groups, group_size, rows.count, put);
 }
+
+#ifdef DIFFBIT_TILES
+
+constexpr int VECTORS = INT4_TILE / F32_LANES;
+constexpr int64_t AHEAD = 2;  // groups
+static_assert(INT4_TILE * 4 == TILE_BYTES && MANY_ROWS == TILE_ROWS, "a tile of the weight fills rows of B");
 
 /// A group's sums, of 16 rows of q and 16 of the weight.
 template <int TILE>
@@ -97,10 +106,92 @@ DIFFBIT_INLINE void multiply_blocks(const Int4Rows& rows, const UnpackedTile& ti
   }
 }
 
+#else
+
+constexpr int64_t LINE = 2 * INT4_STEP;  // bytes of two rows
+constexpr int DOWN = 4, ACROSS = 2;      // pairs of rows, at most, and of columns, whose sums stay in registers
+
+/// The tile as [groups, group_size / 8, 8 pairs of columns, 2, 8], in `wide`.
+void pair_columns(const UnpackedTile& tile, int64_t width) {
+  uint8_t* to = reinterpret_cast<uint8_t*>(tile.wide);
+  const int8_t* from = tile.values;
+  for (int64_t i = 0; i < width; i += INT4_STEP, from += 8 * INT4_TILE)
+    for (int64_t v = 0; v < 4 * INT4_TILE; v += WIDTH, to += 2 * WIDTH) {
+      Bytes both[2];
+      interleave(load_bytes(from + v), load_bytes(from + 4 * INT4_TILE + v), both);
+      store(to, both[0]), store(to + WIDTH, both[1]);
+    }
+}
+
+/// Results of PAIRS pairs of rows from `row` of a block on, and of all columns.
+template <int PAIRS, bool ZEROS>
+void multiply_pairs(const Int4Rows& rows, const UnpackedTile& tile, int64_t groups, int64_t group_size, int64_t block,
+                    int64_t row, float* values) {
+  for (int64_t column = 0; column < INT4_TILE; column += 2 * ACROSS) {
+    const int8_t* a = rows.q + block * groups * group_size * MANY_ROWS + row * INT4_STEP;
+    const uint8_t* b = reinterpret_cast<const uint8_t*>(tile.wide) + column * INT4_STEP;
+    F32 results[PAIRS][ACROSS];
+    DIFFBIT_UNROLL for (auto& some : results) DIFFBIT_UNROLL for (F32& one : some) one = splat(0.0f);
+    for (int64_t g = 0; g < groups; ++g) {
+      Ints sums[PAIRS][ACROSS];
+      DIFFBIT_UNROLL for (auto& some : sums) DIFFBIT_UNROLL for (Ints& one : some) one = zero();
+      for (int64_t i = 0; i < group_size; i += INT4_STEP, a += MANY_ROWS * INT4_STEP, b += INT4_TILE * INT4_STEP) {
+        Bytes right[ACROSS];
+        DIFFBIT_UNROLL for (int c = 0; c < ACROSS; ++c) right[c] = load_bytes(b + c * LINE);
+        DIFFBIT_UNROLL
+        for (int r = 0; r < PAIRS; ++r) {
+          const Bytes left = load_bytes(a + r * LINE);
+          DIFFBIT_UNROLL for (int c = 0; c < ACROSS; ++c) sums[r][c] = add_pairs(sums[r][c], left, right[c]);
+        }
+      }
+      const int64_t of_rows = (block * groups + g) * MANY_ROWS + row, of_columns = g * INT4_TILE + column;
+      DIFFBIT_UNROLL
+      for (int r = 0; r < PAIRS; ++r) {
+        const F32 row_scales = rows_of(rows.scales + of_rows + 2 * r);
+        DIFFBIT_UNROLL
+        for (int c = 0; c < ACROSS; ++c) {
+          Ints sum = sums[r][c];
+          if (ZEROS)
+            sum = add_product(sum, columns_of(tile.zeros + of_columns + 2 * c), rows_of(rows.offsets + of_rows + 2 * r));
+          results[r][c] = fma(to_floats(sum), columns_of(tile.scales + of_columns + 2 * c) * row_scales, results[r][c]);
+        }
+      }
+    }
+    DIFFBIT_UNROLL
+    for (int r = 0; r < PAIRS; ++r)
+      DIFFBIT_UNROLL
+      for (int c = 0; c < ACROSS; ++c)
+        store_pair(values + (row + 2 * r) * INT4_TILE + column + 2 * c, INT4_TILE,
+                   results[r][c] * columns_of(tile.factors + column + 2 * c));
+  }
+}
+
+/// Calls done(block, its results [16][INT4_TILE]) after each block of 16 rows.
+template <bool ZEROS, typename Done>
+DIFFBIT_INLINE void multiply_blocks(const Int4Rows& rows, const UnpackedTile& tile, int64_t groups, int64_t group_size,
+                                    const Done& done) {
+  using Multiply = decltype(&multiply_pairs<1, ZEROS>);
+  constexpr Multiply of[DOWN] = {multiply_pairs<1, ZEROS>, multiply_pairs<2, ZEROS>, multiply_pairs<3, ZEROS>,
+                                 multiply_pairs<4, ZEROS>};
+  pair_columns(tile, groups * group_size);
+  for (int64_t block = 0; block * MANY_ROWS < rows.count; ++block) {
+    alignas(64) float values[MANY_ROWS * INT4_TILE];
+    for (int64_t row = 0; row < MANY_ROWS && block * MANY_ROWS + row < rows.count; row += 2 * DOWN) {
+      const int64_t pairs = (rows.count - block * MANY_ROWS - row + 1) / 2;
+      of[pairs < DOWN ? pairs - 1 : DOWN - 1](rows, tile, groups, group_size, block, row, values);
+    }
+    done(block, values);
+  }
+}
+
+#endif
+
 void multiply(const Int4Rows& rows, const UnpackedTile* tiles, int64_t, int64_t groups, int64_t group_size, void* y, int64_t n,
               int64_t room, bool half) {
   const UnpackedTile& tile = *tiles;
+#ifdef DIFFBIT_TILES
   const Tiles in_use(slice_of(group_size));
+#endif
   const auto done = [&](int64_t block, const float* values) {
     const int64_t first = block * MANY_ROWS, count = rows.count - first < MANY_ROWS ? rows.count - first : MANY_ROWS;
     for (int64_t r = 0; r < count; ++r)

@@ -8,6 +8,12 @@
 
 namespace diffbit {
 
+/// Those for the precision that was asked for, if the set has them.
+inline const ManyRowsKernels* pick_many_rows() {
+  const ManyRowsKernels* in_bfloats = DIFFBIT_PICK(bfloat_rows);
+  return in_bfloat16() && in_bfloats->multiply ? in_bfloats : DIFFBIT_PICK(many_rows);
+}
+
 /// y = a times `weight`, whose codes have `bits` bits, with `kernels.multiply`; `quantize` takes `minus`. For more than `few`
 /// rows, a tile is multiplied by many of their blocks: by `many` if the set has them, else prepare(tile) returns the weight
 /// from which.

@@ -199,7 +199,7 @@ void multiply(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int
   multiply_rows_of<BITS, MOST_ROWS>(rows, weight, first, apart, count, y, half);
 }
 
-#ifdef DIFFBIT_TILES
+#ifdef DIFFBIT_MANY_ROWS
 template <int BITS>
 void unpack_values(const Int4Weight& weight, int64_t tile, UnpackedTile& to) {
   const int64_t size = weight.group_size, middle = 1 << (BITS - 1);

@@ -256,7 +256,7 @@ void unpack(LowBitWeight& weight, int64_t tile, uint8_t* to) {
   weight.unpacked = to;
 }
 
-#ifdef DIFFBIT_TILES
+#ifdef DIFFBIT_MANY_ROWS
 /// Every code less 2^(BITS - 1), or every level less 128, to a byte.
 template <int BITS, bool TABLE>
 void unpack_runs(const uint8_t* run, int64_t runs, const uint8_t* levels, int8_t* to) {

@@ -19,6 +19,7 @@
 #include "avx512vnni.h"
 #endif
 
+#define DIFFBIT_MANY_ROWS
 #define DIFFBIT_TILES
 
 namespace diffbit::DIFFBIT_ISA {
