@@ -59,7 +59,7 @@ step "chat" diffbit chat "$out/diff-onnx" --max-tokens 64 <<<"Why is the sky blu
 if [ "$mode" = full ]; then
     # 5. What the bits cost, on the same text: the report has plots, too.
     step "compare" diffbit compare "$model" "$out/diff" --bits 16 --what weights --data mix --max-windows 16 --length 128 \
-        --prompt "Why is the sky blue?" -o "$out" --artifact "$out/diff-onnx" --artifact "$out/plain-onnx"
+        -o "$out" --artifact "$out/diff-onnx" --artifact "$out/plain-onnx"
 
     # 6. Beside llama.cpp, which npm has compiled for each kind of processor: the published file, and Q4_0 made from it,
     # for which llama.cpp has its fastest kernels.

@@ -156,6 +156,18 @@ def test_the_closed_choices_are_those_of_the_library() -> None:
     assert choices("export", "target") == set(TARGETS)
 
 
+@pytest.mark.parametrize("script", ["demo.sh", "smollm2.sh"])
+def test_the_options_that_a_script_types_exist(script: str) -> None:
+    """Those of its slow part, too, which CI does not run."""
+    text = (ROOT / "examples" / script).read_text()
+    used = re.findall(r"\bdiffbit ([a-z]+) ([^|;&<>\n]*)", text.replace("\\\n", " "))
+    assert used
+    for command, words in used:
+        options = COMMANDS[command].params
+        known = {name for option in options for name in (*option.opts, *option.secondary_opts)}
+        assert known >= set(re.findall(r"(?<= )--?[a-z][a-z-]*", f" {words}")), command
+
+
 @pytest.mark.parametrize(
     "line",
     [

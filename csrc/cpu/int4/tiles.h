@@ -27,7 +27,7 @@ void multiply_tiles(Context& context, const Tensor& a, const Tensor& y, int64_t 
 #else
   constexpr int64_t BYTES_PER_TASK = 96 << 10;  // about ten microseconds
 #endif
-  constexpr int64_t CACHED_BYTES = 1024 << 10;   // of activations that stay in a core's cache while tiles pass
+  constexpr int64_t CACHED = 512 << 10;         // activations that stay in a core's cache while tiles pass
   constexpr int64_t TILES_PER_TASK = 8;
 
   const int64_t rows = a.size() / k, n = weight.n, groups = weight.groups, width = groups * weight.group_size;
@@ -63,7 +63,7 @@ void multiply_tiles(Context& context, const Tensor& a, const Tensor& y, int64_t 
     });
     return;
   }
-  const int64_t near = std::max<int64_t>(1, CACHED_BYTES / (most * bytes));  // blocks that fit
+  const int64_t near = std::max<int64_t>(1, CACHED / (most * width));  // blocks that fit
   const int64_t across = divide_up(tiles, TILES_PER_TASK), down = divide_up(blocks, near);
   context.parallel(across * down, [&](int64_t task) {
     const int64_t column = task % across * TILES_PER_TASK, row = task / across;
