@@ -8,7 +8,7 @@
 #                  (docs/gpu.md)
 # make wasm        compiles the runtime for WebAssembly again after a change in csrc/: apps/web/js/wasm/*.wasm
 # make arm64       an ARM Python with ONNX Runtime, with which the tests run whole artifacts on qemu-aarch64
-# make fuzz        reads 50,000 damaged files (tests/fuzz); CI reads 600 of them
+# make fuzz        reads 50,000 damaged files (tests/fuzz); CI reads 1,500 of them
 # make kill        kills commands before every step that changes the disk (tests/kill); CI before some of them
 # make soak        the server for two hours under a load that changes (tests/soak)
 # make null-test   compares SmolLM2 with its differential conversion through every path, to the bit (about 20 minutes);

@@ -81,7 +81,7 @@ def contenders(options: argparse.Namespace) -> Iterator[Contender]:
     """Start them, one after the other."""
     hows = (FLASH,) if options.flash else ("", FLASH)
     for path in options.artifacts:
-        more = {"": {}}
+        more: dict[str, dict[str, str]] = {"": {}}
         if options.bfloat16:
             more[", bfloat16"] = {"DIFFBIT_PRECISION": "bfloat16"}
         if options.library:

@@ -16,6 +16,9 @@
 #elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
+#ifndef HWCAP2_I8MM  // headers of Linux before 5.10
+#define HWCAP2_I8MM (1 << 13)
+#endif
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
 #endif
@@ -60,11 +63,13 @@ struct Processor {
   }
 #elif defined(__aarch64__) && defined(__linux__)
   Processor() : neon(getauxval(AT_HWCAP) & HWCAP_ASIMDDP), i8mm(neon && getauxval(AT_HWCAP2) & HWCAP2_I8MM) {}
-#elif defined(__aarch64__) && defined(__APPLE__)
+#elif defined(__aarch64__)
   Processor() : neon(true) {  // all of Apple's have it, i8mm not
+#ifdef __APPLE__
     int has = 0;
     size_t size = sizeof has;
     i8mm = sysctlbyname("hw.optional.arm.FEAT_I8MM", &has, &size, nullptr, 0) == 0 && has;
+#endif
   }
 #elif defined(__wasm__)
   Processor() : wasm128(true) {}  // a module with SIMD128 loads only where there is SIMD128

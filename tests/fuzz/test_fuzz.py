@@ -1,4 +1,4 @@
-"""Damaged files, 600 of them; `make fuzz` reads 50,000."""
+"""Damaged files, 1,500 of them; `make fuzz` reads 50,000."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="fork, /proc and memfd_create"),
 ]
-CASES, PART = 600, 300
+CASES, PART = 1500, 750
 
 
 @pytest.fixture(scope="module")

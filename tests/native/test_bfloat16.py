@@ -108,6 +108,26 @@ def test_products_of_weights(run: Run) -> None:
 
 
 @on_both
+def test_no_nan_is_lost(run: Run) -> None:
+    """Whatever its payload, where rounding could carry into the sign."""
+    payloads = np.array([0x7FFFFFFF, 0xFFFFFFFF], np.uint32).view(np.float32)
+    product = nodes.int4(Int4Case("product", lead=(20,), k=96, n=48))
+    a = product.inputs["A"].copy()
+    a[3:5, 7] = payloads
+    case = next(case for case in ATTENTION_CASES if case.dtype == torch.float32 and case.steps > 20 and not case.past)
+    whole = nodes.attention(case)
+    value = whole.inputs["value"].copy()
+    value[:, 9, :2] = payloads
+    results = run([
+        replace(product, inputs=product.inputs | {"A": a}),
+        replace(whole, inputs=whole.inputs | {"value": value}),
+    ])  # fmt: skip
+    (y,), (out, *_) = results[product.name], results[whole.name]
+    assert np.isnan(y).all(1).nonzero()[0].tolist() == [3, 4] and np.isnan(y).any(1).sum() == 2
+    assert np.isnan(out[:, 9:]).any(2).all()
+
+
+@on_both
 def test_few_rows_are_as_defined(run: Run) -> None:
     cases = [node_of(case) for case in INT4_CASES + INT8_CASES + LOWBIT_CASES if np.prod(case.lead) <= 4]
     assert len(cases) > 50

@@ -16,9 +16,7 @@ constexpr int64_t STEP = TILE_BYTES / 2;          // numbers of a row in a tile
 constexpr int64_t TILE = TILE_ROWS * STEP;        // numbers in a tile
 static_assert(MANY_ROWS == TILE_ROWS && INT4_TILE == TILE_BYTES / 4, "what tiles hold");
 
-DIFFBIT_INLINE int64_t steps_of(int64_t width) { return (width + STEP - 1) / STEP; }
-
-/// Rows become [steps, MANY_ROWS, STEP]; infinities become NaN.
+/// Rows become [steps, MANY_ROWS, STEP].
 template <class T>
 void round_rows(const T* x, int64_t k, int64_t steps, int64_t rows, uint16_t* to) {
   for (int64_t row = 0; row < rows; ++row)
@@ -32,17 +30,14 @@ void round_rows(const T* x, int64_t k, int64_t steps, int64_t rows, uint16_t* to
       }
       F32 values[STEP / F32_LANES];
       DIFFBIT_UNROLL
-      for (int64_t v = 0; v < STEP / F32_LANES; ++v) {
-        const F32 one = load(from + v * F32_LANES);
-        values[v] = fma(one, splat(0.0f), to_upper(one));
-      }
+      for (int64_t v = 0; v < STEP / F32_LANES; ++v) values[v] = to_upper(load(from + v * F32_LANES));
       store_upper(to + i * TILE + row * STEP, values);
     }
 }
 
 void quantize(const void* x, bool half, int64_t k, int64_t groups, int64_t group_size, int32_t, const Int4Rows& rows) {
   uint16_t* to = reinterpret_cast<uint16_t*>(rows.q);
-  const int64_t steps = steps_of(groups * group_size);
+  const int64_t steps = groups * group_size / STEP;  // groups are multiples of 32
   if (half)
     round_rows(static_cast<const uint16_t*>(x), k, steps, rows.count, to);
   else
@@ -62,7 +57,6 @@ DIFFBIT_INLINE F32 numbers(Bytes fours, Ints zeros) {
 /// A tile of the weight becomes [steps, STEP / 2 pairs of numbers, INT4_TILE, 2].
 template <bool ZEROS>
 void widen(const UnpackedTile& tile, int64_t groups, int64_t group_size, uint16_t* to) {
-  const int64_t eights = groups * group_size / 8;
   for (int v = 0; v < VECTORS; ++v) {
     const F32 factor = load(tile.factors + v * F32_LANES);
     const int8_t* from = tile.values + v * WIDTH;
@@ -79,8 +73,6 @@ void widen(const UnpackedTile& tile, int64_t groups, int64_t group_size, uint16_
         store(at + 3 * INT4_TILE, pair(numbers<3, ZEROS>(even, zeros), numbers<3, ZEROS>(odd, zeros)));
       }
     }
-    for (int64_t i = eights; i % (STEP / 8); ++i)
-      for (int pair = 0; pair < 4; ++pair, at += INT4_TILE) store(at, splat(0.0f));
   }
 }
 
@@ -108,7 +100,7 @@ DIFFBIT_INLINE void multiply_blocks(const uint16_t* a, int64_t a_size, const uin
 void multiply(const Int4Rows& rows, const UnpackedTile* tiles, int64_t count, int64_t groups, int64_t group_size, void* y,
               int64_t n, int64_t room, bool half) {
   const Tiles in_use(TILE_BYTES);
-  const int64_t steps = steps_of(groups * group_size), size = steps * TILE;
+  const int64_t steps = groups * group_size / STEP, size = steps * TILE;
   const uint16_t* b[2];
   for (int64_t i = 0; i < count; ++i) {
     (tiles[i].has_zeros ? widen<true> : widen<false>)(tiles[i], groups, group_size, tiles[i].wide);
@@ -124,15 +116,7 @@ void multiply(const Int4Rows& rows, const UnpackedTile* tiles, int64_t count, in
     char* to = static_cast<char*>(y) + row * n * 4;
     (tall ? wide ? multiply_blocks<2, 2> : multiply_blocks<2, 1>
           : wide ? multiply_blocks<1, 2> : multiply_blocks<1, 1>)(a, size, b[0], b[count - 1], steps, direct ? to : reinterpret_cast<char*>(sums), direct ? n * 4 : WIDTH_OF_SUMS * 4);
-    for (int64_t r = 0; !direct && r < left; ++r)
-      for (int64_t column = 0; column < count * INT4_TILE; column += F32_LANES) {
-        const int64_t at = (row + r) * n + column;
-        const F32 some = load(sums + r * WIDTH_OF_SUMS + column);
-        if (half)
-          put(static_cast<uint16_t*>(y) + at, room - column, some);
-        else
-          put(static_cast<float*>(y) + at, room - column, some);
-      }
+    if (!direct) put_rows(sums, WIDTH_OF_SUMS, left, count * INT4_TILE, y, row, n, room, half);
   }
 }
 

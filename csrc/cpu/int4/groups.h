@@ -63,5 +63,20 @@ DIFFBIT_INLINE void put(T* to, int64_t room, F32 values) {
   if (room > 0) std::memcpy(to, part, static_cast<size_t>(room) * sizeof(T));
 }
 
+/// Stores rows [count, columns], `stride` floats apart, in y [.., n] of float or (half) float16, from the row `first` on; y has
+/// `room` columns for them.
+DIFFBIT_INLINE void put_rows(const float* from, int64_t stride, int64_t count, int64_t columns, void* y, int64_t first, int64_t n,
+                             int64_t room, bool half) {
+  for (int64_t row = 0; row < count; ++row)
+    for (int64_t i = 0; i < columns; i += F32_LANES) {
+      const F32 some = load(from + row * stride + i);
+      const int64_t at = (first + row) * n + i;
+      if (half)
+        put(static_cast<uint16_t*>(y) + at, room - i, some);
+      else
+        put(static_cast<float*>(y) + at, room - i, some);
+    }
+}
+
 }  // namespace
 }  // namespace diffbit::DIFFBIT_ISA

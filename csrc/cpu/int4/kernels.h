@@ -10,6 +10,7 @@
 namespace diffbit {
 
 constexpr int64_t INT4_MOST_ROWS = 8;
+constexpr int64_t MOST_TILES = 2;
 constexpr int64_t MANY_ROWS = 16;  // of a block of ManyRowsKernels
 constexpr float INT4_SMALLEST = 1e-30f;  // limit of a group's largest activation; below it the group counts as zeros
 
@@ -37,7 +38,7 @@ struct UnpackedTile {
   int32_t* zeros;     // [groups, 16]: what is still to be subtracted from each value, if has_zeros
   bool has_zeros;
   float factors[INT4_TILE];  // of the rows
-  uint16_t* wide;     // room for the same in the order of the product: [groups * group_size rounded up to 32, 16] activations
+  uint16_t* wide;     // room for the same in the order of the product: [groups * group_size, 16] activations
 };
 
 /// Products with many rows, of sets with matrix instructions (simd/amx.h, simd/i8mm.h); null in others. Rows are in blocks of MANY_ROWS, of
@@ -46,7 +47,7 @@ struct UnpackedTile {
 /// group_size / 32, MANY_ROWS, 32] of uint16, and nothing else.
 struct ManyRowsKernels {
   int64_t activation_bytes;
-  int64_t most_tiles;  // of the weight that are multiplied at a time
+  int64_t most_tiles;  // of the weight that are multiplied at a time; at most MOST_TILES
   /// As that of Int4Kernels; a block.
   void (*quantize)(const void* x, bool half, int64_t k, int64_t groups, int64_t group_size, int32_t minus,
                    const Int4Rows& rows);

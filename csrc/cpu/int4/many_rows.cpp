@@ -12,11 +12,11 @@ namespace {
 #ifdef DIFFBIT_MANY_ROWS
 
 /// Neighbouring bytes of a row.
-DIFFBIT_INLINE int64_t slice_of(int64_t group_size) {
+DIFFBIT_INLINE int64_t slice_of([[maybe_unused]] int64_t group_size) {
 #ifdef DIFFBIT_TILES
   return group_size < TILE_BYTES ? group_size : TILE_BYTES;
 #else
-  return (void)group_size, INT4_STEP;
+  return INT4_STEP;
 #endif
 }
 
@@ -194,15 +194,7 @@ void multiply(const Int4Rows& rows, const UnpackedTile* tiles, int64_t, int64_t 
 #endif
   const auto done = [&](int64_t block, const float* values) {
     const int64_t first = block * MANY_ROWS, count = rows.count - first < MANY_ROWS ? rows.count - first : MANY_ROWS;
-    for (int64_t r = 0; r < count; ++r)
-      for (int64_t i = 0; i < INT4_TILE; i += F32_LANES) {
-        const F32 some = load(values + r * INT4_TILE + i);
-        const int64_t at = (first + r) * n + i;
-        if (half)
-          put(static_cast<uint16_t*>(y) + at, room - i, some);
-        else
-          put(static_cast<float*>(y) + at, room - i, some);
-      }
+    put_rows(values, INT4_TILE, count, INT4_TILE, y, first, n, room, half);
   };
   if (tile.has_zeros)
     multiply_blocks<true>(rows, tile, groups, group_size, done);

@@ -29,6 +29,7 @@ void multiply_tiles(Context& context, const Tensor& a, const Tensor& y, int64_t 
 #endif
   constexpr int64_t CACHED = 512 << 10;         // activations that stay in a core's cache while tiles pass
   constexpr int64_t TILES_PER_TASK = 8;
+  static_assert(TILES_PER_TASK % MOST_TILES == 0, "none are multiplied twice");
 
   const int64_t rows = a.size() / k, n = weight.n, groups = weight.groups, width = groups * weight.group_size;
   const int64_t tiles = divide_up(n, INT4_TILE);
@@ -37,7 +38,7 @@ void multiply_tiles(Context& context, const Tensor& a, const Tensor& y, int64_t 
   const bool half = a.type == ort::FLOAT16, by_many = rows > few && many.multiply;
   const int64_t item = half ? 2 : 4;
   const int64_t most = by_many ? MANY_ROWS : kernels.most_rows, blocks = divide_up(rows, most);
-  const int64_t bytes = by_many ? divide_up(width, 32) * 32 * many.activation_bytes : width;  // of a row
+  const int64_t bytes = by_many ? width * many.activation_bytes : width;  // of a row
   int8_t* q = scratch<int8_t>(QUANTIZED, blocks * most * bytes);
   int32_t* offsets = scratch<int32_t>(OFFSETS, blocks * most * groups);
   float* row_scales = scratch<float>(ROW_SCALES, blocks * most * groups);
@@ -68,7 +69,7 @@ void multiply_tiles(Context& context, const Tensor& a, const Tensor& y, int64_t 
   context.parallel(across * down, [&](int64_t task) {
     const int64_t column = task % across * TILES_PER_TASK, row = task / across;
     if (by_many) {
-      UnpackedTile unpacked[TILES_PER_TASK];
+      UnpackedTile unpacked[MOST_TILES];
       int8_t* values = scratch<int8_t>(VALUES, many.most_tiles * width * INT4_TILE);
       float* scales = scratch<float>(SCALES, many.most_tiles * groups * INT4_TILE);
       int32_t* zeros = scratch<int32_t>(ZEROS, many.most_tiles * groups * INT4_TILE);

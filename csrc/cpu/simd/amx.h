@@ -144,10 +144,10 @@ DIFFBIT_INLINE F32 upper(F32 a) {
   using Each = uint32_t __attribute__((vector_size(WIDTH)));
   return (F32)((Each)a & 0xffff0000);
 }
-/// A float whose upper half is the bfloat16 nearest to a finite a; of two, the one farther from 0.
+/// A float whose upper half is the bfloat16 nearest to a; of two, the one farther from 0. NaN if a is not finite.
 DIFFBIT_INLINE F32 to_upper(F32 a) {
   using Each = uint32_t __attribute__((vector_size(WIDTH)));
-  return (F32)((Each)a + 0x8000);
+  return fma(a, splat(0.0f), (F32)((Each)a + 0x8000));
 }
 /// Stores the upper halves of 32 floats.
 DIFFBIT_INLINE void store_upper(uint16_t* to, const F32 (&a)[32 / F32_LANES]) {
