@@ -38,7 +38,7 @@ from diffbit.io.progress import track
 PEER = Path(__file__).with_name("speed_peer.py")
 FIRST, LAST = 100, 400  # ids of words in any vocabulary
 NAMES = {"openvino": "OpenVINO GenAI", "llama": "llama.cpp", "ik": "ik_llama.cpp", "genai": "onnxruntime-genai"}
-FLASH = ", flash attention"
+FLASH, BFLOAT16 = ", flash attention", ", bfloat16"
 
 
 class Contender:
@@ -81,13 +81,11 @@ def contenders(options: argparse.Namespace) -> Iterator[Contender]:
     """Start them, one after the other."""
     hows = (FLASH,) if options.flash else ("", FLASH)
     for path in options.artifacts:
-        more: dict[str, dict[str, str]] = {"": {}}
-        if options.bfloat16:
-            more[", bfloat16"] = {"DIFFBIT_PRECISION": "bfloat16"}
+        for how in ("", BFLOAT16) if options.bfloat16 else ("",):
+            yield Contender(path.name + how, "diffbit" + how, str(path), options.threads, sys.executable, "", {})
         if options.library:
-            more[", the other library"] = {"DIFFBIT_LIBRARY": options.library}
-        for how, variables in more.items():
-            yield Contender(path.name + how, "diffbit", str(path), options.threads, sys.executable, "", variables)
+            name, library = path.name + ", the other library", {"DIFFBIT_LIBRARY": options.library}
+            yield Contender(name, "diffbit", str(path), options.threads, sys.executable, "", library)
     for engine, name in NAMES.items():
         if given := getattr(options, engine):
             place, model = given
@@ -105,7 +103,7 @@ def main() -> None:
     parser.add_argument("--ik", nargs=2, metavar=("PYTHON", "GGUF"))
     parser.add_argument("--genai", nargs=2, metavar=("PYTHON", "MODEL"))
     parser.add_argument("--flash", action="store_true", help="llama.cpp and ik_llama.cpp with flash attention alone")
-    parser.add_argument("--bfloat16", action="store_true", help="the artifacts also with DIFFBIT_PRECISION=bfloat16")
+    parser.add_argument("--bfloat16", action="store_true", help="the artifacts also in bfloat16")
     parser.add_argument("--library", default="", help="another build of libdiffbit_ops.so")
     parser.add_argument("--prompts", type=int, nargs="+", default=[128, 512, 2048])
     parser.add_argument("--new", type=int, default=32, help="tokens after each prompt, at least 2 (default: 32)")

@@ -38,10 +38,10 @@ def greedy(prompt: Callable[[list[int]], int], step: Callable[[int], int]) -> Ge
     return generate
 
 
-def diffbit(model: str, threads: int, _: str) -> Generate:
+def diffbit(model: str, threads: int, _: str, bfloat16: bool = False) -> Generate:
     from diffbit.runtime import Session
 
-    session = Session(model, threads=threads)
+    session = Session(model, threads=threads, bfloat16=bfloat16)
 
     def prompt(ids: list[int]) -> int:
         session.reset()
@@ -139,6 +139,7 @@ def genai(model: str, threads: int, _: str) -> Generate:
 
 ENGINES: dict[str, Callable[[str, int, str], Generate]] = {
     "diffbit": diffbit,
+    "diffbit, bfloat16": lambda *how: diffbit(*how, bfloat16=True),
     "openvino": openvino,
     "llama": llama,
     "llama, flash attention": lambda *how: llama(*how, flash=True),

@@ -40,6 +40,10 @@ class SessionOptions:
             "flag": "no_native",
         },
     )
+    bfloat16: bool = field(
+        default=False,
+        metadata={"help": "Compute prompts in bfloat16 on a CPU with AMX: up to twice as fast, slightly less exact."},
+    )
     reproducible: bool = field(
         default=False,
         metadata={

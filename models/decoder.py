@@ -11,6 +11,7 @@ Parameter names are those of Hugging Face's llama. A model can be run whole (`De
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +22,8 @@ from .config import ModelConfig
 from .graph import Cache, Graph
 from .layers.masks import causal_mask, default_positions
 from .layers.rope import Rope, RopeScaling, inverse_frequencies
-from .layers.state import Carried, State
-from .mixers import Mixer, Place, Replay
+from .layers.state import Carried
+from .mixers import Mixer, Place
 from .torch_cache import KVCache
 
 INIT_STD = 0.02
@@ -68,16 +69,9 @@ class Block(nn.Module):
         self.mlp, self.residual = layer.mlp.module(place), layer.mlp.residual
         self.mlp_output_norm = config.new_norm() if after else nn.Identity()
 
-    def forward(
-        self,
-        x: Tensor,
-        rope: Rope,
-        mask: Tensor | None = None,
-        state: State | None = None,
-        carried: Carried | None = None,
-        replay: Replay | None = None,
-    ) -> Tensor:
-        x = x + self.mixer_output_norm(self.self_attn(self.input_layernorm(x), rope, mask, state, carried, replay))
+    def forward(self, x: Tensor, rope: Rope, *where: Any, **options: Any) -> Tensor:
+        """x [B, S, E] -> [B, S, E]; the other arguments are the mixer's."""
+        x = x + self.mixer_output_norm(self.self_attn(self.input_layernorm(x), rope, *where, **options))
         out = self.mlp_output_norm(self.mlp(self.post_attention_layernorm(x)))
         return x + out if self.residual else out
 
@@ -155,16 +149,9 @@ class Decoder(nn.Module):
         x = self.model.norm(x)
         return F.linear(x, self.model.embed_tokens.weight) if self.lm_head is None else self.lm_head(x)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        *,
-        cache: KVCache | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-    ) -> Tensor:
-        """input_ids [B, S] -> logits [B, S, V]: `head` of `hidden`, whose arguments it takes."""
-        return self.head(self.hidden(input_ids, cache=cache, attention_mask=attention_mask, position_ids=position_ids))
+    def forward(self, input_ids: Tensor, **options: Any) -> Tensor:
+        """input_ids [B, S] -> logits [B, S, V]: `head` of `hidden`, whose options it takes."""
+        return self.head(self.hidden(input_ids, **options))
 
     def hidden(
         self,

@@ -41,6 +41,16 @@ def instruction_sets() -> list[str]:
     return _words(library(), "diffbit_isas")
 
 
+def best_instruction_set() -> str:
+    """The one that the library's kernels use; "" without a library."""
+    return os.environ.get(ISA) or next(iter(instruction_sets()), "")
+
+
+def library_for(device: str) -> Path | None:
+    """The library; None if it has no kernels for the device."""
+    return library() if device == "cpu" or (device == "cuda" and cuda_architectures()) else None
+
+
 def cuda_architectures(path: Path | None = None) -> list[str]:
     """GPU architectures that the library (at `path`) has kernels for, oldest first, such as "90a" for sm_90a; [] if it
     has none. Newer GPUs also run its kernels if the first has no letter."""

@@ -103,16 +103,18 @@ def onnxruntime() -> ModuleType:
     return ort
 
 
-def open_session(model: Path, device: str, threads: int | None, library: Path | None = None) -> OrtSession:
+def open_session(
+    model: Path, device: str, threads: int | None, library: Path | None = None, bfloat16: bool = False
+) -> OrtSession:
     """An `onnxruntime.InferenceSession` for the file `model` that runs on `device` (devices.py has their names).
 
     `threads` is the size of the intra-op pool; None: one per physical core. `library` holds kernels for diffbit's
-    operators (native.py); without it their bodies run. Raises DiffbitError if the device, its driver or its memory
-    does not suffice, or if ONNX Runtime would compute on the CPU instead of the device.
+    operators (native.py); without it their bodies run. `bfloat16` is as in SessionOptions. Raises DiffbitError if the
+    device, its driver or its memory does not suffice, or if ONNX Runtime would compute on the CPU instead.
     """
     row = device_of(device)
     ort = onnxruntime()
-    options = _options(ort, threads, library)
+    options = _options(ort, threads, library, bfloat16)
     if row.provider != CPU:
         ort.set_default_logger_severity(4)  # for the provider's messages outside a session
     providers = _providers(ort, row, options)
@@ -144,7 +146,7 @@ def open_session(model: Path, device: str, threads: int | None, library: Path | 
     return session
 
 
-def _options(ort: ModuleType, threads: int | None, library: Path | None) -> Any:
+def _options(ort: ModuleType, threads: int | None, library: Path | None, bfloat16: bool) -> Any:
     """onnxruntime.SessionOptions, without a provider."""
     options = ort.SessionOptions()
     options.log_severity_level = 4  # errors arrive as exceptions; warnings are for ONNX Runtime's developers
@@ -154,6 +156,7 @@ def _options(ort: ModuleType, threads: int | None, library: Path | None) -> Any:
     if threads is not None:
         options.intra_op_num_threads = threads
     if library is not None:
+        options.add_session_config_entry("diffbit.bfloat16", str(int(bfloat16)))
         try:
             options.register_custom_ops_library(str(library))
         except Exception as error:  # ONNX Runtime's exceptions have no base of their own

@@ -30,8 +30,7 @@ from ..settings import SessionOptions
 from .artifact import Artifact
 from .external import check_external
 from .memory import pages, zeros
-from .native import cuda_architectures
-from .native import library as native_library
+from .native import best_instruction_set, library_for
 from .providers import (
     CPU,
     OrtValue,
@@ -50,8 +49,8 @@ Signature = tuple[str, tuple[int | None, ...]]  # type and shape of a tensor; No
 # Prompt tokens per call of the graph. CHUNK limits the memory for attention weights, and for the logits of all
 # positions (134 MB with a vocabulary of 128k); it is large enough that reading the weights once per call costs little.
 # A GPU's kernels store no attention weights, and need more tokens: 256 of 16 pairs of heads are 32 to 64 thread blocks
-# of attention, and an H100 has 132 multiprocessors.
-CHUNK, GPU_CHUNK = 256, 2048
+# of attention, and an H100 has 132 multiprocessors. On a CPU with AMX, a call's own cost shows.
+CHUNK, AMX_CHUNK, GPU_CHUNK = 256, 512, 2048
 # WebGPU's GroupQueryAttention has other kernels for 32 tokens and more. They need 8 threads in a subgroup, of which
 # SwiftShader, a driver that computes on the CPU, has 4: wrong numbers (docs/devices.md)
 SHORT_CHUNK = 31
@@ -97,8 +96,8 @@ class Session:
         self.device = device
         check_external(self.artifact)
         self._model = self.artifact.file(self.artifact.graph)
-        library = _library(device) if options.native else None
-        self._session = open_session(self._model, device, options.threads, library)
+        library = library_for(device) if options.native else None
+        self._session = open_session(self._model, device, options.threads, library, options.bfloat16)
         self.native = library is not None
         self.nodes = node_counts(self._session)
         row = device_of(device)
@@ -108,8 +107,7 @@ class Session:
                 "CPU; export the model with --dtype fp32, or run with device cpu"
             )
         self._memory = row.memory
-        chunk = GPU_CHUNK if self.native and device == "cuda" else CHUNK
-        self.chunk = SHORT_CHUNK if computes_on_cpu(device) else chunk
+        self.chunk = SHORT_CHUNK if computes_on_cpu(device) else _chunk(device) if self.native else CHUNK
         self._buffers = self.artifact.cache.buffers
         ways = ("always", "native") if self.native else ("always",)
         self._in_place = [buffer.in_place in ways for buffer in self._buffers.values()]
@@ -407,9 +405,11 @@ def slowdowns(artifact: Artifact, options: SessionOptions) -> list[str]:
     device = options.device
     if computes_on_cpu(device):
         return [f"device {device} is a driver that computes on the CPU, for tests: slower than device cpu"]
+    if options.bfloat16 and (not options.native or device != "cpu" or best_instruction_set() != "amx"):
+        return ["bfloat16 needs device cpu with AMX and the native library: prompts are computed without it"]
     if not options.native or device not in ("cpu", "cuda"):
         return []
-    if _library(device) is None:
+    if library_for(device) is None:
         if device == "cpu":
             return ["no native library in this installation (it was made without a C++ compiler): slower"]
         return ["no kernels for GPUs in this installation (docs/gpu.md says how to build them): slower"]
@@ -421,9 +421,8 @@ def slowdowns(artifact: Artifact, options: SessionOptions) -> list[str]:
     return []
 
 
-def _library(device: str) -> Path | None:
-    """The native library; None if it has no kernels for the device."""
-    return native_library() if device == "cpu" or (device == "cuda" and cuda_architectures()) else None
+def _chunk(device: str) -> int:
+    return GPU_CHUNK if device == "cuda" else AMX_CHUNK if best_instruction_set() == "amx" else CHUNK
 
 
 def _integers(values: ArrayLike, what: str) -> Ids:

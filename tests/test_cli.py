@@ -313,7 +313,7 @@ def test_an_artifact_for_a_gpu_is_fp16(
 
     monkeypatch.setattr("diffbit.runtime.Session", here)
     monkeypatch.setattr("diffbit.runtime.bench", bench_here)
-    monkeypatch.setattr("diffbit.runtime.session.cuda_architectures", lambda: ["90a"])
+    monkeypatch.setattr("diffbit.runtime.native.cuda_architectures", lambda: ["90a"])
     for command in (["run", "PATH", "def", "--max-tokens", "1"], ["bench", "PATH"]):
         for artifact, hints in ((out, False), (demo / "diff_v1-onnx", True)):
             capfd.readouterr()

@@ -79,7 +79,7 @@ def serve(
     and a prefix that requests share, such as a system prompt, is computed once. On SIGTERM and Ctrl-C, the server
     finishes the requests it has started.
     """
-    from ...runtime import Artifact
+    from ...runtime import Artifact, slowdowns
 
     try:
         import llguidance  # noqa: F401 (a request may need it)
@@ -104,6 +104,8 @@ def serve(
         server = Server(models, key, hosts=host_name or (), origins=allow_origin or ())
         for model in models:
             _announce(model, rows)
+            for sentence in slowdowns(model.artifact, settings):
+                remark(f"{model.name}: {sentence}")
         listening.listen()  # clients that connect from now on wait for the loop
         url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1"
         if as_json:

@@ -113,11 +113,4 @@ Isa choose_isa() {
               available_isas(", ").c_str());
 }
 
-bool in_bfloat16() {
-  const char* name = std::getenv("DIFFBIT_PRECISION");
-  if (!name || !*name) return false;
-  if (std::string(name) == "bfloat16") return true;
-  throw Error("DIFFBIT_PRECISION is %s; it can only be bfloat16", name);
-}
-
 }  // namespace diffbit

@@ -19,10 +19,6 @@ enum class Isa { DIFFBIT_ISAS(DIFFBIT_NAME, ) scalar };
 /// The set that DIFFBIT_ISA names, else the best available one. Throws Error if the named set is not available.
 Isa choose_isa();
 
-/// Whether products with many rows may round to bfloat16, where the set has matrix instructions: DIFFBIT_PRECISION is
-/// bfloat16. Throws Error if it is anything else.
-bool in_bfloat16();
-
 }  // namespace diffbit
 
 /// DIFFBIT_PICK(ternary): the address of the object `ternary` in the namespace of the chosen set.

@@ -93,6 +93,8 @@ enum Slot : int {
   ReleaseAllocator = 132,              // void (OrtAllocator*)
   KernelContext_GetGPUComputeStream = 193,  // OrtStatus* (const OrtKernelContext*, void** out)
   GetTensorMemoryInfo = 194,           // OrtStatus* (const OrtValue*, const OrtMemoryInfo** out)
+  HasSessionConfigEntry = 237,         // OrtStatus* (const OrtSessionOptions*, const char* key, int* out)
+  GetSessionConfigEntry = 238,         // OrtStatus* (const OrtSessionOptions*, const char* key, char* value, size_t* size)
   KernelContext_GetAllocator = 253,    // OrtStatus* (const OrtKernelContext*, const OrtMemoryInfo*, OrtAllocator** out)
   KernelContext_ParallelFor = 274,     // OrtStatus* (const OrtKernelContext*, void (*)(void*, size_t), size_t total,
                                        //             size_t num_batch, void* user_data)

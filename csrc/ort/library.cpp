@@ -24,6 +24,7 @@ struct Entry : OrtCustomOp {
   const schema::Signature* signature;
   const int* types;      // of inputs, then of outputs
   const char* provider;  // null: the CPU
+  bool bfloat16;         // of nodes (op.h)
 };
 
 struct Kernel {
@@ -85,9 +86,9 @@ Entry entry_of(const char* name, const int* types, const char* provider) {
   registered.GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 1; };
   registered.GetStartVersion = [](const OrtCustomOp*) { return 1; };
   registered.GetEndVersion = [](const OrtCustomOp*) { return 0x7fffffff; };
-  registered.CreateKernelV2 = [](const OrtCustomOp*, const OrtApi* api, const OrtKernelInfo* info, void** kernel) {
+  registered.CreateKernelV2 = [](const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, void** kernel) {
     return guarded(api, Op::NAME, [&] {
-      Kernel* created = new KernelOf<Op>(Node(api, info, Op::NAME, Op::VERSION));
+      Kernel* created = new KernelOf<Op>(Node(api, info, Op::NAME, Op::VERSION, entry(op).bfloat16));
       created->api = api;
       *kernel = created;
     });
@@ -132,6 +133,40 @@ std::vector<Entry> every_entry() {
   return all;
 }
 
+/// The operators of sessions that compute in bfloat16, or of the others. They must outlive every session, so they are
+/// created once and never freed.
+template <bool BFLOAT16>
+OrtStatus* add_domain(const OrtApi* api, OrtSessionOptions* options) {
+  static OrtStatus* failed = nullptr;
+  static std::vector<Entry> entries = every_entry();
+  static OrtCustomOpDomain* domain = [&]() -> OrtCustomOpDomain* {
+    OrtCustomOpDomain* created = nullptr;
+    failed = ort::call<OrtStatus*>(api, ort::CreateCustomOpDomain, "diffbit", &created);
+    for (Entry& op : entries) {
+      op.bfloat16 = BFLOAT16;
+      if (!failed) failed = ort::call<OrtStatus*>(api, ort::CustomOpDomain_Add, created, static_cast<const OrtCustomOp*>(&op));
+    }
+    return created;
+  }();
+  if (failed) throw Error("diffbit's ops cannot be registered");
+  return ort::call<OrtStatus*>(api, ort::AddCustomOpDomain, options, domain);
+}
+
+/// What diffbit_ops.h says of diffbit.bfloat16.
+bool in_bfloat16(const OrtApi* api, const OrtSessionOptions* options) {
+  constexpr const char* KEY = "diffbit.bfloat16";
+  int given = 0;
+  char value[2] = "";  // with its end
+  size_t size = sizeof value;
+  check(api, ort::call<OrtStatus*>(api, ort::HasSessionConfigEntry, options, KEY, &given));
+  if (!given) return false;
+  OrtStatus* status =
+      ort::call<OrtStatus*>(api, ort::GetSessionConfigEntry, options, KEY, static_cast<char*>(value), &size);
+  if (status) ort::call<void>(api, ort::ReleaseStatus, status);  // it is longer
+  if (status || (value[0] != '0' && value[0] != '1')) throw Error("the session option %s can only be 0 or 1", KEY);
+  return value[0] == '1';
+}
+
 }  // namespace
 }  // namespace diffbit
 
@@ -139,18 +174,11 @@ DIFFBIT_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const Or
   using namespace diffbit;
   const OrtApi* api = base->GetApi(ort::API_VERSION);
   if (!api) return nullptr;  // an ONNX Runtime before 1.18 has printed why, and runs the bodies
-  // The domain and its ops must outlive every session, so they are created once and never freed
-  static OrtStatus* failed = nullptr;
-  static std::vector<Entry> entries = every_entry();
-  static OrtCustomOpDomain* domain = [&]() -> OrtCustomOpDomain* {
-    OrtCustomOpDomain* created = nullptr;
-    failed = ort::call<OrtStatus*>(api, ort::CreateCustomOpDomain, "diffbit", &created);
-    for (Entry& op : entries)
-      if (!failed) failed = ort::call<OrtStatus*>(api, ort::CustomOpDomain_Add, created, static_cast<const OrtCustomOp*>(&op));
-    return created;
-  }();
-  if (failed) return ort::call<OrtStatus*>(api, ort::CreateStatus, int{ort::FAIL}, "diffbit's ops cannot be registered");
-  return ort::call<OrtStatus*>(api, ort::AddCustomOpDomain, options, domain);
+  OrtStatus* added = nullptr;
+  OrtStatus* failed = guarded(api, "diffbit", [&] {
+    added = in_bfloat16(api, options) ? add_domain<true>(api, options) : add_domain<false>(api, options);
+  });
+  return failed ? failed : added;
 }
 
 DIFFBIT_EXPORT const char* diffbit_isas() {

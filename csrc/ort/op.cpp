@@ -38,8 +38,8 @@ void Tensor::expect_last(int64_t size) const {
     throw Error("%s is %s, wanted [..., %lld]", name, shape_text().c_str(), static_cast<long long>(size));
 }
 
-Node::Node(const OrtApi* api, const OrtKernelInfo* info, const char* op, int64_t version)
-    : api_(api), info_(info), op_(op) {
+Node::Node(const OrtApi* api, const OrtKernelInfo* info, const char* op, int64_t version, bool bfloat16)
+    : bfloat16(bfloat16), api_(api), info_(info), op_(op) {
   const int64_t model_version = integer("spec_version");
   if (model_version != version)
     throw Error("%s: the model's spec_version is %lld, this library computes %lld; run without it, or export again", op_,

@@ -74,10 +74,11 @@ class Node {
  public:
   /// Throws if the node's attribute spec_version is not the version of this kernel: it is read before all others, which
   /// another version may lack or mean differently.
-  Node(const OrtApi* api, const OrtKernelInfo* info, const char* op, int64_t version);
+  Node(const OrtApi* api, const OrtKernelInfo* info, const char* op, int64_t version, bool bfloat16);
   /// Throws if the attribute does not match the schema.
   int64_t integer(const schema::Integer& attribute) const;
   float number(const schema::Number& attribute) const;
+  const bool bfloat16;  // whether products with many rows may round to bfloat16, where the set has matrix instructions
 
  private:
   int64_t integer(const char* attribute) const;

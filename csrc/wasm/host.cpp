@@ -93,6 +93,11 @@ OrtStatus* parallel_for(const OrtKernelContext*, void (*task)(void*, size_t), si
   return nullptr;
 }
 
+OrtStatus* has_no_option(const OrtSessionOptions*, const char*, int* out) {
+  *out = 0;
+  return nullptr;
+}
+
 void missing() { fail("an op called a function of ONNX Runtime that this runtime does not have"); }
 
 const OrtApi* api(uint32_t) {
@@ -119,6 +124,7 @@ const OrtApi* api(uint32_t) {
     set(ort::KernelContext_GetInput, get_input);
     set(ort::KernelContext_GetOutput, get_output);
     set(ort::KernelContext_ParallelFor, parallel_for);
+    set(ort::HasSessionConfigEntry, has_no_option);
     return filled;
   }();
   return &table;

@@ -57,6 +57,18 @@ def test_kernels_and_bodies_say_the_same(
             assert generated == want
 
 
+def test_prompts_in_bfloat16(artifact: Path) -> None:
+    """Long ones are near where the CPU has AMX, and the same elsewhere; short ones are the same."""
+    needs_library()
+    session, rounded = (runtime.Session(artifact, threads=1, bfloat16=on) for on in (False, True))
+    ids = np.random.default_rng(0).integers(0, 40, (1, 100))
+    want, got = (one.prefill(ids, all_positions=True) for one in (session, rounded))
+    assert np.array_equal(want, got) == (native.best_instruction_set() != "amx")
+    np.testing.assert_allclose(got, want, atol=0.1 * want.std())
+    session.reset(), rounded.reset()
+    np.testing.assert_array_equal(rounded.prefill(ids[:, :2]), session.prefill(ids[:, :2]))
+
+
 def test_the_cache_of_version_1_grows_in_place(checkpoint_of: Maker) -> None:
     needs_library()
     artifact = write_artifact(checkpoint_of("diff_v1"))

@@ -274,6 +274,18 @@ OrtStatus* free_scratch(OrtAllocator*, void* memory) {
   return nullptr;
 }
 
+// A session's options are the environment's variables
+
+OrtStatus* has_option(const OrtSessionOptions*, const char* key, int* out) {
+  *out = std::getenv(key) != nullptr;
+  return nullptr;
+}
+
+OrtStatus* get_option(const OrtSessionOptions*, const char* key, char* value, size_t* size) {
+  *size = static_cast<size_t>(std::snprintf(value, *size, "%s", std::getenv(key))) + 1;
+  return nullptr;
+}
+
 OrtStatus* missing() { fail("the library called a function of ONNX Runtime that the host does not have"); }
 
 const OrtApi* api() {
@@ -306,6 +318,8 @@ const OrtApi* api() {
     set(ort::KernelContext_GetScratchBuffer, get_scratch);
     set(ort::AllocatorFree, free_scratch);
     set(ort::ReleaseAllocator, release_allocator);
+    set(ort::HasSessionConfigEntry, has_option);
+    set(ort::GetSessionConfigEntry, get_option);
     return filled;
   }();
   return &table;

@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -79,9 +79,12 @@ class Build:
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
 
-    def run(self, nodes: Iterable[Node], isa: str, threads: int) -> dict[str, list[np.ndarray] | str]:
-        """Each node's outputs, or its error; a crash fails with the sanitizer's report and the node's name."""
-        return self._run(nodes, str(threads), DIFFBIT_ISA=isa)
+    def run(
+        self, nodes: Iterable[Node], isa: str, threads: int, options: Mapping[str, str] = {}
+    ) -> dict[str, list[np.ndarray] | str]:
+        """Each node's outputs, or its error; a crash fails with the sanitizer's report and the node's name. options: of
+        the session, by name."""
+        return self._run(nodes, str(threads), DIFFBIT_ISA=isa, **options)
 
     def run_cuda(self, nodes: Iterable[Node], seed: int = 0) -> dict[str, list[np.ndarray] | str]:
         """The same on the emulated GPU of build("emulated"), whose threads run in an order that the seed says."""

@@ -15,7 +15,7 @@ from .host import CODES
 from .nodes import Node
 
 
-def session(node: Node, isa: str, threads: int = 1) -> onnxruntime.InferenceSession:
+def session(node: Node, isa: str, threads: int = 1, bfloat16: str = "0") -> onnxruntime.InferenceSession:
     """The node as a model; inputs in `node.constants` are weights of the model."""
     inputs = {name: array for name, array in node.inputs.items() if array is not None}
     names = [name if name in inputs else "" for name in node.inputs]
@@ -40,6 +40,7 @@ def session(node: Node, isa: str, threads: int = 1) -> onnxruntime.InferenceSess
     options.intra_op_num_threads = threads
     options.add_session_config_entry("session.force_spinning_stop", "1")  # after a run; in a run threads spin as ever
     options.log_severity_level = 4  # errors are read from the exceptions
+    options.add_session_config_entry("diffbit.bfloat16", bfloat16)
     options.register_custom_ops_library(str(native.library()))
     with mock.patch.dict(os.environ, {native.ISA: isa}):
         return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

@@ -1,17 +1,15 @@
-"""Products of many rows in bfloat16 (DIFFBIT_PRECISION): of weights against float64 products of rounded operands, of
-attention within bfloat16's roundings; by the processor's matrix instructions, and emulated under sanitizers."""
+"""Products of many rows in bfloat16 (a session's diffbit.bfloat16): of weights against float64 products of rounded
+operands, of attention within bfloat16's roundings; by matrix instructions, and emulated under sanitizers."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from onnxruntime.capi.onnxruntime_pybind11_state import RuntimeException
+from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
 from diffbit.ops import lowbit_matmul
 from diffbit.runtime import native
@@ -22,18 +20,15 @@ from . import nodes, sessions
 from .host import build
 from .nodes import Node, array
 
-PRECISION = {"DIFFBIT_PRECISION": "bfloat16"}
 Run = Callable[[Sequence[Node]], dict[str, list[np.ndarray] | str]]
 
 
 def on_processor(cases: Sequence[Node]) -> dict[str, list[np.ndarray] | str]:
-    with mock.patch.dict(os.environ, PRECISION):
-        return {node.name: sessions.run(sessions.session(node, "amx", threads=2), node) for node in cases}
+    return {node.name: sessions.run(sessions.session(node, "amx", threads=2, bfloat16="1"), node) for node in cases}
 
 
 def emulated(cases: Sequence[Node]) -> dict[str, list[np.ndarray] | str]:
-    with mock.patch.dict(os.environ, PRECISION):
-        return build("sanitized").run(cases, "amx", threads=2)
+    return build("sanitized").run(cases, "amx", threads=2, options={"diffbit.bfloat16": "1"})
 
 
 on_both = pytest.mark.parametrize(
@@ -152,9 +147,17 @@ def test_attention(run: Run) -> None:
 
 
 @pytest.mark.skipif(not native.instruction_sets(), reason="there is no library")
-def test_any_other_precision_is_an_error() -> None:
-    with (
-        mock.patch.dict(os.environ, {"DIFFBIT_PRECISION": "half"}),
-        pytest.raises(RuntimeException, match="DIFFBIT_PRECISION is half; it can only be bfloat16"),
-    ):
-        sessions.session(nodes.int4(INT4_CASES[0]), "scalar")
+def test_sessions_of_both_kinds_side_by_side() -> None:
+    """Whichever is opened first."""
+    node = nodes.int4(SIZES[0])
+    isa = native.instruction_sets()[0]
+    plain, rounded, again = (sessions.session(node, isa, bfloat16=value) for value in "010")
+    (expected,), (other,), (same,) = (sessions.run(one, node) for one in (plain, rounded, again))
+    assert np.array_equal(expected, same) and np.array_equal(expected, other) == (isa != "amx")
+
+
+@pytest.mark.skipif(not native.instruction_sets(), reason="there is no library")
+@pytest.mark.parametrize("value", ["yes", "", "1" * 100])
+def test_any_other_value_is_an_error(value: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"diffbit\.bfloat16 can only be 0 or 1"):
+        sessions.session(nodes.int4(INT4_CASES[0]), "scalar", bfloat16=value)

@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import onnx
@@ -13,7 +14,7 @@ import onnx.parser
 import pytest
 
 from diffbit.io.errors import DiffbitError
-from diffbit.runtime import Artifact, Session, SessionOptions, providers, slowdowns
+from diffbit.runtime import Artifact, Session, SessionOptions, native, providers, slowdowns
 from diffbit.runtime.driver import runs
 
 from .stand_in import compiled, install_driver
@@ -56,7 +57,7 @@ def test_chunks_give_the_same_logits(artifact: Path) -> None:
     prompt = [int(i) for i in np.random.default_rng(1).integers(0, 40, 21)]
     want = TOY.logits([*prompt, 6])
     session = Session(artifact, threads=1)
-    assert session.chunk == 256
+    assert session.chunk == (512 if native.best_instruction_set() == "amx" else 256)
     session.chunk = 8
     np.testing.assert_allclose(session.prefill([prompt])[0], want[20], atol=1e-4)
     np.testing.assert_allclose(session.step([[6]])[0], want[21], atol=1e-4)
@@ -443,13 +444,15 @@ def test_which_device_gets_the_library(
     """The kernels of a device that the library has none for would be refused: its operators run as bodies."""
     libraries: list[Path | None] = []
 
-    def on_the_cpu(model: Path, device: str, threads: int | None, library: Path | None = None) -> object:
+    def on_the_cpu(model: Path, device: str, threads: int | None, library: Path | None, bfloat16: bool) -> object:
         libraries.append(library)
+        assert not bfloat16
         return providers.open_session(model, "cpu", threads)
 
     monkeypatch.setattr("diffbit.runtime.session.open_session", on_the_cpu)
-    monkeypatch.setattr("diffbit.runtime.session.native_library", lambda: Path("libdiffbit_ops.so"))
-    monkeypatch.setattr("diffbit.runtime.session.cuda_architectures", lambda: architectures)
+    monkeypatch.setattr("diffbit.runtime.native.library", lambda: Path("libdiffbit_ops.so"))
+    monkeypatch.setattr("diffbit.runtime.native.cuda_architectures", lambda: architectures)
+    monkeypatch.setattr("diffbit.runtime.native.instruction_sets", lambda: ["avx2", "scalar"])
     session = Session(artifact, device=device, threads=1, native=native)
     assert session.native == registered and libraries == [Path("libdiffbit_ops.so") if registered else None]
 
@@ -476,14 +479,35 @@ def test_slow_combinations_are_reported(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("diffbit.runtime.session.native_library", lambda: Path("libdiffbit_ops.so"))
-    monkeypatch.setattr("diffbit.runtime.session.cuda_architectures", lambda: architectures)
+    monkeypatch.setattr("diffbit.runtime.native.library", lambda: Path("libdiffbit_ops.so"))
+    monkeypatch.setattr("diffbit.runtime.native.cuda_architectures", lambda: architectures)
+    monkeypatch.setattr("diffbit.runtime.native.instruction_sets", lambda: ["avx2", "scalar"])
     sentences = slowdowns(Artifact.open(TOY.write(tmp_path / "a", dtype=dtype)), SessionOptions(device=device))
     if warning is None:
         assert sentences == []
     else:
         (sentence,) = sentences
         assert re.search(warning, sentence)
+
+
+@pytest.mark.parametrize(
+    ("sets", "changes", "works"),
+    [
+        (["amx", "avx2"], {}, True),
+        (["avx2"], {}, False),
+        ([], {}, False),
+        (["amx"], {"native": False}, False),
+        (["amx"], {"device": "cuda"}, False),
+    ],
+)
+def test_bfloat16_that_changes_nothing_is_reported(
+    sets: list[str], changes: dict[str, Any], works: bool, artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diffbit.runtime.native.library", lambda: Path("libdiffbit_ops.so"))
+    monkeypatch.setattr("diffbit.runtime.native.instruction_sets", lambda: sets)
+    sentences = slowdowns(Artifact.open(artifact), SessionOptions(bfloat16=True, **changes))
+    assert bool(sentences) != works
+    assert all(one.startswith("bfloat16 needs device cpu with AMX and the native library: ") for one in sentences)
 
 
 def test_placement_is_read_from_a_real_session(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ void prefill_parts(Call call, Context& context) {
 }  // namespace
 
 DiffAttention::DiffAttention(const Node& node)
-    : AttentionNode(node), kernels(DIFFBIT_PICK(attention)), lowbit(DIFFBIT_PICK(lowbit)), bfloat16(in_bfloat16()) {}
+    : AttentionNode(node), kernels(DIFFBIT_PICK(attention)), lowbit(DIFFBIT_PICK(lowbit)), bfloat16(node.bfloat16) {}
 
 void DiffAttention::compute(Context& context) const {
   const Tensors of = tensors(context);

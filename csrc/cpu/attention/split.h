@@ -1,7 +1,7 @@
 // Products of attention with many query rows by matrix instructions of bfloat16. A float is the sum of three bfloat16, its
 // parts: its upper half, that of the rest, and what then remains. Of the nine products of parts three are at most 2^-22 of the whole
 // and left out; the other six are added in float32, so results are about as near as those of floats. Keys and values of a
-// float16 cache are the sum of two parts, so then it is five. Where DIFFBIT_PRECISION asks for bfloat16, rows and columns have one
+// float16 cache are the sum of two parts, so then it is five. Where the session asks for bfloat16, rows and columns have one
 // part, the nearest bfloat16, and it is one product.
 //
 //   A   rows of floats become, 32 at a time, 32 first parts, 32 second ones ...

@@ -3,7 +3,7 @@
 //
 // Activations are rounded to bfloat16 instead of int8, and weights, times their scales, too: groups have no sums of their own,
 // and a tile register adds up a whole row. That is less exact than the definition asks for, and several times as fast, so it is
-// used where DIFFBIT_PRECISION asks for it.
+// used where the session asks for it.
 #include "groups.h"
 
 namespace diffbit::DIFFBIT_ISA {

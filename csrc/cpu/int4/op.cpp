@@ -7,7 +7,7 @@ template <class Node_>
 TiledMatMul<Node_>::TiledMatMul(const Node& node)
     : Node_(node),
       kernels(Node_::WEIGHT_BITS == 4 ? DIFFBIT_PICK(int4) : DIFFBIT_PICK(int8)),
-      many(pick_many_rows()) {}
+      many(pick_many_rows(node)) {}
 
 template <class Node_>
 void TiledMatMul<Node_>::compute(Context& context) const {

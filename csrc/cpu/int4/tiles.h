@@ -8,10 +8,10 @@
 
 namespace diffbit {
 
-/// Those for the precision that was asked for, if the set has them.
-inline const ManyRowsKernels* pick_many_rows() {
+/// Those for the precision that the session asked for, if the set has them.
+inline const ManyRowsKernels* pick_many_rows(const Node& node) {
   const ManyRowsKernels* in_bfloats = DIFFBIT_PICK(bfloat_rows);
-  return in_bfloat16() && in_bfloats->multiply ? in_bfloats : DIFFBIT_PICK(many_rows);
+  return node.bfloat16 && in_bfloats->multiply ? in_bfloats : DIFFBIT_PICK(many_rows);
 }
 
 /// y = a times `weight`, whose codes have `bits` bits, with `kernels.multiply`; `quantize` takes `minus`. For more than `few`

@@ -14,7 +14,7 @@ LowBitMatMul::LowBitMatMul(const Node& node)
     : LowBitNode(node),
       kernels(DIFFBIT_PICK(lowbit_matmul)),
       rounding(DIFFBIT_PICK(int4)),
-      many(pick_many_rows()) {}
+      many(pick_many_rows(node)) {}
 
 void LowBitMatMul::compute(Context& context) const {
   const LowBitTensors of = tensors(context);
