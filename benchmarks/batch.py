@@ -1,12 +1,13 @@
-"""Decoding several texts in one batch after long contexts, by format of the cache, beside llama.cpp.
+"""Decoding several texts in one batch after long contexts, by format of the cache, beside llama.cpp and OpenVINO.
 
-    python benchmarks/batch.py ARTIFACT ... [--llama FOLDER --gguf FILE] [--markdown]
+    python benchmarks/batch.py ARTIFACT ... [--gguf FILE --llama FOLDER --openvino PYTHON] [--markdown]
 
 A step appends a token to each of 1, 4, 8 and 16 rows of --contexts tokens. Each artifact, and llama.cpp with each type
 of its cache, takes its turn in each of --rounds rounds, in a process of its own; medians of the rounds' tokens per
 second. One row is prefilled and copied to the others, before the time is taken. llama.cpp (examples/llama_cpp.py says
 where FOLDER comes from) has its rows as sequences of one batch, as its server has; its float16 cache is measured with
-and without flash attention, and the faster one counts; the others need it. Memory is the process's with 16 rows.
+and without flash attention, and the faster one counts; the others need it. PYTHON is the interpreter of an environment
+with openvino-genai, whose continuous batching is measured (batch_peer.py). Memory is the process's with 16 rows.
 """
 
 from __future__ import annotations
@@ -118,11 +119,14 @@ def llama(folder: str, file: str, kind: str, context: int, threads: int) -> dict
     return timed(step)
 
 
-def measured(side: str, *arguments: str | int) -> dict[str, float]:
-    command = [sys.executable, str(Path(__file__).resolve()), "--child", side, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True)
+def measured(side: str, *arguments: object) -> dict[str, float]:
+    return answer([sys.executable, Path(__file__).resolve(), "--child", side, *arguments])
+
+
+def answer(command: Sequence[object]) -> dict[str, float]:
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"{side} {arguments}: {done.stderr.strip()[-500:]}")
+        sys.exit(f"{command}: {done.stderr.strip()[-500:]}")
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -141,7 +145,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifacts", nargs="+", type=Path)
     parser.add_argument("--llama", type=Path, metavar="FOLDER", help="llama.cpp's library")
-    parser.add_argument("--gguf", type=Path, metavar="FILE", help="the model for llama.cpp")
+    parser.add_argument("--openvino", metavar="PYTHON", help="an interpreter with openvino-genai")
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="the model for both")
     parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8000], help="tokens (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=3)
@@ -156,7 +161,11 @@ def main() -> None:
                 rows.setdefault(f"diffbit {path.name}", []).append(measured("ours", path, context, options.threads))
             for kind in peers:
                 arguments = options.llama, options.gguf, kind, context, options.threads
-                rows.setdefault(f"llama.cpp {kind}", []).append(measured("llama", *map(str, arguments)))
+                rows.setdefault(f"llama.cpp {kind}", []).append(measured("llama", *arguments))
+            if options.openvino and options.gguf:
+                peer = Path(__file__).with_name("batch_peer.py")
+                command = [options.openvino, peer, options.gguf, context, options.threads, STEPS, *COUNTS]
+                rows.setdefault("OpenVINO GenAI", []).append(answer(command))
         numbers += [{"context": context, "name": name, **row} for name, row in best_of(rows).items()]
     lines = [
         [row["context"], row["name"], *(f"{row[str(count)]:,.0f}" for count in COUNTS), f"{row['memory'] / 2**20:,.0f}"]

@@ -40,7 +40,13 @@ def write(kind: str, shape: dict[str, int], file: str) -> None:
     writer.add_rope_dimension_count(shape["head_dim"])
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(shape["vocab"])
-    writer.add_tokenizer_model("none")
+    writer.add_tokenizer_model("gpt2")  # OpenVINO loads no file without a tokenizer
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([f"{i:05}" for i in range(shape["vocab"])])
+    writer.add_token_types([3] + [1] * (shape["vocab"] - 1))  # the first is the end of a text
+    writer.add_token_merges(["0 0"])
+    writer.add_eos_token_id(0)
+    writer.add_file_type(2)  # Q4_0 for most of it
 
     def matrix(name: str, rows: int, columns: int, kind: str) -> None:
         type = gguf.GGMLQuantizationType[kind]

@@ -799,6 +799,10 @@ LOWBIT_CASES = [
     )
 ]
 
+for _cases in (INT4_CASES, INT8_CASES, LOWBIT_CASES):  # the same with as many rows as matrix instructions are used for
+    _few = [case for case in _cases if math.prod(case.lead) in (5, 6, 9)]
+    _cases += [replace(case, name=f"{case.name}_25_and_more", lead=(5 * case.lead[0], *case.lead[1:])) for case in _few]
+
 LOWBIT_TABLE_CASES = [  # of GatherLowBit
     LowBitCase(
         f"{bits}_bits{'_levels' if table else ''}_{k}x{n}", (2, 3), k, n, group, seed=k, bits=bits, table=table, **more

@@ -120,7 +120,7 @@ void multiply(const Int4Rows& rows, const UnpackedTile* tiles, int64_t count, in
   }
 }
 
-constexpr ManyRowsKernels KERNELS = {2, 2, quantize, multiply};
+constexpr ManyRowsKernels KERNELS = {DIFFBIT_MANY_ROWS, 2, 2, quantize, multiply};
 #else
 constexpr ManyRowsKernels KERNELS = {};
 #endif

@@ -46,6 +46,7 @@ struct UnpackedTile {
 /// min(group_size, 64), or 8 for pairs of rows, offsets and scales [groups, MANY_ROWS]. bfloat_rows rounds to bfloat16 instead: q [groups *
 /// group_size / 32, MANY_ROWS, 32] of uint16, and nothing else.
 struct ManyRowsKernels {
+  int64_t few;  // rows for which the set's other kernels are faster
   int64_t activation_bytes;
   int64_t most_tiles;  // of the weight that are multiplied at a time; at most MOST_TILES
   /// As that of Int4Kernels; a block.

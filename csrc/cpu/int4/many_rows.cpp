@@ -202,7 +202,7 @@ void multiply(const Int4Rows& rows, const UnpackedTile* tiles, int64_t, int64_t 
     multiply_blocks<false>(rows, tile, groups, group_size, done);
 }
 
-constexpr ManyRowsKernels KERNELS = {1, 1, quantize, multiply};
+constexpr ManyRowsKernels KERNELS = {DIFFBIT_MANY_ROWS, 1, 1, quantize, multiply};
 #else
 constexpr ManyRowsKernels KERNELS = {};
 #endif

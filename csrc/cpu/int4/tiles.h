@@ -15,8 +15,8 @@ inline const ManyRowsKernels* pick_many_rows(const Node& node) {
 }
 
 /// y = a times `weight`, whose codes have `bits` bits, with `kernels.multiply`; `quantize` takes `minus`. For more than `few`
-/// rows, a tile is multiplied by many of their blocks: by `many` if the set has them, else prepare(tile) returns the weight
-/// from which.
+/// rows, a tile is multiplied by many of their blocks: by `many` if the set has them for so many, else prepare(tile) returns the
+/// weight from which.
 template <class Weight, class Kernels, class Prepare>
 void multiply_tiles(Context& context, const Tensor& a, const Tensor& y, int64_t k, int64_t bits, const Weight& weight,
                     int32_t minus, decltype(Int4Kernels::quantize) quantize, const Kernels& kernels,
@@ -35,7 +35,7 @@ void multiply_tiles(Context& context, const Tensor& a, const Tensor& y, int64_t 
   const int64_t tiles = divide_up(n, INT4_TILE);
   if (!rows) return;
 
-  const bool half = a.type == ort::FLOAT16, by_many = rows > few && many.multiply;
+  const bool half = a.type == ort::FLOAT16, by_many = rows > many.few && many.multiply;
   const int64_t item = half ? 2 : 4;
   const int64_t most = by_many ? MANY_ROWS : kernels.most_rows, blocks = divide_up(rows, most);
   const int64_t bytes = by_many ? width * many.activation_bytes : width;  // of a row

@@ -19,7 +19,7 @@
 #include "avx512vnni.h"
 #endif
 
-#define DIFFBIT_MANY_ROWS
+#define DIFFBIT_MANY_ROWS 24  // for more rows a tile of a weight is unpacked
 #define DIFFBIT_TILES
 
 namespace diffbit::DIFFBIT_ISA {

@@ -3,7 +3,7 @@
 
 #include "neon.h"
 
-#define DIFFBIT_MANY_ROWS
+#define DIFFBIT_MANY_ROWS 4  // for more rows a tile of a weight is unpacked
 
 namespace diffbit::DIFFBIT_ISA {
 namespace {
