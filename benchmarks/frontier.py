@@ -65,6 +65,7 @@ OURS = {
     "int4_g32 guided": "--weights int4_g32 --method guided",
     "nl4_g32_s8": "--weights nl4_g32_s8 --embedding int6_g32_s8 --head int6_g32_s8 --calibrate",
     "nl3_g32_s8 gptq": "--weights nl3_g32_s8 --embedding int6_g32_s8 --head int6_g32_s8 --method gptq",
+    "nl3_g32_s8 guided": "--weights nl3_g32_s8 --embedding int6_g32_s8 --head int6_g32_s8 --method guided",
     "nl4_g32_s8 gptq": "--weights nl4_g32_s8 --embedding int6_g32_s8 --head int6_g32_s8 --method gptq",
     "int5_g32_s8 gptq": "--weights int5_g32_s8 --embedding int6_g32_s8 --head int6_g32_s8 --method gptq",
     "int6_g32_s8 gptq": "--weights int6_g32_s8 --embedding int6_g32_s8 --head int6_g32_s8 --method gptq",
