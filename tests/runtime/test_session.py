@@ -216,7 +216,9 @@ def test_a_truncated_or_broken_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_threads_reach_the_session(artifact: Path) -> None:
-    assert Session(artifact, threads=3)._session.get_session_options().intra_op_num_threads == 3
+    options = Session(artifact, threads=3)._session.get_session_options()
+    assert options.intra_op_num_threads == 3
+    assert options.get_session_config_entry("session.intra_op.spin_duration_us") == "20"
 
 
 def test_unknown_devices_and_no_threads_are_refused(tmp_path: Path) -> None:
