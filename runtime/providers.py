@@ -153,8 +153,7 @@ def _options(ort: ModuleType, threads: int | None, library: Path | None, bfloat1
     options.inter_op_num_threads = 1
     options.enable_mem_pattern = False  # it keeps a plan for each prompt length: 12 MB more, and no faster
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-    # Threads that wait longer without sleeping make two slower than one beside a busy processor
-    options.add_session_config_entry("session.intra_op.spin_duration_us", "20")
+    options.add_session_config_entry("session.intra_op.spin_duration_us", "20")  # longer: slow beside other programs
     options.intra_op_num_threads = threads or 0
     if library is not None:
         options.add_session_config_entry("diffbit.bfloat16", str(int(bfloat16)))
