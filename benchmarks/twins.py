@@ -10,10 +10,13 @@ Twins    plain: the published model; copy and rotated: what `diffbit convert --s
 Text     articles of Wikipedia (smollm2.py) and files of Python's standard library in turn, half of the bytes each.
 Tuning   all weights of each twin on --tokens tokens, the same in the same order; a seed gives them another order.
 Losses   on WikiText-2's raw test text, English news and other files of the standard library.
-Low bits `diffbit compare` on WikiText-2: weights (rtn and GPTQ), the KV cache, logits.
+Low bits `diffbit compare` on WikiText-2: weights (rtn and GPTQ), the KV cache with and without recent tokens in
+         float16, logits.
 Maps     lambda; the cosine of both maps; how much of the used map is negative; what the first token gets; and, where
          the model is asked for one of 4 needles (calib_data/needles.py), what the answer gets and what other text gets
-         (arXiv 2410.05258, Table 3). Low-bit weights are asked for needles, too.
+         (arXiv 2410.05258, Table 3). Low-bit weights and caches are asked for needles, too.
+Examples in context (in_context.py): how many questions are answered after 8 orders of the same examples.
+Heads    importance: |sum of x dL/dx| of each head's output x (arXiv 1905.10650, equation 2).
 Outliers as `diffbit outliers`.
 Intervals are over windows of text, and over seeds where there are several.
 """
@@ -33,6 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 from commands import once, run_diffbit
+from in_context import orders
 from machine import describe
 from report import Row, add_outputs, command_line, increase, interval, nats, percent, table, verdict, write_outputs
 from smollm2 import fetch
@@ -51,13 +55,15 @@ from diffbit.calib_data import (
     load_tokenizer,
     needle_windows,
 )
-from diffbit.models import load
+from diffbit.models import Decoder, load
 
 STARTS = {"plain": None, "copy": "copy", "rotated": "rotated"}
 ROW, BATCH, PASSES, RATE = 256, 4, 2, 1e-4  # tokens, rows in a pass, passes in a step, learning rate
 BYTES = 4_000_000  # of the training text
 WINDOWS, CALIBRATION, MAPPED = 12, 12, 6  # windows of ROW tokens: scored, calibrated on, whose maps are measured
-BITS = {"weights": ("3", "2"), "kv": ("2",), "logits": ("3", "2")}
+BITS = {"weights": ("8", "4", "3", "2"), "kv": ("8", "4", "2"), "kv:0": ("4", "2"), "logits": ("8", "4", "3", "2")}
+ORDERS = 8
+HEAD = 64  # numbers of a head of SmolLM2; `convert` keeps them
 METHODS = ("rtn", "gptq")
 MAPS = "lambda", "cosine", "negative", "first token", "answer", "other text"
 OUTLIERS = {"kurtosis": "hidden states: kurtosis", "hidden": "hidden states: largest", "logits": "logits: largest"}
@@ -89,11 +95,13 @@ def main() -> None:
     texts["code"] = eval_windows("stdlib", model, ROW, windows)
     needles = needle_windows(str(named["WikiText-2"]), model, ROW, 4, 1, windows, split="train")
     calibration = eval_windows("mix", model, ROW, CALIBRATION, split="calib")
+    asked = [needles, *orders(model, ORDERS)]
     row = {
         "losses": losses(model, twins, texts),
-        "bits": low_bits(twins, texts["WikiText-2"], needles, calibration, bits, arguments.methods),
+        "bits": low_bits(twins, texts["WikiText-2"], asked, calibration, bits, arguments.methods),
         "maps": {name: maps_of(paths, texts["WikiText-2"], needles) for name, paths in twins.items()},
         "outliers": {name: outliers_of(paths[0], texts["WikiText-2"]) for name, paths in twins.items()},
+        "heads": {name: importance_of(paths, texts["WikiText-2"]) for name, paths in twins.items()},
     }
     about = {"command": command_line("twins.py", sys.argv[1:]), "machine": describe(), "tokens": tokens}
     write_outputs(arguments, about | row, {"twins": page(about | {"seeds": arguments.seeds}, row)})
@@ -162,8 +170,8 @@ def losses(model: Path, twins: dict[str, list[Path]], texts: dict[str, Windows])
 
 
 def low_bits(
-    twins: dict[str, list[Path]], windows: Windows, needles: NeedleWindows, calibration: Windows, bits: dict[str, Any],
-    methods: Sequence[str],
+    twins: dict[str, list[Path]], windows: Windows, asked: list[NeedleWindows], calibration: Windows,
+    bits: dict[str, Any], methods: Sequence[str],
 ) -> Row:  # fmt: skip
     """What rounding adds, and to whom more."""
     seeds = len(twins["plain"])
@@ -172,7 +180,7 @@ def low_bits(
     for what, widths in bits.items():
         compared = compare(
             paths, windows, widths, [what], methods if what == "weights" else ("rtn",), calibration=calibration,
-            names=list(twins), runs=seeds, batch_size=4, needles=[needles] if what == "weights" else [],
+            names=list(twins), runs=seeds, batch_size=4, needles=asked if what != "logits" else [],
         ).to_dict()  # fmt: skip
         rows["results"] += [row for row in compared["results"] if row["what"] != "none" or row["retrieval"]]
         rows["contrasts"] += compared["contrasts"]
@@ -233,6 +241,34 @@ def outliers_of(path: Path, windows: Windows) -> Row:
     return {"kurtosis": hidden.kurtosis, "hidden": hidden.max, "logits": None if logits is None else logits.max}
 
 
+def importance_of(paths: Sequence[Path], windows: Windows) -> list[float]:
+    """[share, low, high]: what the most important tenth of heads has of all importance, 95 % by resampling windows."""
+    texts = list(zip(torch.from_numpy(windows.ids), torch.from_numpy(windows.target), strict=True))
+    models = (load(path).eval() for path in paths)
+    heads = np.stack([head_importance(model, *text) for model in models for text in texts])  # [windows, layers * heads]
+    draw = np.random.default_rng(0)
+    samples = [top_share(heads[draw.integers(0, len(heads), len(heads))].sum(0)) for _ in range(1000)]
+    return [top_share(heads.sum(0)), *map(float, np.quantile(samples, (0.025, 0.975)))]
+
+
+def head_importance(model: Decoder, ids: torch.Tensor, target: torch.Tensor) -> np.ndarray:
+    """|sum of x dL/dx| of each head's output x on one window: [layers * heads]."""
+    outputs: list[torch.Tensor] = []
+    layers = [module for name, module in model.named_modules() if name.endswith("o_proj")]
+    hooks = [layer.register_forward_pre_hook(lambda _, given: outputs.append(given[0])) for layer in layers]
+    log_p = model(ids[None])[0, :-1].float().log_softmax(-1)
+    loss = -log_p.gather(-1, ids[1:, None])[target[1:], 0].mean()
+    gradients = torch.autograd.grad(loss, outputs)
+    for hook in hooks:
+        hook.remove()
+    products = torch.stack([(x * dx).sum((0, 1)) for x, dx in zip(outputs, gradients, strict=True)])
+    return products.unflatten(-1, (-1, HEAD)).sum(-1).abs().flatten().numpy(force=True)
+
+
+def top_share(importance: np.ndarray) -> float:
+    return float(np.sort(importance)[-(len(importance) // 10) :].sum() / importance.sum())
+
+
 # ---- the page -------------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +286,8 @@ def page(about: Row, row: Row) -> str:
         bits_table(row["bits"], names),
         "Needles found:",
         needles_table(row["bits"], names),
+        f"Questions answered after {ORDERS} orders of the same examples: mean, standard deviation, [least, most]:",
+        orders_table(row["bits"], names),
         "Maps: mean [10th, 90th percentile of heads]:",
         table(["", *names], [
             [key, *(spread(row["maps"][name].get(key)) for name in names)]
@@ -260,6 +298,8 @@ def page(about: Row, row: Row) -> str:
             [title, *(f"{row['outliers'][name][key]:.1f}" for name in names)]
             for key, title in OUTLIERS.items()
         ]),
+        "Share of heads' importance that the most important tenth has:",
+        table(names, [[spread(row["heads"][name]) for name in names]]),
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"
 
@@ -269,10 +309,10 @@ def bits_table(bits: Row, names: Sequence[str]) -> str:
     ratios = {(r["what"], r["format"], r["method"], r["model"]): r["ratio"] for r in low}
     contrasts = {(c["what"], c["format"], c["method"], c["model"]): c["difference"] for c in bits["contrasts"]}
     lines = []
-    for key in dict.fromkeys(one[:3] for one in ratios):
+    for key in keys(ratios):
         told = [contrasts.get((*key, name)) for name in names[1:]]
         lines.append([
-            " ".join(part for part in key if part not in ("none", "weights")),
+            title(key),
             *(increase(ratios[*key, name]) for name in names),
             *("" if one is None else verdict(name, one) for name, one in zip(names[1:], told, strict=True)),
         ])  # fmt: skip
@@ -281,13 +321,33 @@ def bits_table(bits: Row, names: Sequence[str]) -> str:
 
 def needles_table(bits: Row, names: Sequence[str]) -> str:
     found = {
-        (r["format"], r["method"], r["model"]): r["retrieval"][0]["accuracy"] for r in bits["results"] if r["retrieval"]
+        (r["what"], r["format"], r["method"], r["model"]): r["retrieval"][0]["accuracy"]
+        for r in bits["results"]
+        if r["retrieval"]
     }
-    lines = [
-        [" ".join(part for part in key if part != "none"), *(interval(found[*key, name], percent) for name in names)]
-        for key in dict.fromkeys(one[:2] for one in found)
-    ]
-    return table(["", *names], lines)
+    return table(
+        ["", *names], [[title(key), *(interval(found[*key, name], percent) for name in names)] for key in keys(found)]
+    )
+
+
+def orders_table(bits: Row, names: Sequence[str]) -> str:
+    shown = "{:.1f} %, {:.1f} [{:.0f}, {:.0f}]"
+    found = {}
+    for r in bits["results"]:
+        if sets := r["retrieval"][1:]:
+            of = 100 * np.array([one["accuracy"]["value"] for one in sets])
+            key = r["what"], r["format"], r["method"], r["model"]
+            found[key] = shown.format(of.mean(), of.std(ddof=1), of.min(), of.max())
+    return table(["", *names], [[title(key), *(found[*key, name] for name in names)] for key in keys(found)])
+
+
+def keys(found: Row) -> list[tuple[str, ...]]:
+    """(what, format, method) of results, which have the model as well."""
+    return list(dict.fromkeys(key[:-1] for key in found))
+
+
+def title(key: tuple[str, ...]) -> str:
+    return " ".join(part for part in key if part not in ("none", "weights"))
 
 
 def spread(values: Sequence[float] | None) -> str:

@@ -679,6 +679,56 @@ def test_twins_measure_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(twins.of_maps(plain)["first token"]) == pytest.approx((0.5 + 0.2 + 0.1) / 3)
 
 
+def test_heads_have_the_importance_of_their_loss(
+    monkeypatch: pytest.MonkeyPatch, trained: Callable[[str], Path]
+) -> None:
+    """As the loss changes when a head's output is scaled."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    twins = importlib.import_module("twins")
+    model = load(trained("diff_v1")).eval().double()
+    layers = [module for name, module in model.named_modules() if name.endswith("o_proj")]
+    monkeypatch.setattr(twins, "HEAD", width := layers[0].in_features // 2)
+    ids = torch.randint(0, 200, (24,), generator=torch.Generator().manual_seed(0))
+    importance = twins.head_importance(model, ids, torch.ones(24, dtype=torch.bool))
+    assert importance.shape == (2 * len(layers),)
+
+    def loss(layer: torch.nn.Module, scale: torch.Tensor) -> float:
+        with layer.register_forward_pre_hook(lambda _, given: (given[0] * scale,)), torch.no_grad():
+            return float(torch.nn.functional.cross_entropy(model(ids[None])[0, :-1].double(), ids[1:]))
+
+    for index, expected in enumerate(importance):
+        scale = torch.ones(2 * width).double()
+        losses = []
+        for change in (1e-3, -1e-3):
+            scale[index % 2 * width : (index % 2 + 1) * width] = 1 + change
+            losses.append(loss(layers[index // 2], scale))
+        assert expected == pytest.approx(abs(losses[0] - losses[1]) / 2e-3, rel=1e-2, abs=1e-5)
+    assert twins.top_share(np.array([1.0] * 9 + [3.0])) == 0.25
+
+
+def test_orders_of_examples_have_the_same_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    in_context = importlib.import_module("in_context")
+    known: dict[str, int] = {}
+
+    class EachTextIsAToken:
+        def encode(self, texts: list[str]) -> list[list[int]]:
+            return [[known.setdefault(text, len(known))] for text in texts]
+
+    monkeypatch.setattr(in_context, "load_tokenizer", lambda path: EachTextIsAToken())
+    first, second = in_context.orders(Path("model"), 2)
+    label, end = known[" river"], known["\n"]
+    for one in (first, second):
+        assert one.windows.ids.shape == (40, 1 + 17 * 4) and set(one.starts.flatten()) == {67}
+        assert one.windows.target.sum() == 2 * 40 and one.windows.target[:, 67:].all()
+        assert list(one.windows.ids[0, -2:]) == [label, end]
+        lines = one.windows.ids[0, 1:].reshape(17, 4)
+        assert len({tuple(line) for line in lines}) == 17 and (np.bincount(lines[:16, 2])[lines[:16, 2]] == 4).all()
+    shown = [one.windows.ids[0, 1:65].reshape(16, 4).tolist() for one in (first, second)]
+    assert shown[0] != shown[1] and sorted(shown[0]) == sorted(shown[1])
+    np.testing.assert_array_equal(first.windows.ids[:, 65:], second.windows.ids[:, 65:])
+
+
 def test_texts_are_read_from_their_packages(
     trained: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -58,7 +58,7 @@ Bits = Annotated[str, typer.Option(
     metavar="FORMATS", help="Bit-widths or formats, such as 16,8,6,4,3,2,ternary,int4_g32,nf4."
 )]
 What = Annotated[str, typer.Option(
-    metavar="WHAT", help="What is quantized, separated by commas: weights, logits, qk, kv, keys, values."
+    metavar="WHAT", help="What is quantized, separated by commas: weights, logits, qk, kv, kv:0, keys, values."
 )]
 Methods = Annotated[str, typer.Option(
     metavar="METHODS", autocompletion=completion(lambda: plugins.names("diffbit.quantize.methods"), "+,"),
@@ -124,8 +124,8 @@ def compare(
     """Measure accuracy against bit-width: perplexity, KL divergence and top-1 agreement, with 95 % intervals.
 
     All models and formats are measured on the same text, and their differences are paired. Attention can be quantized
-    too: its logits at any number of bits, qk (integer products of queries and keys) at 8 or 4, and kv (the KV cache),
-    or keys and values alone, at 8, 4 or 2.
+    too: its logits at any number of bits, qk (integer products of queries and keys) at 8 or 4, and kv (the KV cache;
+    kv:0 without recent tokens in float16), or keys and values alone, at 8, 4 or 2.
     """
     from ...calib_data import samples
     from ...quantize.methods import parse_recipe

@@ -22,6 +22,7 @@ SUBJECTS = {  # what can be compared: a heading, and the label of the horizontal
     "logits": ("Attention logits", "bits per logit"),
     "qk": ("Queries and keys", "integers multiplied"),
     "kv": ("KV cache", "format of the cache"),
+    "kv:0": ("KV cache, all tokens", "format of the cache"),
     "keys": ("Cached keys", "format of the cache"),
     "values": ("Cached values", "format of the cache"),
 }

@@ -3,10 +3,9 @@
 A number of bits stands for a format: 8 for int8 (one scale per row), 7 to 2 for int7_g64 ... int2_g64. Parts of
 attention (quantize/attention.py) take the widths that they have a format for and leave out the others:
 
-    logits          2 to 8, dynamic absmax per query row (arXiv 2410.05258, Figure 8). Only in torch, for comparison;
-                    artifacts do not support it
+    logits          2 to 8, dynamic absmax per query row (arXiv 2410.05258, Figure 8); in torch, not in artifacts
     qk              8, 4: integer products; the keys then have as many bits
-    kv              8, 4, 2, or int8, int4, int2: keys and values of the KV cache
+    kv, kv:0        8, 4, 2, or int8, int4, int2: keys and values of the KV cache; kv:0 keeps no tokens in float16
     keys, values    the same, one without the other
 
 A method is a recipe of quantize/methods, such as "gptq" or "rotate+gptq". An artifact, which runs on ONNX Runtime, is a
@@ -26,7 +25,7 @@ from ...quantize.methods import parse_recipe
 from ...runtime import Artifact
 
 BITS = ("16", "8", "6", "4", "3", "2", "ternary")
-CACHED = {"qk": QK, "kv": KV, "keys": KV, "values": KV}  # parts of attention, with the formats that each takes
+CACHED = {"qk": QK, "kv": KV, "kv:0": KV, "keys": KV, "values": KV}  # parts of attention, and the formats of each
 WHAT = ("weights", "logits", *CACHED)
 RTN = "rtn"  # rounding to nearest, which other methods are compared with
 METHODS = (RTN,)
@@ -124,8 +123,9 @@ def _attention(part: str, entries: Iterable[str]) -> list[Variant]:
     else:
         names = dict.fromkeys(f"int{entry}" if entry.isdigit() else entry for entry in entries)
         bits = {name: int(name.removeprefix("int")) for name in names if name in CACHED[part]}
-        rounded = ("keys", "values") if part == "kv" else (part,)
-        schemes = {name: AttentionScheme.from_dict(dict.fromkeys(rounded, name)) for name in bits}
+        rounded = ("keys", "values") if part.startswith("kv") else (part,)
+        more = {"window": 0} if part == "kv:0" else {}
+        schemes = {name: AttentionScheme.from_dict(dict.fromkeys(rounded, name) | more) for name in bits}
     return [Variant(part, name, NO_METHOD, bits[name], Scheme(attention=schemes[name])) for name in bits]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diffbit.apps.evaluate.variants import variants
+from diffbit.apps.evaluate.variants import WHAT, variants
 from diffbit.io.errors import DiffbitError
 from diffbit.quantize import AttentionScheme
 
@@ -19,13 +19,14 @@ def test_numbers_of_bits_and_names() -> None:
 
 
 def test_parts_of_attention_take_the_bits_they_have() -> None:
-    listed = variants(["16", "8", "6", "4", "3", "2", "int4", "int8"], ["kv", "logits", "keys", "values", "qk"])
-    named = {what: [v.format for v in listed if v.what == what] for what in ("logits", "qk", "kv", "keys", "values")}
+    listed = variants(["16", "8", "6", "4", "3", "2", "int4", "int8"], ["kv", "kv:0", "logits", "keys", "values", "qk"])
+    named = {what: [v.format for v in listed if v.what == what] for what in WHAT}
     assert named["logits"] == ["8-bit", "6-bit", "4-bit", "3-bit", "2-bit"]
     assert named["qk"] == ["int8", "int4"]
-    assert named["kv"] == named["keys"] == named["values"] == ["int8", "int4", "int2"]
+    assert named["kv"] == named["kv:0"] == named["keys"] == named["values"] == ["int8", "int4", "int2"]
     schemes = {(v.what, v.format): v.scheme.attention for v in listed}
     assert schemes["kv", "int4"] == AttentionScheme(keys="int4", values="int4")
+    assert schemes["kv:0", "int4"] == AttentionScheme(keys="int4", values="int4", window=0)
     assert schemes["keys", "int2"] == AttentionScheme(keys="int2")
     assert schemes["values", "int8"] == AttentionScheme(values="int8")
     assert schemes["qk", "int4"] == AttentionScheme(qk="int4")
