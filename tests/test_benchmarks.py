@@ -658,6 +658,23 @@ def test_recipes_of_version_2(tmp_path: Path) -> None:
     assert run("recipe.py", *arguments).code == 0  # nothing is trained again
 
 
+@pytest.mark.slow
+def test_inputs_after_polynorm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "twins.md"
+    page.write_text("<!-- polynorm -->\nold\n<!-- /polynorm -->\n")
+    done = run("polynorm.py", "--work", str(tmp_path / "work"), "--quick", "--markdown", str(page))
+    assert done.code == 0, done.error
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.read_text().splitlines() if "|" in line]
+    assert [row[0] for row in rows[2:]] == [
+        f"{a}, {mlp}" for a in ("softmax", "diff_v1") for mlp in ("swiglu", "polynorm")
+    ]
+    assert all(len(row) == 6 and all(row[1:]) for row in rows)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    polynorm = importlib.import_module("polynorm")
+    x = torch.tensor([[7.0, 0.4, -3.0], [14.0, 3.0, 0.0]])  # scales 1 and 2: errors 0.4 and 1
+    assert polynorm.relative_error(x, 4) == pytest.approx((0.4**2 + 1) / float(x.square().sum()))
+
+
 def test_twins_measure_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head whose signal and noise are known, and one map."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
