@@ -613,8 +613,9 @@ def test_key_queue_and_clients_that_leave(artifacts: dict[str, Path]) -> None:
 
 
 def test_sigterm_finishes_what_has_begun(artifacts: dict[str, Path]) -> None:
-    """And tells which port it was given, once it listens there."""
+    """And tells which port it was given, once it listens there, and before that which option changes nothing."""
     command = [sys.executable, "-m", "diffbit", "serve", str(artifacts["diff"]), "--port", "0", "--threads", "1"]
+    command += ["--no-native", "--bfloat16"]
     with (
         subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
         contextlib.ExitStack() as at_the_end,
@@ -623,8 +624,11 @@ def test_sigterm_finishes_what_has_begun(artifacts: dict[str, Path]) -> None:
         assert process.stdout is not None and process.stderr is not None
         told = json.loads(process.stdout.readline())
         assert told["models"] == ["diff"]
-        while "listening" not in (line := process.stderr.readline()):
+        lines = [process.stderr.readline()]
+        while "listening" not in (line := lines[-1]):
             assert line, "the server ended"
+            lines.append(process.stderr.readline())
+        assert any(one.startswith("diff: bfloat16 needs device cpu with AMX") for one in lines)
         assert told["url"] in line and ":0/" not in line
         asked: dict[str, Any] = {"model": "diff", "prompt": "def ", "max_tokens": 200, "temperature": 0}
         answer = iter(client(told["url"].removesuffix("/v1")).completions.create(**asked, stream=True))
