@@ -23,7 +23,7 @@ KINDS = {  # label: words
     "paper": "hand foot head arm leg eye nose ear mouth knee neck finger shoulder tooth tongue skin heart brain lung",
     "music": "hammer knife saw drill rope ladder needle brush shovel pump wheel nail screw lever hook chain spoon pen",
 }
-EXAMPLES, ASKED = 4, 10  # words of each kind that are shown, and that are asked for
+EXAMPLES, ASKED = 4, 5  # words of each kind that are shown, and that are asked for
 
 
 def orders(model: Path, count: int, seed: int = 0) -> list[NeedleWindows]:

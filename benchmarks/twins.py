@@ -180,7 +180,7 @@ def low_bits(
     for what, widths in bits.items():
         compared = compare(
             paths, windows, widths, [what], methods if what == "weights" else ("rtn",), calibration=calibration,
-            names=list(twins), runs=seeds, batch_size=4, needles=asked if what != "logits" else [],
+            names=list(twins), runs=seeds, batch_size=8, needles=asked if what != "logits" else [],
         ).to_dict()  # fmt: skip
         rows["results"] += [row for row in compared["results"] if row["what"] != "none" or row["retrieval"]]
         rows["contrasts"] += compared["contrasts"]

@@ -736,8 +736,8 @@ def test_orders_of_examples_have_the_same_questions(monkeypatch: pytest.MonkeyPa
     first, second = in_context.orders(Path("model"), 2)
     label, end = known[" river"], known["\n"]
     for one in (first, second):
-        assert one.windows.ids.shape == (40, 1 + 17 * 4) and set(one.starts.flatten()) == {67}
-        assert one.windows.target.sum() == 2 * 40 and one.windows.target[:, 67:].all()
+        assert one.windows.ids.shape == (20, 1 + 17 * 4) and set(one.starts.flatten()) == {67}
+        assert one.windows.target.sum() == 2 * 20 and one.windows.target[:, 67:].all()
         assert list(one.windows.ids[0, -2:]) == [label, end]
         lines = one.windows.ids[0, 1:].reshape(17, 4)
         assert len({tuple(line) for line in lines}) == 17 and (np.bincount(lines[:16, 2])[lines[:16, 2]] == 4).all()
