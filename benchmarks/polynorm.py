@@ -19,10 +19,8 @@ import numpy as np
 import torch
 from machine import describe
 from report import add_outputs, command_line, interval, table, write_outputs
-from runs import losses, over_runs
+from runs import losses, over_runs, train_tiny
 
-from diffbit.apps.train.presets import train_config
-from diffbit.apps.train.trainer import train
 from diffbit.calib_data import eval_windows
 from diffbit.io.progress import track
 from diffbit.models import load
@@ -45,16 +43,13 @@ def main() -> None:
     add_outputs(parser, "twins.md")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    short = {"steps": 6, "warmup": 1, "batch_size": 2, "limit": 1 << 18} if arguments.quick else {}
     seeds = range(2 if arguments.quick else arguments.seeds)
     names = {f"{attention}, {mlp}": (attention, mlp) for attention in ATTENTIONS for mlp in MLPS}
     paths: dict[str, list[Path]] = {name: [] for name in names}
     for seed, name in track([(seed, name) for seed in seeds for name in names], "training"):
         attention, mlp = names[name]
         out = arguments.work / f"{attention}-{mlp}-{seed}"
-        if not (out / "config.json").is_file():
-            train(train_config("tiny", attention, mlp=mlp, seed=seed, **short), out, overwrite=out.exists())
-        paths[name].append(out)
+        paths[name].append(train_tiny(out, attention, seed, arguments.quick, mlp=mlp))
     found = {name: np.array([of_inputs(path) for path in runs]).T for name, runs in paths.items()}
     values = {name: dict(zip(MEASURES, [losses(paths[name]), *found[name]], strict=True)) for name in names}
     lines = [

@@ -19,10 +19,8 @@ import numpy as np
 import torch
 from machine import describe
 from report import add_outputs, command_line, interval, nats, table, write_outputs
-from runs import losses, over_runs
+from runs import losses, over_runs, train_tiny
 
-from diffbit.apps.train.presets import train_config
-from diffbit.apps.train.trainer import train
 from diffbit.io.progress import track
 
 PLAIN, AS_IT_IS = "Transformer", "DIFF v2"
@@ -49,17 +47,13 @@ def main() -> None:
     add_outputs(parser, "training.md")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    short = {"steps": 6, "warmup": 1, "batch_size": 2, "limit": 1 << 18} if arguments.quick else {}
     seeds = range(2 if arguments.quick else arguments.seeds)
     chosen = [name for name in RECIPES if not arguments.only or name in (PLAIN, AS_IT_IS, *arguments.only)]
     paths: dict[str, list[Path]] = {name: [] for name in chosen}
     for seed, name in track([(seed, name) for seed in seeds for name in chosen], "training"):
+        options = {"attention": "diff_v2"} | RECIPES[name]
         out = arguments.work / f"{name.replace(' ', '-')}-{seed}"
-        if not (out / "config.json").is_file():
-            options = {"attention": "diff_v2"} | RECIPES[name] | short
-            config = train_config("tiny", options.pop("attention"), seed=seed, checkpoint_every=0, **options)
-            train(config, out, overwrite=out.exists())
-        paths[name].append(out)
+        paths[name].append(train_tiny(out, seed=seed, quick=arguments.quick, **options))
     found = {name: losses(runs) for name, runs in paths.items()}
     rows = {name: over_runs(values) for name, values in found.items()}
     beside = {

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from accuracy import NAMES, texts
@@ -26,6 +27,8 @@ from report import Row, add_outputs, command_line, increase, interval, nats, tab
 
 from diffbit.apps.evaluate.compare import compare
 from diffbit.apps.evaluate.metrics import CONFIDENCE, Estimate, t_quantile
+from diffbit.apps.train import trainer
+from diffbit.apps.train.presets import train_config
 from diffbit.io.files import read_json
 from diffbit.io.progress import track
 from diffbit.models import Checkpoint
@@ -47,6 +50,15 @@ def train(work: Path, preset: str, attention: str, seed: int, options: Sequence[
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         arguments = ["--seed", str(seed), "--quiet", "-o", str(out), *options, *resume]
         subprocess.run([*command, *arguments], check=True, env=environment, stdout=subprocess.DEVNULL)
+    return out
+
+
+def train_tiny(out: Path, attention: str, seed: int, quick: bool, **options: Any) -> Path:
+    """Train a model of preset tiny in this process unless it is there. quick: a few steps."""
+    if not (out / "config.json").is_file():
+        short = {"steps": 6, "warmup": 1, "batch_size": 2, "limit": 1 << 18} if quick else {}
+        config = train_config("tiny", attention, seed=seed, checkpoint_every=0, **options | short)
+        trainer.train(config, out, overwrite=out.exists())
     return out
 
 
