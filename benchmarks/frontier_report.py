@@ -146,14 +146,15 @@ def markdown(results: Sequence[Result], name: str, shape: Sequence[int]) -> str:
 
 def at_each_size(results: Sequence[Result]) -> str:
     """Our best file and the peers' best, of at most so many bytes, at every size at which the peers' best changes; and
-    below their smallest file, beside that."""
+    between our smallest file and theirs, beside theirs."""
     ours = [result for result in results if result.tool == "diffbit"]
     peers = [result for result in results if result.tool != "diffbit"]
     if not ours or not peers:
         return ""
     smallest = min(peers, key=lambda one: one.nbytes)
     changes = [one.nbytes for one in peers if best(peers, one.nbytes) is one and one.nbytes <= 1e6 * SIZES[-1]]
-    sizes = sorted([1e6 * size for size in SIZES if 1e6 * size < smallest.nbytes] + changes)
+    least = min(one.nbytes for one in ours)
+    sizes = sorted([1e6 * size for size in SIZES if least <= 1e6 * size < smallest.nbytes] + changes)
     lines = []
     for size in sizes:
         our, peer = best(ours, size), best(peers, size) or smallest

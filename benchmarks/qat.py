@@ -6,9 +6,9 @@ DIR needs 12 GB. It keeps what was made for the next time, and runs that were st
 give the same command again.
 
 Model    that of smollm2.py, published weights; teacher and start of every run.
-Text     training on the 100 articles of smollm2.py's Wikipedia (0.5 million tokens, so none is seen twice), rows of
-         ROW tokens, BATCH rows a step. Scores on windows of ROW tokens of news, and of WikiText-2's raw test if FILE
-         is given: half of WINDOWS from each.
+Text     training on the 100 articles of smollm2.py's Wikipedia (0.5 million tokens: runs of 1 million see each twice),
+         rows of ROW tokens, BATCH rows a step. Scores on windows of ROW tokens of news, and of WikiText-2's raw test if
+         FILE is given: half of WINDOWS from each.
 Runs     a learning rate is chosen for each format from RATES, by the divergence from the teacher in the last 5 of
          PROBE steps; the runs of SIZES tokens then have that rate. Runs that train scales or adapters alone have a
          search of their own. Rounding to nearest ("rtn") is where training starts.
@@ -43,7 +43,7 @@ from diffbit.models import Checkpoint, load
 ROW, BATCH, WINDOWS = 256, 4, 24
 PROBE = 24  # steps
 RATES = {"all": (3e-4, 1e-3), "scales": (3e-4, 1e-3), "lora": (3e-4, 1e-3)}
-SIZES = (100_000, 300_000)  # tokens
+SIZES = (100_000, 300_000, 1_000_000)  # tokens
 SHORT = ("--max-windows", "24", "--length", "256")  # of calibration text, a tenth of the default, to save time
 FLOAT_TABLE = ("--embedding", "none", "--head", "none")
 # name: format, what is trained, tokens; or a method of `diffbit quantize`

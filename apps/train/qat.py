@@ -198,16 +198,17 @@ class _LearnedScale(torch.autograd.Function):
         weight, scale, start = ctx.saved_tensors
         format, columns = layer.format, weight.shape[1]
         high = 2 ** (format.bits - 1) - 1
-        ratio = format.grouped(weight) / scale[..., None]  # [N, G, group]
-        grad = format.grouped(grad)
-        size = ratio.shape[2]
+        to_weight, to_scale = None if layer.fixed else torch.empty_like(grad), torch.empty_like(scale)
+        for rows, s, _, (ratio, g) in format.by_rows(scale, None, weight, grad):  # a few rows stay in cache
+            ratio = ratio / s  # [n, G, group]
+            if to_weight is not None:
+                inside = (ratio > -high - 1) & (ratio < high)
+                to_weight[rows] = (g * inside).flatten(1)[:, :columns]
+                ratio = torch.where(inside, ratio.round() - ratio, ratio.clamp_(-high - 1, high))
+            to_scale[rows] = (g * ratio).sum(-1)
+        size = format.group_size or columns
         count = torch.arange(columns, 0, -size, device=weight.device).clamp(max=size)  # the last group may be short
-        to_scale = start / (count * high).sqrt()
-        if layer.fixed:
-            return None, (grad * ratio).sum(-1) * to_scale, None, None
-        inside = (ratio > -high - 1) & (ratio < high)
-        slope = torch.where(inside, ratio.round() - ratio, ratio.clamp(-high - 1, high))
-        return (grad * inside).flatten(1)[:, :columns], (grad * slope).sum(-1) * to_scale, None, None
+        return to_weight, to_scale * (start / (count * high).sqrt()), None, None
 
 
 def prepare(

@@ -60,39 +60,42 @@ void store_tile(void* to, int64_t stride) {
   for (int64_t row = 0; row < tile.rows; ++row)
     std::memcpy(static_cast<char*>(to) + row * stride, tile.data[row], static_cast<size_t>(tile.bytes));
 }
+// The 16 columns of a row: B's bytes, and the floats of its bfloat16 numbers, are shifted to where C's numbers are
+using EmulatedRow = uint32_t __attribute__((vector_size(TILE_BYTES)));
+using EmulatedInts = int32_t __attribute__((vector_size(TILE_BYTES)));
+using EmulatedFloats = float __attribute__((vector_size(TILE_BYTES)));
+template <int T>
+EmulatedRow row_of(int64_t row) {
+  EmulatedRow columns;
+  std::memcpy(&columns, emulated_tiles[T].data[row], sizeof columns);
+  return columns;
+}
 template <int C, int A, int B>
 void add_bytes() {
-  for (int64_t row = 0; row < TILE_ROWS; ++row)
-    for (int64_t column = 0; column < 16; ++column) {
-      uint32_t sum;
-      char* at = emulated_tiles[C].data[row] + 4 * column;
-      std::memcpy(&sum, at, 4);
-      for (int64_t i = 0; i < 4 * emulated_tiles[B].rows; ++i)
-        sum += static_cast<uint32_t>(static_cast<signed char>(emulated_tiles[A].data[row][i]) *
-                                     static_cast<signed char>(emulated_tiles[B].data[i / 4][4 * column + i % 4]));
-      std::memcpy(at, &sum, 4);
-    }
+  for (int64_t row = 0; row < TILE_ROWS; ++row) {
+    EmulatedRow sums = row_of<C>(row);
+    for (int64_t four = 0; four < emulated_tiles[B].rows; ++four)
+      for (int i = 0; i < 4; ++i) {
+        const auto a = static_cast<signed char>(emulated_tiles[A].data[row][4 * four + i]);
+        sums += (EmulatedRow)((EmulatedInts)(row_of<B>(four) << (24 - 8 * i)) >> 24) * static_cast<uint32_t>(a);
+      }
+    std::memcpy(emulated_tiles[C].data[row], &sums, sizeof sums);
+  }
 }
 template <int C, int A, int B>
 void add_bfloats() {
-  const auto number = [](const char* upper) {
-    char bytes[4] = {0, 0, upper[0], upper[1]};
-    float value;
-    std::memcpy(&value, bytes, 4);
-    return value;
-  };
-  for (int64_t row = 0; row < TILE_ROWS; ++row)
-    for (int64_t column = 0; column < 16; ++column) {
-      float sums[2] = {}, all;  // the first and the second numbers of pairs are added apart, and then to C
-      for (int64_t pair = 0; pair < emulated_tiles[B].rows; ++pair)
-        for (int i = 0; i < 2; ++i)
-          sums[i] += number(emulated_tiles[A].data[row] + 4 * pair + 2 * i) *
-                     number(emulated_tiles[B].data[pair] + 4 * column + 2 * i);
-      char* at = emulated_tiles[C].data[row] + 4 * column;
-      std::memcpy(&all, at, 4);
-      all += sums[0] + sums[1];
-      std::memcpy(at, &all, 4);
+  for (int64_t row = 0; row < TILE_ROWS; ++row) {
+    EmulatedFloats first = {}, second = {};  // numbers of pairs are added apart, and then to C
+    for (int64_t pair = 0; pair < emulated_tiles[B].rows; ++pair) {
+      uint32_t bits;
+      std::memcpy(&bits, emulated_tiles[A].data[row] + 4 * pair, 4);
+      const EmulatedRow a = EmulatedRow{} + bits, b = row_of<B>(pair);
+      first += (EmulatedFloats)(a << 16) * (EmulatedFloats)(b << 16);
+      second += (EmulatedFloats)(a & 0xffff0000) * (EmulatedFloats)(b & 0xffff0000);
     }
+    const EmulatedFloats all = (EmulatedFloats)row_of<C>(row) + (first + second);
+    std::memcpy(emulated_tiles[C].data[row], &all, sizeof all);
+  }
 }
 
 #else
