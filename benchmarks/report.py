@@ -17,12 +17,13 @@ from typing import Any
 
 Row = dict[str, Any]
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+WIDE = 32  # characters
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
-    """Columns padded to the same width; all but the first right-aligned."""
+    """Columns padded to the same width, at most WIDE; all but the first right-aligned."""
     cells = [list(header), *[["" if cell is None else str(cell) for cell in line] for line in lines]]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
+    widths = [min(WIDE, max(len(line[i]) for line in cells)) for i in range(len(header))]
 
     def joined(line: Sequence[str]) -> str:
         first, *rest = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))

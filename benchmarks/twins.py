@@ -6,7 +6,8 @@
 DIR needs 4 GB for each seed. It keeps what was made for the next time, and runs that were stopped go on from their last
 checkpoint: give the same command again.
 
-Twins    plain: the published model; copy and rotated: what `diffbit convert --start copy` and `rotated` make of it.
+Twins    plain: the published model; copy and rotated: what `diffbit convert --start copy` and `rotated` make of it;
+         subtracting: rotated with --lambda 0.2, so that it has to learn to use its second map.
 Text     articles of Wikipedia (smollm2.py) and files of Python's standard library in turn, half of the bytes each.
 Tuning   all weights of each twin on --tokens tokens, the same in the same order; a seed gives them another order.
 Losses   on WikiText-2's raw test text, English news and other files of the standard library.
@@ -57,7 +58,13 @@ from diffbit.calib_data import (
 )
 from diffbit.models import Decoder, load
 
-STARTS = {"plain": None, "copy": "copy", "rotated": "rotated"}
+# options of `diffbit convert`
+STARTS: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "copy": ("--start", "copy"),
+    "rotated": ("--start", "rotated"),
+    "subtracting": ("--start", "rotated", "--lambda", "0.2"),
+}
 ROW, BATCH, PASSES, RATE = 256, 4, 2, 1e-4  # tokens, rows in a pass, passes in a step, learning rate
 BYTES = 4_000_000  # of the training text
 WINDOWS, CALIBRATION, MAPPED = 12, 12, 6  # windows of ROW tokens: scored, calibrated on, whose maps are measured
@@ -129,8 +136,8 @@ def tuned(work: Path, name: str, model: Path, text: Path, tokens: int, seed: int
     out, start = work / f"{name}-{tokens}-{seed}", model
     if (out / "config.json").exists():
         return out
-    if way := STARTS[name]:
-        start = once(work / name, lambda folder: run_diffbit("convert", model, "--start", way, "-o", folder, "--quiet"))
+    if options := STARTS[name]:
+        start = once(work / name, lambda folder: run_diffbit("convert", model, *options, "-o", folder, "--quiet"))
     goes_on = any((out / "checkpoints").glob("step-*"))
     run_diffbit(
         "train", "--preset", "base", "--init", start, "--context", ROW, "--batch-size", BATCH, "--accumulate", PASSES,

@@ -13,6 +13,7 @@ EXAMPLES = {
     "convert": (
         "diffbit convert examples/pico/softmax -o out/differential",
         "diffbit convert examples/pico/softmax --start rotated -o out/rotated",
+        "diffbit convert examples/pico/softmax --start rotated --lambda 0.2 -o out/subtracting",
     )
 }
 
@@ -30,6 +31,14 @@ def convert(
     angle: Annotated[
         float, typer.Option(help="Degrees between both queries of --start rotated; at 90 they are orthogonal.")
     ] = 90.0,
+    lambda_start: Annotated[
+        float | None,
+        typer.Option(
+            "--lambda",
+            help="Where lambda starts, in (0, 1); o_proj is divided by 1 - lambda. Default: 0.5 for --start copy; "
+            "0.0025 for rotated, which keeps its o_proj: larger ones are farther from the model's function.",
+        ),
+    ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(
@@ -55,6 +64,7 @@ def convert(
         output,
         start=start,
         angle=angle,
+        lambda_start=lambda_start,
         dtype=None if dtype is None else getattr(torch, dtype),
         overwrite=overwrite,
     )

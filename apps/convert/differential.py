@@ -13,6 +13,8 @@ Attention, A. Maio 2026, PyPI coda-gqa-l), where the angle stays a parameter and
 queries (Qwen 3) stands between q_proj and RoPE and has one weight per channel for both queries, so the turn passes
 through it only if the two channels of each plane have equal weights, or if it is by 180 degrees.
 
+Another lambda to start from goes into b, and o_proj is divided by 1 - lambda: what both maps agree on keeps its size.
+
 Where a norm follows the heads (BitNet's sub-norms), o_proj comes too late: the norm's epsilon has seen a/2. Such a
 model has v_proj doubled instead.
 """
@@ -20,7 +22,7 @@ model has v_proj doubled instead.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -37,31 +39,54 @@ LAMBDA_BIAS = -6.0  # of a rotated start
 ONE_FILE = 1 << 30  # bytes; a larger model is written one file per layer, so that only one layer is in memory
 
 
+@dataclass(frozen=True)
+class _Start:
+    """What a layer begins with: the noise query's angle (None: the signal query itself), b (None: there is none), and
+    the factor of o_proj."""
+
+    angle: float | None
+    bias: float | None
+    factor: float
+
+    @classmethod
+    def of(cls, start: str, angle: float, lambda_start: float | None) -> _Start:
+        turn = None if start == "copy" else angle
+        if lambda_start is not None:
+            return cls(turn, math.log(lambda_start / (1 - lambda_start)), 1 / (1 - lambda_start))
+        return cls(turn, None, 2.0) if start == "copy" else cls(turn, LAMBDA_BIAS, 1.0)
+
+
 def convert(
     model: str | Path,
     out: str | Path,
     *,
     start: str = "copy",
     angle: float = 90.0,
+    lambda_start: float | None = None,
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write the folder `out` with the differential version of a plain Transformer, and return it.
 
     model: a float checkpoint, a folder or a GGUF file; its tokenizer, chat template and generation config come along.
-    start: "copy" or "rotated" (above). angle: of a rotated start, in degrees. dtype: of all weights, float32, bfloat16
-    or float16; None: as they are. One layer, or the embedding, is in memory at a time.
+    start: "copy" or "rotated" (above). angle: of a rotated start, in degrees. lambda_start: in (0, 1); None: 1/2 for a
+    copy, 0.0025 for a rotated start, whose o_proj stays as it is. dtype: of all weights, float32, bfloat16 or float16;
+    None: as they are. One layer, or the embedding, is in memory at a time.
 
     Raises DiffbitError for a model that is quantized, differential already, or has layers other than attention; for
-    weights that are too large for their dtype; and for an angle that a norm of queries does not allow.
+    weights that are too large for their dtype; for an angle that a norm of queries does not allow; and for a
+    lambda_start that is not in (0, 1).
     """
     if start not in STARTS:
         raise DiffbitError(f"start is {start!r}, wanted one of {', '.join(STARTS)}")
     if not math.isfinite(angle):
         raise DiffbitError(f"angle is {angle}, wanted a number of degrees")
+    if lambda_start is not None and not 0 < lambda_start < 1:
+        raise DiffbitError(f"lambda starts at {lambda_start}, wanted a number between 0 and 1")
+    begin = _Start.of(start, angle, lambda_start)
     source = Checkpoint(model)
     files.check_apart(out, source.path)
-    config = _differential(source, lambda_bias=start == "rotated")
+    config = _differential(source, lambda_bias=begin.bias is not None)
     label = source.dtype if dtype is None else str(dtype).removeprefix("torch.")
     layers = {name: index for index in range(config.num_layers) for name in source.block_names(index)}
     with CheckpointWriter(
@@ -76,7 +101,7 @@ def convert(
         for index, names in track(parts, "converting"):
             tensors = {name: _cast(source, name, source.read(name), dtype) for name in names}
             if index is not None:
-                _convert_layer(source, config, index, tensors, None if start == "copy" else angle)
+                _convert_layer(source, config, index, tensors, begin)
             writer.add_layer(tensors)
             del tensors  # before the next ones are read
     return Path(out)
@@ -105,28 +130,26 @@ def _differential(source: Checkpoint, lambda_bias: bool) -> ModelConfig:
 
 
 def _convert_layer(
-    source: Checkpoint, config: ModelConfig, index: int, tensors: dict[str, Tensor], angle: float | None
+    source: Checkpoint, config: ModelConfig, index: int, tensors: dict[str, Tensor], begin: _Start
 ) -> None:
-    """Change a plain layer's tensors to those of the differential one, in place. angle: None for a copy."""
+    """Change a plain layer's tensors to those of the differential one, in place."""
     attention = f"model.layers.{index}.self_attn."
     pairs = config.layers[index].mixer.softmaxes // 2
     query = tensors[f"{attention}q_proj.weight"]
     tensors[f"{attention}lambda_proj.weight"] = query.new_zeros(pairs, config.hidden_size)
-    doubled = ["o_proj.weight"]
-    if any(layer.sub_norms for layer in config.layers):
-        doubled = ["v_proj.weight", "v_proj.bias"]
-    if angle is not None:
-        _check_angle(source, tensors.get(f"{attention}q_norm.weight"), index, angle)
-        tensors[f"{attention}lambda_proj.bias"] = query.new_full((pairs,), LAMBDA_BIAS)
-        doubled = []
+    if begin.bias is not None:
+        tensors[f"{attention}lambda_proj.bias"] = query.new_full((pairs,), begin.bias)
+    if begin.angle is not None:
+        _check_angle(source, tensors.get(f"{attention}q_norm.weight"), index, begin.angle)
     for name in (f"{attention}q_proj.weight", f"{attention}q_proj.bias"):
         if name in tensors:
             heads = tensors[name].unflatten(0, (pairs, -1))  # [H, d, E], or [H, d]
-            noise = heads if angle is None else _turned(heads, angle)
+            noise = heads if begin.angle is None else _turned(heads, begin.angle)
             tensors[name] = torch.stack((heads, noise), 1).flatten(0, 2)  # [2 H d, E], the queries of a pair adjacent
-    for name in doubled:
-        if (name := attention + name) in tensors:
-            tensors[name] = _cast(source, name, 2 * tensors[name], None)
+    sub_norms = any(layer.sub_norms for layer in config.layers)
+    for part in ("v_proj.weight", "v_proj.bias") if sub_norms else ("o_proj.weight",):
+        if (name := attention + part) in tensors and begin.factor != 1:
+            tensors[name] = _cast(source, name, begin.factor * tensors[name], None)
 
 
 def _turned(heads: Tensor, angle: float) -> Tensor:

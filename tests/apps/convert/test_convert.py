@@ -151,14 +151,18 @@ def attention_in_float64(decoder: Decoder, x: Tensor, angle: float, bias: float)
 
 @pytest.mark.parametrize("angle", [90.0, 37.5, -180.0])
 @pytest.mark.parametrize("biased", [False, True], ids=["no-bias", "bias"])
-def test_rotated_start_matches_its_formula(angle: float, biased: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", [None, 0.2, 0.9])
+def test_rotated_start_matches_its_formula(angle: float, biased: bool, share: float | None, tmp_path: Path) -> None:
     plain = models.load(write_plain(tmp_path / "plain", qkv_bias=biased))
-    converted = models.load(diffbit.convert(tmp_path / "plain", tmp_path / "diff", start="rotated", angle=angle))
+    converted = models.load(
+        diffbit.convert(tmp_path / "plain", tmp_path / "diff", start="rotated", angle=angle, lambda_start=share)
+    )
     x = torch.randn(11, 32)
     rope = models.rope_for(converted.config, torch.arange(11)[None])
     with torch.no_grad():
         out = converted.model.layers[0].self_attn(x[None], rope)[0]
-        expected = attention_in_float64(plain, x, math.radians(angle), -6.0)
+        bias = -6.0 if share is None else math.log(share / (1 - share))
+        expected = attention_in_float64(plain, x, math.radians(angle), bias) / (1 - (share or 0))
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-5 * float(expected.std()))
     queries = converted.model.layers[0].self_attn.queries(x[None]).unflatten(2, (4, 2))
     cosine = torch.cosine_similarity(queries[..., 0, :], queries[..., 1, :], -1)
@@ -175,6 +179,18 @@ def test_rotated_start_is_near_the_plain_model(tmp_path: Path) -> None:
         for layer in near.model.layers:
             layer.self_attn.lambda_proj.bias.fill_(-200)  # sigmoid is 0 in float32
     assert torch.equal(near(ids), plain(ids))
+
+
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.8])
+@pytest.mark.parametrize("sub_norms", [False, True], ids=["o_proj", "v_proj"])
+def test_a_copy_is_the_same_function_with_any_lambda(share: float, sub_norms: bool, tmp_path: Path) -> None:
+    plain = models.load(write_plain(tmp_path / "plain", sub_norms=sub_norms))
+    copy = models.load(diffbit.convert(tmp_path / "plain", tmp_path / "diff", lambda_start=share))
+    bias = copy.model.layers[1].self_attn.lambda_proj.bias
+    torch.testing.assert_close(bias.sigmoid(), torch.full_like(bias, share))
+    ids = tokens(2, 13)
+    with torch.no_grad():
+        torch.testing.assert_close(copy(ids), plain(ids), rtol=0, atol=1e-5 * float(plain(ids).std()))
 
 
 def test_norm_of_queries_and_the_angle(tmp_path: Path) -> None:
@@ -260,6 +276,11 @@ BAD: dict[str, tuple[Callable[[Path], Path], tuple[str, ...], str]] = {
     "narrower": (lambda p: wide(p / "m"), ("--dtype", "float16"), "has numbers beyond 65504"),
     "nothing there": (lambda p: p / "absent", (), "no such folder"),
     "not a number": (lambda p: write_plain(p / "m"), ("--start", "rotated", "--angle", "nan"), "angle is nan"),
+    "nothing left": (
+        lambda p: write_plain(p / "m"),
+        ("--lambda", "1"),
+        "lambda starts at 1.0, wanted a number between 0 and 1",
+    ),
 }
 
 
