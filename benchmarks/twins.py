@@ -17,6 +17,8 @@ Maps     lambda; the cosine of both maps; how much of the used map is negative; 
          the model is asked for one of 4 needles (calib_data/needles.py), what the answer gets and what other text gets
          (arXiv 2410.05258, Table 3). Low-bit weights and caches are asked for needles, too.
 Examples in context (in_context.py): how many questions are answered after 8 orders of the same examples.
+Mixed    what UNIFORM in every layer adds to the loss, rounded to nearest, and what as many bits add where `diffbit
+         allocate` puts them.
 Heads    importance: |sum of x dL/dx| of each head's output x (arXiv 1905.10650, equation 2).
 Outliers as `diffbit outliers`.
 Intervals are over windows of text, and over seeds where there are several.
@@ -42,6 +44,7 @@ from machine import describe
 from report import Row, add_outputs, command_line, increase, interval, nats, percent, table, verdict, write_outputs
 from smollm2 import fetch
 
+from diffbit.apps.allocate.mixed import allocate
 from diffbit.apps.evaluate.compare import compare
 from diffbit.apps.evaluate.metrics import mean
 from diffbit.apps.outliers.activations import measure
@@ -56,7 +59,9 @@ from diffbit.calib_data import (
     load_tokenizer,
     needle_windows,
 )
+from diffbit.formats import parse_format
 from diffbit.models import Decoder, load
+from diffbit.quantize import Scheme, apply
 
 # options of `diffbit convert`
 STARTS: dict[str, tuple[str, ...]] = {
@@ -69,6 +74,7 @@ ROW, BATCH, PASSES, RATE = 256, 4, 2, 1e-4  # tokens, rows in a pass, passes in 
 BYTES = 4_000_000  # of the training text
 WINDOWS, CALIBRATION, MAPPED = 12, 12, 6  # windows of ROW tokens: scored, calibrated on, whose maps are measured
 BITS = {"weights": ("8", "4", "3", "2"), "kv": ("8", "4", "2"), "kv:0": ("4", "2"), "logits": ("8", "4", "3", "2")}
+UNIFORM, UNIFORM_BITS = "nl3_g32_s8", 3.273  # a weight: 3, 8 / 32 and 16 for each row of 576 or 1536
 ORDERS = 8
 HEAD = 64  # numbers of a head of SmolLM2; `convert` keeps them
 METHODS = ("rtn", "gptq")
@@ -108,6 +114,7 @@ def main() -> None:
         "bits": low_bits(twins, texts["WikiText-2"], asked, calibration, bits, arguments.methods),
         "maps": {name: maps_of(paths, texts["WikiText-2"], needles) for name, paths in twins.items()},
         "outliers": {name: outliers_of(paths[0], texts["WikiText-2"]) for name, paths in twins.items()},
+        "mixed": {name: mixed_of(paths, texts["WikiText-2"], calibration) for name, paths in twins.items()},
         "heads": {name: importance_of(paths, texts["WikiText-2"]) for name, paths in twins.items()},
     }
     about = {"command": command_line("twins.py", sys.argv[1:]), "machine": describe(), "tokens": tokens}
@@ -152,24 +159,23 @@ def tuned(work: Path, name: str, model: Path, text: Path, tokens: int, seed: int
 # ---- measurements ---------------------------------------------------------------------------------------------------
 
 
-def nll(path: Path, windows: Windows) -> tuple[np.ndarray, np.ndarray]:
-    """Nats of each window, and its scored tokens."""
-    model = load(path).eval()
+def nll(model: Decoder, windows: Windows) -> np.ndarray:
+    """Nats of each window."""
     sums = []
     for ids, target in zip(torch.from_numpy(windows.ids), torch.from_numpy(windows.target), strict=True):
         with torch.inference_mode():
             log_p = model(ids[None])[0, :-1].float().log_softmax(-1)
         each = -log_p.gather(-1, ids[1:, None])[:, 0]
         sums.append(float(each[target[1:]].sum()))
-    return np.array(sums), windows.target.sum(1)
+    return np.array(sums)
 
 
 def losses(model: Path, twins: dict[str, list[Path]], texts: dict[str, Windows]) -> Row:
     """{text: {model: nats a token}}, and what each twin's is above plain's."""
     found: Row = {}
     for text, windows in texts.items():
-        sums = {"published": np.stack([nll(model, windows)[0]])}
-        sums |= {name: np.stack([nll(path, windows)[0] for path in paths]) for name, paths in twins.items()}
+        sums = {"published": np.stack([nll(load(model).eval(), windows)])}
+        sums |= {name: np.stack([nll(load(path).eval(), windows) for path in paths]) for name, paths in twins.items()}
         of = {name: mean(one, windows.target.sum(1)).to_dict() for name, one in sums.items()}
         above = {name: mean(sums[name] - sums["plain"], windows.target.sum(1)).to_dict() for name in twins}
         found[text] = {"loss": of, "above plain": above}
@@ -248,6 +254,24 @@ def outliers_of(path: Path, windows: Windows) -> Row:
     return {"kurtosis": hidden.kurtosis, "hidden": hidden.max, "logits": None if logits is None else logits.max}
 
 
+def mixed_of(paths: Sequence[Path], windows: Windows, calibration: Windows) -> Row:
+    """Nats a token that are added with one format, and with a mix; [what is left, low, high], by resampling windows."""
+    added, tokens = [], windows.target.sum(1)
+    for path in paths:
+        model = load(path).eval()
+        mix = allocate(path, bits=UNIFORM_BITS, calibration=torch.from_numpy(calibration.ids)).scheme
+        schemes = Scheme(weights=parse_format(UNIFORM)), mix
+        added.append(np.stack([nll(apply(model, scheme), windows) for scheme in schemes]) - nll(model, windows))
+    one, many = np.stack(added, 1)  # [runs, windows]
+    draw = np.random.default_rng(0)
+    samples = draw.integers(0, len(tokens), (1000, len(tokens)))
+    left = many[:, samples].sum((0, 2)) / one[:, samples].sum((0, 2))
+    return {
+        "one": mean(one, tokens).to_dict(), "mix": mean(many, tokens).to_dict(),
+        "left": [float(many.sum() / one.sum()), *map(float, np.quantile(left, (0.025, 0.975)))],
+    }  # fmt: skip
+
+
 def importance_of(paths: Sequence[Path], windows: Windows) -> list[float]:
     """[share, low, high]: what the most important tenth of heads has of all importance, 95 % by resampling windows."""
     texts = list(zip(torch.from_numpy(windows.ids), torch.from_numpy(windows.target), strict=True))
@@ -304,6 +328,12 @@ def page(about: Row, row: Row) -> str:
         table(["", *names], [
             [title, *(f"{row['outliers'][name][key]:.1f}" for name in names)]
             for key, title in OUTLIERS.items()
+        ]),
+        f"What rounding to {UNIFORM} adds to the loss, nats a token; a mix of as many bits; what is left of it:",
+        table(["", *names], [
+            [UNIFORM, *(interval(row["mixed"][name]["one"], "{:.3f}".format) for name in names)],
+            ["mix", *(interval(row["mixed"][name]["mix"], "{:.3f}".format) for name in names)],
+            ["left", *(spread(row["mixed"][name]["left"]) for name in names)],
         ]),
         "Share of heads' importance that the most important tenth has:",
         table(names, [[spread(row["heads"][name]) for name in names]]),
