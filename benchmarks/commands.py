@@ -1,8 +1,9 @@
-"""What benchmarks run and keep: commands of diffbit, llama_peer.py, files that are made once."""
+"""What benchmarks run and keep: commands of diffbit, llama_peer.py, files that are made once, runs of training."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -10,12 +11,14 @@ from pathlib import Path
 
 from report import Row
 
+ROW, BATCH = 256, 4  # tokens of a row, and rows of a pass, of the runs on a real model
 
-def diffbit_command(*arguments: str | Path) -> list[str]:
+
+def diffbit_command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "diffbit", *map(str, arguments)]
 
 
-def run_diffbit(*arguments: str | Path) -> None:
+def run_diffbit(*arguments: object) -> None:
     print("diffbit", *arguments, file=sys.stderr)
     quietly(diffbit_command(*arguments))
 
@@ -44,3 +47,17 @@ def once(path: Path, make: Callable[[Path], object]) -> Path:
         make(unfinished)
         unfinished.rename(path)
     return path
+
+
+def trained(out: Path, start: Path, text: Path, steps: int, rate: float, *options: object) -> Path:
+    """The folder of a finished run of `diffbit train` from `start`; one that was stopped goes on."""
+    if not (out / "config.json").exists():
+        goes_on = any((out / "checkpoints").glob("step-*"))
+        run_diffbit(
+            "train", "--preset", "base", "--init", start, "--context", ROW, "--batch-size", BATCH, "--steps", steps,
+            "--learning-rate", rate, "--data", text, "--precision", "bf16", "--checkpoint-every", 25, "--quiet",
+            *options, *(["--resume"] if goes_on else ["--overwrite"] if out.exists() else []), "-o", out,
+        )  # fmt: skip
+        for rest in ("checkpoints", "master"):
+            shutil.rmtree(out / rest, ignore_errors=True)
+    return out

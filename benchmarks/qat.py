@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from commands import once, run_diffbit
+from commands import BATCH, ROW, once, run_diffbit, trained
 from machine import describe
 from report import add_outputs, command_line, interval, table, write_json, write_outputs
 from smollm2 import exact_logits, fetch, logits_of, scores, text_windows
@@ -40,7 +40,7 @@ from diffbit.export import reference_model
 from diffbit.io.files import parse_json, read_json
 from diffbit.models import Checkpoint, load
 
-ROW, BATCH, WINDOWS = 256, 4, 24
+WINDOWS = 24
 PROBE = 24  # steps
 RATES = {"all": (3e-4, 1e-3), "scales": (3e-4, 1e-3), "lora": (3e-4, 1e-3)}
 SIZES = (100_000, 300_000, 1_000_000)  # tokens
@@ -104,14 +104,14 @@ def made(work: Path, name: str, model: Path, wiki: Path) -> Path:
     start = made(work, f"{format} gptq", model, wiki) if kind == "scales" else model
     rates = {rate: probed(work, format, kind, rate, start, model, wiki) for rate in RATES[kind]}
     rate = min(rates, key=lambda rate: rates[rate])
-    return trained(folder, format, kind, rate, round(tokens / (ROW * BATCH)), start, model, wiki)
+    return distilled(folder, format, kind, rate, round(tokens / (ROW * BATCH)), start, model, wiki)
 
 
 def probed(work: Path, format: str, kind: str, rate: float, start: Path, model: Path, wiki: Path) -> float:
     """The divergence of a short run's last steps."""
 
     def measure(out: Path) -> None:
-        run = trained(work / f"probe-{format}-{kind}-{rate}", format, kind, rate, PROBE, start, model, wiki)
+        run = distilled(work / f"probe-{format}-{kind}-{rate}", format, kind, rate, PROBE, start, model, wiki)
         rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
         out.write_text(json.dumps(statistics.fmean(row["distill_loss"] for row in rows[-5:])))
         shutil.rmtree(run)
@@ -119,18 +119,10 @@ def probed(work: Path, format: str, kind: str, rate: float, start: Path, model: 
     return float(json.loads(once(work / f"probe-{format}-{kind}-{rate}.json", measure).read_text()))
 
 
-def trained(out: Path, format: str, kind: str, rate: float, steps: int, start: Path, model: Path, wiki: Path) -> Path:
+def distilled(out: Path, format: str, kind: str, rate: float, steps: int, start: Path, model: Path, wiki: Path) -> Path:
     """The folder of a finished run."""
-    if not (out / "config.json").exists():
-        goes_on = any((out / "checkpoints").glob("step-*"))
-        run_diffbit(
-            "train", "--preset", "base", "--init", start, "--distill", model, "--qat", format, "--trainable", kind,
-            "--context", ROW, "--batch-size", BATCH, "--accumulate", 1, "--steps", steps, "--learning-rate", rate,
-            "--data", wiki, "--precision", "bf16", "--checkpoint-every", 50, "--quiet", "-o", out,
-            *(["--resume"] if goes_on else ["--overwrite"] if out.exists() else []),
-        )  # fmt: skip
-        shutil.rmtree(out / "master", ignore_errors=True)
-    return out
+    options = "--distill", model, "--qat", format, "--trainable", kind, "--accumulate", 1
+    return trained(out, start, wiki, steps, rate, *options)
 
 
 def report(rows: dict[str, Scores], reference: Scores, work: Path, command: str) -> tuple[str, dict[str, Any]]:

@@ -19,6 +19,8 @@ Maps     lambda; the cosine of both maps; how much of the used map is negative; 
 Examples in context (in_context.py): how many questions are answered after 8 orders of the same examples.
 Mixed    what UNIFORM in every layer adds to the loss, rounded to nearest, and what as many bits add where `diffbit
          allocate` puts them.
+Trained  with --qat: what TRAINED formats add to the loss after so many steps of BATCH rows, by training each twin on
+         its own predictions (`diffbit train --qat --distill`).
 Heads    importance: |sum of x dL/dx| of each head's output x (arXiv 1905.10650, equation 2).
 Outliers as `diffbit outliers`.
 Intervals are over windows of text, and over seeds where there are several.
@@ -38,7 +40,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from commands import once, run_diffbit
+from commands import BATCH, ROW, once, run_diffbit, trained
 from in_context import orders
 from machine import describe
 from report import Row, add_outputs, command_line, increase, interval, nats, percent, table, verdict, write_outputs
@@ -59,6 +61,7 @@ from diffbit.calib_data import (
     load_tokenizer,
     needle_windows,
 )
+from diffbit.export import reference_model
 from diffbit.formats import parse_format
 from diffbit.models import Decoder, load
 from diffbit.quantize import Scheme, apply
@@ -70,7 +73,8 @@ STARTS: dict[str, tuple[str, ...]] = {
     "rotated": ("--start", "rotated"),
     "subtracting": ("--start", "rotated", "--lambda", "0.2"),
 }
-ROW, BATCH, PASSES, RATE = 256, 4, 2, 1e-4  # tokens, rows in a pass, passes in a step, learning rate
+PASSES, RATE = 2, 1e-4  # in a step; learning rate
+TRAINED, TRAINED_RATE = ("int3_g64", "int2_g64", "ternary"), 1e-3  # the rate that qat.py chose for each
 BYTES = 4_000_000  # of the training text
 WINDOWS, CALIBRATION, MAPPED = 12, 12, 6  # windows of ROW tokens: scored, calibrated on, whose maps are measured
 BITS = {"weights": ("8", "4", "3", "2"), "kv": ("8", "4", "2"), "kv:0": ("4", "2"), "logits": ("8", "4", "3", "2")}
@@ -90,6 +94,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=300_000, help="of each run (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--methods", nargs="+", default=METHODS, help="that round weights (default: rtn gptq)")
+    parser.add_argument("--qat", type=int, default=0, metavar="STEPS", help="that low bits are trained (see above)")
     parser.add_argument("--train-only", action="store_true", help="tune the twins, and measure later")
     parser.add_argument("--quick", action="store_true", help="short runs, few windows: does everything run?")
     add_outputs(parser, "twins.md")
@@ -117,6 +122,8 @@ def main() -> None:
         "mixed": {name: mixed_of(paths, texts["WikiText-2"], calibration) for name, paths in twins.items()},
         "heads": {name: importance_of(paths, texts["WikiText-2"]) for name, paths in twins.items()},
     }
+    if arguments.qat:
+        row["trained"] = low_bits_trained(work, twins, text, texts["WikiText-2"], arguments.qat)
     about = {"command": command_line("twins.py", sys.argv[1:]), "machine": describe(), "tokens": tokens}
     write_outputs(arguments, about | row, {"twins": page(about | {"seeds": arguments.seeds}, row)})
 
@@ -139,21 +146,11 @@ def within(documents: Sequence[str], most: int) -> list[str]:
 
 
 def tuned(work: Path, name: str, model: Path, text: Path, tokens: int, seed: int) -> Path:
-    """The folder of a finished run."""
+    """The folder of a twin."""
     out, start = work / f"{name}-{tokens}-{seed}", model
-    if (out / "config.json").exists():
-        return out
     if options := STARTS[name]:
         start = once(work / name, lambda folder: run_diffbit("convert", model, *options, "-o", folder, "--quiet"))
-    goes_on = any((out / "checkpoints").glob("step-*"))
-    run_diffbit(
-        "train", "--preset", "base", "--init", start, "--context", ROW, "--batch-size", BATCH, "--accumulate", PASSES,
-        "--steps", round(tokens / STEP), "--learning-rate", RATE, "--data", text, "--precision", "bf16", "--seed", seed,
-        "--checkpoint-every", 25, "--quiet", "-o", out,
-        *(["--resume"] if goes_on else ["--overwrite"] if out.exists() else []),
-    )  # fmt: skip
-    shutil.rmtree(out / "checkpoints", ignore_errors=True)
-    return out
+    return trained(out, start, text, round(tokens / STEP), RATE, "--accumulate", PASSES, "--seed", seed)
 
 
 # ---- measurements ---------------------------------------------------------------------------------------------------
@@ -254,6 +251,30 @@ def outliers_of(path: Path, windows: Windows) -> Row:
     return {"kurtosis": hidden.kurtosis, "hidden": hidden.max, "logits": None if logits is None else logits.max}
 
 
+def low_bits_trained(work: Path, twins: dict[str, list[Path]], text: Path, windows: Windows, steps: int) -> Row:
+    """{format: {twin: nats a token that are added, and what that is above plain's}}."""
+    found: Row = {}
+    for format in TRAINED:
+        added = {}
+        for name, paths in twins.items():
+            options = "--qat", format, "--accumulate", 1
+            runs = [
+                trained(work / f"{path.name}-{format}-{steps}", path, text, steps, TRAINED_RATE,
+                        "--distill", path, "--seed", seed, *options)
+                for seed, path in enumerate(paths)
+            ]  # fmt: skip
+            pairs = zip(runs, paths, strict=True)
+            added[name] = np.stack(
+                [nll(reference_model(run), windows) - nll(load(path).eval(), windows) for run, path in pairs]
+            )
+        tokens = windows.target.sum(1)
+        found[format] = {
+            name: {"added": mean(one, tokens).to_dict(), "above plain": mean(one - added["plain"], tokens).to_dict()}
+            for name, one in added.items()
+        }
+    return found
+
+
 def mixed_of(paths: Sequence[Path], windows: Windows, calibration: Windows) -> Row:
     """Nats a token that are added with one format, and with a mix; [what is left, low, high], by resampling windows."""
     added, tokens = [], windows.target.sum(1)
@@ -329,6 +350,7 @@ def page(about: Row, row: Row) -> str:
             [title, *(f"{row['outliers'][name][key]:.1f}" for name in names)]
             for key, title in OUTLIERS.items()
         ]),
+        *trained_table(row.get("trained"), names),
         f"What rounding to {UNIFORM} adds to the loss, nats a token; a mix of as many bits; what is left of it:",
         table(["", *names], [
             [UNIFORM, *(interval(row["mixed"][name]["one"], "{:.3f}".format) for name in names)],
@@ -354,6 +376,20 @@ def bits_table(bits: Row, names: Sequence[str]) -> str:
             *("" if one is None else verdict(name, one) for name, one in zip(names[1:], told, strict=True)),
         ])  # fmt: skip
     return table(["", *names, *(f"{name} beside plain" for name in names[1:])], lines)
+
+
+def trained_table(trained: Row | None, names: Sequence[str]) -> list[str]:
+    if trained is None:
+        return []
+    lines = [
+        [format, *(interval(of[name]["added"], "{:.3f}".format) for name in names),
+         *(interval(of[name]["above plain"], nats) for name in names[1:])]
+        for format, of in trained.items()
+    ]  # fmt: skip
+    return [
+        "What low bits add to the loss once they are trained, nats a token:",
+        table(["", *names, *(f"{name} − plain" for name in names[1:])], lines),
+    ]
 
 
 def needles_table(bits: Row, names: Sequence[str]) -> str:

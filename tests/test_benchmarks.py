@@ -23,10 +23,13 @@ import pytest
 import torch
 
 import diffbit
+from diffbit.calib_data import eval_windows
 from diffbit.export import export_artifact
+from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.io.files import sha256_file
 from diffbit.models import Decoder, ModelConfig, load, save
+from diffbit.quantize import Scheme, quantize_checkpoint
 from diffbit.runtime import ChatTemplate, native, verify
 
 from . import forks
@@ -721,6 +724,39 @@ def test_heads_have_the_importance_of_their_loss(
             losses.append(loss(layers[index // 2], scale))
         assert expected == pytest.approx(abs(losses[0] - losses[1]) / 2e-3, rel=1e-2, abs=1e-5)
     assert twins.top_share(np.array([1.0] * 9 + [3.0])) == 0.25
+
+
+def test_twins_at_mixed_and_trained_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Callable[[str], Path]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    twins, model = importlib.import_module("twins"), trained("softmax")
+    windows = eval_windows("stdlib", model, 64, 4)
+    monkeypatch.setattr(twins, "UNIFORM_BITS", 3.6)
+    mixed = twins.mixed_of([model, model], windows, eval_windows("mix", model, 64, 4, split="calib"))
+
+    def rounded(out: Path, start: Path, *_: object, format: str = "int3_g64") -> Path:
+        if not out.exists():
+            quantize_checkpoint(start, out, Scheme(weights=parse_format(format)))
+        return out
+
+    def loss(folder: Path) -> float:
+        ids, target = torch.from_numpy(windows.ids), torch.from_numpy(windows.target)[:, 1:]
+        with torch.no_grad():
+            logits = diffbit.load(folder).eval()(ids)[:, :-1]
+        return float(torch.nn.functional.cross_entropy(logits[target].double(), ids[:, 1:][target]))
+
+    added = loss(rounded(tmp_path / "nl3", model, format=twins.UNIFORM)) - loss(model)
+    assert mixed["one"]["value"] == pytest.approx(added, abs=1e-5)
+    assert mixed["left"][0] == pytest.approx(mixed["mix"]["value"] / mixed["one"]["value"])
+    assert mixed["left"][1] < mixed["left"][0] < mixed["left"][2] and mixed["left"][0] < 0.9
+    monkeypatch.setattr(twins, "trained", rounded)  # a training that only rounds
+    found = twins.low_bits_trained(tmp_path, {"plain": [model], "same": [model]}, Path("text"), windows, 3)
+    rows = twins.trained_table(found, ["plain", "same"])[1].splitlines()[2:]
+    assert [row.split("|")[1].strip() for row in rows] == list(twins.TRAINED) == list(found)
+    added = loss(tmp_path / f"{model.name}-int3_g64-3") - loss(model)  # the artifact also rounds inputs, to 8 bits
+    assert found["int3_g64"]["plain"]["added"]["value"] == pytest.approx(added, rel=0.1)
+    assert all(of["same"]["above plain"]["value"] == 0 for of in found.values())
 
 
 def test_orders_of_examples_have_the_same_questions(monkeypatch: pytest.MonkeyPatch) -> None:

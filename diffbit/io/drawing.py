@@ -7,6 +7,7 @@ marker and dash for black-and-white prints. matplotlib is imported only to draw.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,6 @@ DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (6, 2, 1, 2)), "
 INK, MUTED, RULE = "#1b1f24", "#57606a", "#d8dee4"
 HEAT = ("#f3f6f9", "#c6dbef", "#6baed6", "#2171b5")  # light to dark: small to large
 WIDTH, HEIGHT = 5.0, 3.5  # inches, one panel
-SUFFIXES = (".svg", ".png")
 STYLE = Path(__file__).with_name("drawing.mplstyle")
 SITES = {"hidden_states": "Hidden states", "attention_logits": "Attention logits"}  # of outliers
 SHORT, LONG = 14, 32  # characters of a model's name in a legend: of two columns, and at most
@@ -45,11 +45,10 @@ def require_matplotlib() -> None:
 def panels(columns: int = 1, rows: int = 1) -> Iterator[tuple[Figure, list[Axes]]]:
     """Yield a figure with panels in this style, row by row, to draw and save in; changes no global state."""
     require_matplotlib()
-    import matplotlib
-    from matplotlib.figure import Figure
+    import matplotlib.figure
 
     with matplotlib.rc_context(fname=STYLE):
-        figure = Figure(figsize=(WIDTH * columns, HEIGHT * rows), layout="constrained")
+        figure = matplotlib.figure.Figure(figsize=(WIDTH * columns, HEIGHT * rows), layout="constrained")
         yield figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
@@ -63,12 +62,12 @@ def line(index: int) -> dict[str, Any]:
 def drawn(path: str | Path, columns: int = 1, rows: int = 1) -> Iterator[list[Axes]]:
     """Yield panels to draw in, written to a .svg or .png file at the end; other names are refused at the start."""
     path = Path(path)
-    if path.suffix.lower() not in SUFFIXES:
-        raise DiffbitError(f"{path}: a plot is written as {' or '.join(SUFFIXES)}; choose such a name")
+    if (suffix := path.suffix.lower()) not in (".svg", ".png"):
+        raise DiffbitError(f"{path}: a plot is written as .svg or .png; choose such a name")
     with panels(columns, rows) as (figure, axes):
         yield axes
         with write_atomic(path) as temporary:
-            if path.suffix.lower() == ".svg":
+            if suffix == ".svg":
                 temporary.write_text(svg(figure), encoding="utf-8")
             else:
                 figure.savefig(temporary, format="png", dpi=200)
@@ -77,7 +76,8 @@ def drawn(path: str | Path, columns: int = 1, rows: int = 1) -> Iterator[list[Ax
 def svg(figure: Figure) -> str:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": "diffbit"})
-    return buffer.getvalue()
+    font = "".join(re.findall("font-family:[^;]*;", buffer.getvalue())[:1])  # named once, in the style of all elements
+    return buffer.getvalue().replace(font, "").replace("*{", "*{" + font, 1)
 
 
 def short(value: float) -> str:
