@@ -3,8 +3,8 @@
     python benchmarks/twins.py --work DIR --wikitext FILE [--tokens 300000] [--seeds 1] [--json FILE] [--markdown]
     python benchmarks/twins.py --work DIR --wikitext FILE --quick       # short runs, few windows: does everything run?
 
-DIR needs 4 GB for each seed. It keeps what was made for the next time, and runs that were stopped go on from their last
-checkpoint: give the same command again.
+DIR needs 4 GB for each seed. It keeps models and measurements for the next time (remove DIR/measured-* to measure
+again), and runs that were stopped go on from their last checkpoint: give the same command again.
 
 Twins    plain: the published model; copy and rotated: what `diffbit convert --start copy` and `rotated` make of it;
          subtracting: rotated with --lambda 0.2, so that it has to learn to use its second map.
@@ -32,11 +32,10 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -114,16 +113,23 @@ def main() -> None:
     needles = needle_windows(str(named["WikiText-2"]), model, ROW, 4, 1, windows, split="train")
     calibration = eval_windows("mix", model, ROW, CALIBRATION, split="calib")
     asked = [needles, *orders(model, ORDERS)]
-    row = {
-        "losses": losses(model, twins, texts),
-        "bits": low_bits(twins, texts["WikiText-2"], asked, calibration, bits, arguments.methods),
-        "maps": {name: maps_of(paths, texts["WikiText-2"], needles) for name, paths in twins.items()},
-        "outliers": {name: outliers_of(paths[0], texts["WikiText-2"]) for name, paths in twins.items()},
-        "mixed": {name: mixed_of(paths, texts["WikiText-2"], calibration) for name, paths in twins.items()},
-        "heads": {name: importance_of(paths, texts["WikiText-2"]) for name, paths in twins.items()},
+    wikitext = texts["WikiText-2"]
+    parts: dict[str, Callable[[], Row]] = {
+        "losses": lambda: losses(model, twins, texts),
+        "maps": lambda: {name: maps_of(paths, wikitext, needles) for name, paths in twins.items()},
+        "outliers": lambda: {name: outliers_of(paths[0], wikitext) for name, paths in twins.items()},
+        "mixed": lambda: {name: mixed_of(paths, wikitext, calibration) for name, paths in twins.items()},
+        "heads": lambda: {name: importance_of(paths, wikitext) for name, paths in twins.items()},
     }
+    for what, widths in bits.items():
+        methods = arguments.methods if what == "weights" else ("rtn",)
+        parts[f"bits of {what}"] = partial(low_bits, twins, wikitext, asked, calibration, what, widths, methods)
     if arguments.qat:
-        row["trained"] = low_bits_trained(work, twins, text, texts["WikiText-2"], arguments.qat)
+        parts["trained"] = lambda: low_bits_trained(work, twins, text, wikitext, arguments.qat)
+    settings = tokens, arguments.seeds, windows, arguments.qat, *arguments.methods
+    folder = work / "-".join(map(str, ("measured", *settings)))
+    folder.mkdir(exist_ok=True)
+    row = {name: kept(folder / f"{name}.json", part) for name, part in parts.items()}
     about = {"command": command_line("twins.py", sys.argv[1:]), "machine": describe(), "tokens": tokens}
     write_outputs(arguments, about | row, {"twins": page(about | {"seeds": arguments.seeds}, row)})
 
@@ -156,6 +162,12 @@ def tuned(work: Path, name: str, model: Path, text: Path, tokens: int, seed: int
 # ---- measurements ---------------------------------------------------------------------------------------------------
 
 
+def kept(path: Path, measure: Callable[[], Row]) -> Row:
+    """What was measured, as `path` has it, or measured now."""
+    once(path, lambda out: out.write_text(json.dumps(measure())))
+    return dict(json.loads(path.read_text()))
+
+
 def nll(model: Decoder, windows: Windows) -> np.ndarray:
     """Nats of each window."""
     sums = []
@@ -181,20 +193,15 @@ def losses(model: Path, twins: dict[str, list[Path]], texts: dict[str, Windows])
 
 def low_bits(
     twins: dict[str, list[Path]], windows: Windows, asked: list[NeedleWindows], calibration: Windows,
-    bits: dict[str, Any], methods: Sequence[str],
+    what: str, widths: Sequence[str], methods: Sequence[str],
 ) -> Row:  # fmt: skip
     """What rounding adds, and to whom more."""
-    seeds = len(twins["plain"])
-    paths = [path for of in twins.values() for path in of]
-    rows: Row = {"results": [], "contrasts": []}
-    for what, widths in bits.items():
-        compared = compare(
-            paths, windows, widths, [what], methods if what == "weights" else ("rtn",), calibration=calibration,
-            names=list(twins), runs=seeds, batch_size=8, needles=asked if what != "logits" else [],
-        ).to_dict()  # fmt: skip
-        rows["results"] += [row for row in compared["results"] if row["what"] != "none" or row["retrieval"]]
-        rows["contrasts"] += compared["contrasts"]
-    return rows
+    compared = compare(
+        list(chain.from_iterable(twins.values())), windows, widths, [what], methods, calibration=calibration,
+        names=list(twins), runs=len(twins["plain"]), batch_size=8, needles=asked if what != "logits" else [],
+    ).to_dict()  # fmt: skip
+    results = [row for row in compared["results"] if row["what"] != "none" or row["retrieval"]]
+    return {"results": results, "contrasts": compared["contrasts"]}
 
 
 def maps_of(paths: Sequence[Path], windows: Windows, needles: NeedleWindows) -> Row:
@@ -326,6 +333,10 @@ def top_share(importance: np.ndarray) -> float:
 
 def page(about: Row, row: Row) -> str:
     names = list(STARTS)
+    bits = {
+        key: [one for what in BITS if (part := row.get(f"bits of {what}")) for one in part[key]]
+        for key in ("results", "contrasts")
+    }
     parts = [
         f"{about['machine']}. {about['tokens']:,} tokens, {about['seeds']} seed(s). `{about['command']}`",
         "Held-out loss, nats a token:",
@@ -335,11 +346,11 @@ def page(about: Row, row: Row) -> str:
             for text, of in row["losses"].items()
         ]),
         "What rounding adds to perplexity:",
-        bits_table(row["bits"], names),
+        bits_table(bits, names),
         "Needles found:",
-        needles_table(row["bits"], names),
+        needles_table(bits, names),
         f"Questions answered after {ORDERS} orders of the same examples: mean, standard deviation, [least, most]:",
-        orders_table(row["bits"], names),
+        orders_table(bits, names),
         "Maps: mean [10th, 90th percentile of heads]:",
         table(["", *names], [
             [key, *(spread(row["maps"][name].get(key)) for name in names)]
