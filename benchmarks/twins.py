@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--methods", nargs="+", default=METHODS, help="that round weights (default: rtn gptq)")
     parser.add_argument("--qat", type=int, default=0, metavar="STEPS", help="that low bits are trained (see above)")
+    parser.add_argument("--no-questions", action="store_true", help="leave needles and examples in context out")
     parser.add_argument("--train-only", action="store_true", help="tune the twins, and measure later")
     parser.add_argument("--quick", action="store_true", help="short runs, few windows: does everything run?")
     add_outputs(parser, "twins.md")
@@ -112,8 +113,7 @@ def main() -> None:
     texts["code"] = eval_windows("stdlib", model, ROW, windows)
     needles = needle_windows(str(named["WikiText-2"]), model, ROW, 4, 1, windows, split="train")
     calibration = eval_windows("mix", model, ROW, CALIBRATION, split="calib")
-    asked = [needles, *orders(model, ORDERS)]
-    wikitext = texts["WikiText-2"]
+    asked, wikitext = [] if arguments.no_questions else [needles, *orders(model, ORDERS)], texts["WikiText-2"]
     parts: dict[str, Callable[[], Row]] = {
         "losses": lambda: losses(model, twins, texts),
         "maps": lambda: {name: maps_of(paths, wikitext, needles) for name, paths in twins.items()},
@@ -126,7 +126,7 @@ def main() -> None:
         parts[f"bits of {what}"] = partial(low_bits, twins, wikitext, asked, calibration, what, widths, methods)
     if arguments.qat:
         parts["trained"] = lambda: low_bits_trained(work, twins, text, wikitext, arguments.qat)
-    settings = tokens, arguments.seeds, windows, arguments.qat, *arguments.methods
+    settings = tokens, arguments.seeds, windows, len(asked), arguments.qat, *arguments.methods
     folder = work / "-".join(map(str, ("measured", *settings)))
     folder.mkdir(exist_ok=True)
     row = {name: kept(folder / f"{name}.json", part) for name, part in parts.items()}
@@ -333,11 +333,9 @@ def top_share(importance: np.ndarray) -> float:
 
 def page(about: Row, row: Row) -> str:
     names = list(STARTS)
-    bits = {
-        key: [one for what in BITS if (part := row.get(f"bits of {what}")) for one in part[key]]
-        for key in ("results", "contrasts")
-    }
-    parts = [
+    parts = [row[f"bits of {what}"] for what in BITS if f"bits of {what}" in row]
+    bits = {key: list(chain.from_iterable(part[key] for part in parts)) for key in ("results", "contrasts")}
+    shown = [
         f"{about['machine']}. {about['tokens']:,} tokens, {about['seeds']} seed(s). `{about['command']}`",
         "Held-out loss, nats a token:",
         table(["text", "published", *names, *(f"{name} − plain" for name in names[1:])], [
@@ -347,10 +345,7 @@ def page(about: Row, row: Row) -> str:
         ]),
         "What rounding adds to perplexity:",
         bits_table(bits, names),
-        "Needles found:",
-        needles_table(bits, names),
-        f"Questions answered after {ORDERS} orders of the same examples: mean, standard deviation, [least, most]:",
-        orders_table(bits, names),
+        *questions_tables(bits, names),
         "Maps: mean [10th, 90th percentile of heads]:",
         table(["", *names], [
             [key, *(spread(row["maps"][name].get(key)) for name in names)]
@@ -371,7 +366,7 @@ def page(about: Row, row: Row) -> str:
         "Share of heads' importance that the most important tenth has:",
         table(names, [[spread(row["heads"][name]) for name in names]]),
     ]  # fmt: skip
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(shown) + "\n"
 
 
 def bits_table(bits: Row, names: Sequence[str]) -> str:
@@ -400,6 +395,17 @@ def trained_table(trained: Row | None, names: Sequence[str]) -> list[str]:
     return [
         "What low bits add to the loss once they are trained, nats a token:",
         table(["", *names, *(f"{name} − plain" for name in names[1:])], lines),
+    ]
+
+
+def questions_tables(bits: Row, names: Sequence[str]) -> list[str]:
+    if not any(r["retrieval"] for r in bits["results"]):
+        return []
+    return [
+        "Needles found:",
+        needles_table(bits, names),
+        f"Questions answered after {ORDERS} orders of the same examples: mean, standard deviation, [least, most]:",
+        orders_table(bits, names),
     ]
 
 

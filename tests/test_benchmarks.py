@@ -759,6 +759,31 @@ def test_twins_at_mixed_and_trained_bits(
     assert all(of["same"]["above plain"]["value"] == 0 for of in found.values())
 
 
+def test_twins_at_low_bits_of_two_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Callable[[str], Path]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    twins, first, second = importlib.import_module("twins"), trained("softmax"), tmp_path / "second"
+    other = diffbit.load(first)
+    with torch.no_grad():
+        for name, weight in other.named_parameters():
+            weight *= 1.5 if "o_proj" in name else 1.0
+    save(other, second, tokenizer_from=first)
+    windows, models = eval_windows("stdlib", first, 64, 4), [first, second]
+    runs = {"plain": models, "same": models, "turned": models[::-1]}
+    part = partial(twins.low_bits, runs, windows, [], windows, "logits", ("3", "2"), ("rtn",))
+    measured = twins.kept(tmp_path / "bits.json", part)
+    assert twins.kept(tmp_path / "bits.json", pytest.fail) == measured  # it is not measured again
+    assert twins.questions_tables(measured, list(runs)) == []
+    lines = twins.bits_table(measured, list(runs)).splitlines()[2:]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert [row[0] for row in rows] == ["logits 3-bit", "logits 2-bit"]
+    assert all(row[1] == row[2] and row[4] == "not told apart" for row in rows)
+    each = [diffbit.compare([model], windows, ("3",), ["logits"]).results[-1].ratio.value for model in models]
+    assert each[0] != pytest.approx(each[1], rel=1e-3)
+    assert measured["results"][0]["ratio"]["value"] == pytest.approx(math.sqrt(each[0] * each[1]))
+
+
 def test_orders_of_examples_have_the_same_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     in_context = importlib.import_module("in_context")
