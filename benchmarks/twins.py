@@ -42,7 +42,7 @@ import torch
 from commands import BATCH, ROW, once, run_diffbit, trained
 from in_context import orders
 from machine import describe
-from report import Row, add_outputs, command_line, increase, interval, nats, percent, table, verdict, write_outputs
+from report import Row, add_outputs, command_line, increase, interval, nats, table, verdict, write_outputs
 from smollm2 import fetch
 
 from diffbit.apps.allocate.mixed import allocate
@@ -345,7 +345,7 @@ def page(about: Row, row: Row) -> str:
         ]),
         "What rounding adds to perplexity:",
         bits_table(bits, names),
-        *questions_tables(bits, names),
+        *questions_table(bits, names),
         "Maps: mean [10th, 90th percentile of heads]:",
         table(["", *names], [
             [key, *(spread(row["maps"][name].get(key)) for name in names)]
@@ -398,37 +398,21 @@ def trained_table(trained: Row | None, names: Sequence[str]) -> list[str]:
     ]
 
 
-def questions_tables(bits: Row, names: Sequence[str]) -> list[str]:
-    if not any(r["retrieval"] for r in bits["results"]):
-        return []
-    return [
-        "Needles found:",
-        needles_table(bits, names),
-        f"Questions answered after {ORDERS} orders of the same examples: mean, standard deviation, [least, most]:",
-        orders_table(bits, names),
-    ]
-
-
-def needles_table(bits: Row, names: Sequence[str]) -> str:
-    found = {
-        (r["what"], r["format"], r["method"], r["model"]): r["retrieval"][0]["accuracy"]
-        for r in bits["results"]
-        if r["retrieval"]
-    }
-    return table(
-        ["", *names], [[title(key), *(interval(found[*key, name], percent) for name in names)] for key in keys(found)]
-    )
-
-
-def orders_table(bits: Row, names: Sequence[str]) -> str:
-    shown = "{:.1f} %, {:.1f} [{:.0f}, {:.0f}]"
+def questions_table(bits: Row, names: Sequence[str]) -> list[str]:
     found = {}
     for r in bits["results"]:
-        if sets := r["retrieval"][1:]:
-            of = 100 * np.array([one["accuracy"]["value"] for one in sets])
+        if r["retrieval"]:
+            needles, *orders = (one["accuracy"] for one in r["retrieval"])
+            of = 100 * np.array([one["value"] for one in orders])
+            examples = f"{of.mean():.0f}, {of.std(ddof=1):.0f} [{of.min():.0f}, {of.max():.0f}]"
             key = r["what"], r["format"], r["method"], r["model"]
-            found[key] = shown.format(of.mean(), of.std(ddof=1), of.min(), of.max())
-    return table(["", *names], [[title(key), *(found[*key, name] for name in names)] for key in keys(found)])
+            found[key] = f"{interval(needles, lambda value: f'{100 * value:.0f}')}; {examples}"
+    if not found:
+        return []
+    return [
+        f"Needles found, %; answers after {ORDERS} orders of the same examples, %: mean, deviation [least, most]:",
+        table(["", *names], [[title(key), *(found[*key, name] for name in names)] for key in keys(found)]),
+    ]
 
 
 def keys(found: Row) -> list[tuple[str, ...]]:

@@ -774,7 +774,7 @@ def test_twins_at_low_bits_of_two_runs(
     part = partial(twins.low_bits, runs, windows, [], windows, "logits", ("3", "2"), ("rtn",))
     measured = twins.kept(tmp_path / "bits.json", part)
     assert twins.kept(tmp_path / "bits.json", pytest.fail) == measured  # it is not measured again
-    assert twins.questions_tables(measured, list(runs)) == []
+    assert twins.questions_table(measured, list(runs)) == []
     lines = twins.bits_table(measured, list(runs)).splitlines()[2:]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert [row[0] for row in rows] == ["logits 3-bit", "logits 2-bit"]
