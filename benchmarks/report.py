@@ -17,7 +17,7 @@ from typing import Any
 
 Row = dict[str, Any]
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-WIDE = 32  # characters
+WIDE = 26  # characters
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
