@@ -351,7 +351,7 @@ def page(about: Row, row: Row) -> str:
             [key, *(spread(row["maps"][name].get(key)) for name in names)]
             for key in MAPS
         ]),
-        "Outliers:",
+        "Outliers, first seed:",
         table(["", *names], [
             [title, *(f"{row['outliers'][name][key]:.1f}" for name in names)]
             for key, title in OUTLIERS.items()
@@ -410,7 +410,7 @@ def questions_table(bits: Row, names: Sequence[str]) -> list[str]:
     if not found:
         return []
     return [
-        f"Needles found, %; answers after {ORDERS} orders of the same examples, %: mean, deviation [least, most]:",
+        f"Needles found, %; answers after {ORDERS} orders of examples, %: mean, standard deviation [least, most]:",
         table(["", *names], [[title(key), *(found[*key, name] for name in names)] for key in keys(found)]),
     ]
 

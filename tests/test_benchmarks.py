@@ -775,6 +775,12 @@ def test_twins_at_low_bits_of_two_runs(
     measured = twins.kept(tmp_path / "bits.json", part)
     assert twins.kept(tmp_path / "bits.json", pytest.fail) == measured  # it is not measured again
     assert twins.questions_table(measured, list(runs)) == []
+    asked = [{"value": 0.5, "low": 0.25, "high": 1.0}, {"value": 0.6}, {"value": 0.8}]  # of needles, and of two orders
+    answers = {"what": "kv", "format": "int4", "method": "rtn", "model": "plain"}
+    answers |= {"retrieval": [{"accuracy": one} for one in asked]}
+    assert (
+        "| kv int4 rtn | 50 [25, 100]; 70, 14 [60, 80] |" in twins.questions_table({"results": [answers]}, ["plain"])[1]
+    )
     lines = twins.bits_table(measured, list(runs)).splitlines()[2:]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert [row[0] for row in rows] == ["logits 3-bit", "logits 2-bit"]
