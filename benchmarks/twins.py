@@ -1,6 +1,6 @@
 """Does subtracting survive low bits on real weights? SmolLM2-135M-Instruct beside its differential twins.
 
-    python benchmarks/twins.py --work DIR --wikitext FILE [--tokens 300000] [--seeds 1] [--json FILE] [--markdown]
+    python benchmarks/twins.py --work DIR --wikitext FILE [--tokens 300000] [--seeds 1] [--twins copy subtracting]
     python benchmarks/twins.py --work DIR --wikitext FILE --quick       # short runs, few windows: does everything run?
 
 DIR needs 4 GB for each seed. It keeps models and measurements for the next time (remove DIR/measured-* to measure
@@ -72,6 +72,7 @@ STARTS: dict[str, tuple[str, ...]] = {
     "rotated": ("--start", "rotated"),
     "subtracting": ("--start", "rotated", "--lambda", "0.2"),
 }
+PLAIN, *BESIDE = STARTS
 PASSES, RATE = 2, 1e-4  # in a step; learning rate
 TRAINED, TRAINED_RATE = ("int3_g64", "int2_g64", "ternary"), 1e-3  # the rate that qat.py chose for each
 BYTES = 4_000_000  # of the training text
@@ -92,6 +93,7 @@ def main() -> None:
     parser.add_argument("--wikitext", type=Path, required=True, help="wiki.test.raw of WikiText-2")
     parser.add_argument("--tokens", type=int, default=300_000, help="of each run (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=1, help="(default: %(default)s)")
+    parser.add_argument("--twins", nargs="+", choices=BESIDE, default=BESIDE, help="beside plain (default: all)")
     parser.add_argument("--methods", nargs="+", default=METHODS, help="that round weights (default: rtn gptq)")
     parser.add_argument("--qat", type=int, default=0, metavar="STEPS", help="that low bits are trained (see above)")
     parser.add_argument("--no-questions", action="store_true", help="leave needles and examples in context out")
@@ -104,7 +106,8 @@ def main() -> None:
         tokens, windows, bits = 2 * STEP, 2, {"weights": ("4",), "logits": ("4",)}
     model, news, wiki = fetch(work)
     text = once(work / "text.jsonl", lambda out: write_text(wiki, out))
-    twins = {name: [tuned(work, name, model, text, tokens, seed) for seed in range(arguments.seeds)] for name in STARTS}
+    names, seeds = [PLAIN, *arguments.twins], range(arguments.seeds)
+    twins = {name: [tuned(work, name, model, text, tokens, seed) for seed in seeds] for name in names}
     if arguments.train_only:
         return
     files = {"WikiText-2": arguments.wikitext, "news": news}  # no model has been trained on any split of them
@@ -126,7 +129,7 @@ def main() -> None:
         parts[f"bits of {what}"] = partial(low_bits, twins, wikitext, asked, calibration, what, widths, methods)
     if arguments.qat:
         parts["trained"] = lambda: low_bits_trained(work, twins, text, wikitext, arguments.qat)
-    settings = tokens, arguments.seeds, windows, len(asked), arguments.qat, *arguments.methods
+    settings = tokens, arguments.seeds, windows, len(asked), arguments.qat, *arguments.methods, *arguments.twins
     folder = work / "-".join(map(str, ("measured", *settings)))
     folder.mkdir(exist_ok=True)
     row = {name: kept(folder / f"{name}.json", part) for name, part in parts.items()}
@@ -332,7 +335,7 @@ def top_share(importance: np.ndarray) -> float:
 
 
 def page(about: Row, row: Row) -> str:
-    names = list(STARTS)
+    names = list(row["maps"])
     parts = [row[f"bits of {what}"] for what in BITS if f"bits of {what}" in row]
     bits = {key: list(chain.from_iterable(part[key] for part in parts)) for key in ("results", "contrasts")}
     shown = [

@@ -17,6 +17,8 @@ MODULE = Path(__file__).parent / "js" / "wasm" / "runtime.wasm"
 RELAXED = MODULE.with_name("runtime.relaxed.wasm")  # with relaxed SIMD, which some browsers lack
 SOURCE = Path(__file__).resolve().parents[2] / "csrc"
 ROOMS = ("cpu", "ort", "wasm")
+# not -mrelaxed-simd: that is another target, for which zig would compile all of its C++ library a second time
+RELAXED_SIMD = "-Xclang -target-feature -Xclang +relaxed-simd"
 FLAGS = (
     "-target wasm32-wasi -msimd128 -matomics -mbulk-memory -std=c++17 -O3 -ffp-contract=off -fno-math-errno "
     "-Wall -Wextra "
@@ -34,8 +36,8 @@ def build() -> None:
     if importlib.util.find_spec("ziglang") is None:
         raise DiffbitError("compiling for WebAssembly needs a compiler: pip install ziglang")
     command = [sys.executable, "-m", "ziglang", "c++", *FLAGS.split(), "-Iwasm", *map(str, sources)]
-    for output, more in ((MODULE, ()), (RELAXED, ("-mrelaxed-simd",))):
-        whole = [*command, *more, "-o", str(output.resolve())]
+    for output, more in ((MODULE, ""), (RELAXED, RELAXED_SIMD)):
+        whole = [*command, *more.split(), "-o", str(output.resolve())]
         done = subprocess.run(whole, cwd=SOURCE, capture_output=True, text=True)
         if done.returncode:
             raise DiffbitError(f"ziglang cannot compile {SOURCE}:\n{done.stderr[-4000:]}")
