@@ -4,7 +4,7 @@
 //
 // adapter: none, or software: with WebGPU, on SwiftShader, which computes on the CPU; most: tokens of an answer. Steps:
 //   ["ask", TEXT]     types a text, sends it and waits for the end of the answer
-//   ["stop", TEXT]    sends a text by the keyboard, and stops the answer (of at most 10 * most tokens) by it
+//   ["stop", TEXT]    sends a text by Enter, and stops the answer (of at most 10 * most tokens) by Escape
 //   ["pause", BYTES]  pauses the download once the page has this many
 //   ["visit"]         opens the page in another tab, and closes this one
 //   ["press", SELECTOR] clicks on an element
