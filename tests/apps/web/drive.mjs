@@ -58,7 +58,7 @@ const take = {
     await write(text, 10 * most);
     await page.evaluate(() => { // at the first word; a key from here may come after the end, where others have all processors
       const talk = document.getElementById("talk"), all = () => [...talk.querySelectorAll("span, .assistant")], before = all().length;
-      const stop = () => document.dispatchEvent(new KeyboardEvent("keydown", { key: "Escape" }));
+      const stop = () => document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key: "Escape", bubbles: true }));
       const seen = () => all().length > before && all().at(-1).textContent && (watch.disconnect(), stop());
       const watch = new MutationObserver(seen);
       watch.observe(talk, { childList: true, subtree: true, characterData: true });
