@@ -85,11 +85,10 @@ def restore(folder: Path, step: int, model: Decoder, optimizer: torch.optim.Opti
         tensors.setdefault(owner, {})[key] = entry.read()
     fused = isinstance(optimizer, torch.optim.AdamW)  # it counts steps in an fp32 tensor, bitsandbytes in an int
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        state = {key: value.to(parameter.device) for key, value in tensors[name].items()}
-        if (value := state.pop("value", None)) is not None:
+        state = {key: value.to(parameter.device) for key, value in tensors.get(name, {}).items()}
+        if (value := state.pop("value", None)) is not None:  # a frozen one, too: an o_proj folded with a trained gain
             with torch.no_grad():
                 parameter.copy_(value)
-        counter = torch.tensor(float(step), device=parameter.device) if fused else step
-        optimizer.state[parameter] = {"step": counter, **state}
+        if parameter.requires_grad:
+            counter = torch.tensor(float(step), device=parameter.device) if fused else step
+            optimizer.state[parameter] = {"step": counter, **state}

@@ -69,6 +69,8 @@ class TrainConfig:
         self._require("activations", fits, "int8 unless qat is ternary")
         self._require("trainable", self.trainable == "all" or self.qat is not None, "all without qat")
         self._require("only", self.only is None or self.qat is None, "none with qat, which has trainable")
+        fits = self.distill is not None or self.distill_weight == TrainConfig.distill_weight
+        self._require("distill_weight", fits, f"{TrainConfig.distill_weight} without distill")
         for glob in self._globs():
             if not fnmatch.filter(names := list(shapes(self.model)), glob):
                 layer = ", ".join(name for name in names if ".layers.0." in name)

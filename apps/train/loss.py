@@ -49,7 +49,7 @@ class Objective(nn.Module):
             parameter
             for part in (self.model.model.norm, table)
             for parameter in part.parameters()
-            if parameter.requires_grad
+            if parameter.requires_grad and torch.is_grad_enabled()  # needs_input_grad does not know the latter
         ]
         loss, losses, divergence = _InPieces.apply(
             self, hidden.flatten(0, 1), targets.flatten(), weights.flatten(), theirs, *trained

@@ -148,6 +148,14 @@ def test_a_teacher_changed_in_between(text: str, tmp_path: Path, teachers: dict[
         train(replace(config, distill_weight=1.0), tmp_path / "out", resume=True)
 
 
+def test_evaluation_computes_no_gradient(monkeypatch: pytest.MonkeyPatch, teachers: dict[str, Path]) -> None:
+    model, ids = load(teachers["float"]), torch.randint(288, (2, 9))
+    loss, losses, _ = Objective(model)(ids, torch.ones(2, 8))
+    monkeypatch.setattr(torch.autograd, "grad", None)
+    with torch.no_grad():
+        assert torch.equal(Objective(model)(ids, torch.ones(2, 8))[1], losses) and loss.requires_grad
+
+
 def test_bf16_follows_fp32(text: str, tmp_path: Path, teachers: dict[str, Path]) -> None:
     path = str(teachers["float"])
     config = options(text, tokenizer=path, distill=path, steps=2, qat="ternary")
@@ -164,6 +172,8 @@ def test_bad_input_is_refused(text: str, tmp_path: Path, teachers: dict[str, Pat
     ):
         with pytest.raises(DiffbitError, match=sentence):
             options(text, distill=path, **changes)
+    with pytest.raises(DiffbitError, match=r"distill_weight is 5.0, wanted 100.0 without distill"):
+        options(text, distill_weight=5.0)
     with pytest.raises(DiffbitError, match="its vocabulary has 1024 ids, the student's has 288"):
         train(options(text, distill=str(trained("softmax"))), tmp_path / "a")
     other = tmp_path / "other.txt"

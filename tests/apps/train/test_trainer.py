@@ -250,6 +250,17 @@ def test_only_some_tensors_are_trained(text: str, tmp_path: Path) -> None:
         replace(config, only="*.q_proj.*, *.query.*")
 
 
+def test_frozen_beside_a_trained_gain_of_heads_is_resumed(text: str, tmp_path: Path) -> None:
+    """A checkpoint stores o_proj folded with the gain, which is then not applied twice."""
+    config = options(text, head_gain=0.1, only="*.q_proj.*,*.k_proj.*")
+    whole = train(config, tmp_path / "whole")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_at(patch, 5)
+        train(config, tmp_path / "stopped")
+    resumed = train(config, tmp_path / "stopped", resume=True)
+    assert resumed.losses == whole.losses and Checkpoint(resumed.path).sha256() == Checkpoint(whole.path).sha256()
+
+
 def test_conversations_in_the_models_template(trained: Any, tmp_path: Path) -> None:
     """`--field messages` of a chat model; without a template, in plain text."""
     model, chats = tmp_path / "model", tmp_path / "chats.jsonl"
