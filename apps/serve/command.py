@@ -95,10 +95,10 @@ def serve(
     if key is not None and not key.strip():
         raise DiffbitError(f"the API key is empty, so that every request would be served; set one, or unset {KEY}")
     with _bound(host, port) as listening, as_artifacts(artifacts, settings.device, quantize) as opened:
-        memory = None if cache_memory is None else parse_size(cache_memory)
+        memory, size = None if cache_memory is None else parse_size(cache_memory), parse_size(cache_size)
         found = map(Artifact.open, opened)
         models = [
-            Served(one, settings, rows=rows, queue=queue, prefixes=_prefixes(one, cache_dir, cache_size), memory=memory)
+            Served(one, settings, rows=rows, queue=queue, prefixes=_prefixes(one, cache_dir, size), memory=memory)
             for one in found
         ]
         server = Server(models, key, hosts=host_name or (), origins=allow_origin or ())
@@ -135,10 +135,10 @@ def _announce(model: Served, rows: int) -> None:
     remark(f"{model.name}: {at_once} requests at a time{why}, context {tokens}")
 
 
-def _prefixes(artifact: Artifact, folder: Path | None, size: str) -> PrefixFiles | None:
+def _prefixes(artifact: Artifact, folder: Path | None, size: int) -> PrefixFiles | None:
     from .prefixes import PrefixFiles
 
-    return None if folder is None else PrefixFiles(folder, artifact, parse_size(size))
+    return None if folder is None else PrefixFiles(folder, artifact, size)
 
 
 def _bound(host: str, port: int) -> socket.socket:

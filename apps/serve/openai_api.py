@@ -51,7 +51,9 @@ class Parts:
     def reason(self, piece: Piece) -> str | None:
         """OpenAI's finish_reason after a piece."""
         reason = REASONS[piece.finish_reason]
-        return "tool_calls" if reason == "stop" and self.calls else reason
+        # a text that stops may be in a call
+        called = self.calls and self.calls[-1]["function"]["arguments"] and self._reader and not self._reader.depth
+        return "tool_calls" if reason == "stop" and called else reason
 
     def message(self) -> dict[str, Any]:
         if not self.calls:
@@ -167,7 +169,11 @@ class Answers:
 
     def _logprobs(self, logprobs: Sequence[Logprob]) -> dict[str, Any]:
         def text(token: int) -> str:
-            return self.task.model.tokenizer.decode([token])
+            data = self.task.model.bytes_of(token)
+            try:
+                return data.decode()
+            except UnicodeDecodeError:  # part of a character, as OpenAI writes it
+                return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
         if not self.task.chat:
             return {
@@ -177,7 +183,7 @@ class Answers:
             }
 
         def entry(token: int, value: float) -> dict[str, Any]:
-            return {"token": text(token), "logprob": value, "bytes": list(text(token).encode())}
+            return {"token": text(token), "logprob": value, "bytes": list(self.task.model.bytes_of(token))}
 
         return {
             "content": [

@@ -12,6 +12,7 @@ import json
 import re
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Annotated, Any
@@ -101,6 +102,17 @@ class Served:
     def grammars(self) -> Grammars:
         return Grammars(self.tokenizer, self.end_tokens)
 
+    @cached_property
+    def vocabulary(self) -> Any:
+        """llguidance's, which knows the bytes of tokens; None if the model has no end token, or another tokenizer."""
+        with suppress(DiffbitError):
+            return self.grammars.vocabulary
+
+    def bytes_of(self, token: int) -> bytes:
+        """What a token stands for: often a part of a character, or a word after a space."""
+        known = self.vocabulary
+        return self.tokenizer.decode([token]).encode() if known is None else bytes(known.decode_bytes([token]))
+
     def public(self, message: str) -> str:
         """A message without the place of the model on the server."""
         return message.replace(str(self.artifact.path), self.name)
@@ -118,7 +130,6 @@ Stops = Annotated[tuple[Stop, ...], of_length(0, MOST_STOPS)]
 Prompt = Annotated[str | tuple[int, ...], Rule("text or token ids", lambda prompt: prompt != ())]
 Prompts = str | tuple[int | Prompt, ...]
 Logprobs = Annotated[int, bounds(0, MOST_LOGPROBS)]
-TokenKey = Annotated[str, Rule("a token id", re.compile(r"[0-9]{1,10}").fullmatch)]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -182,7 +193,10 @@ def read_request(values: object, models: Mapping[str, Served], chat: bool) -> Ta
     constraint: Constraint | None = None
     logprobs: int | None
     if chat:
-        logprobs = get(body, "top_logprobs", Logprobs, 0) if get(body, "logprobs", bool, False) else None
+        wanted = get(body, "logprobs", bool, False)
+        logprobs = get(body, "top_logprobs", Logprobs, 0 if wanted else None)
+        if logprobs is not None and not wanted:
+            raise Refused(400, f"top_logprobs is {logprobs}, but logprobs is not true", param="top_logprobs")
         limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
         tools, choice = _tools(body)
         prompts = [model.prompt_of(_messages(body), tools)]
@@ -194,7 +208,10 @@ def read_request(values: object, models: Mapping[str, Served], chat: bool) -> Ta
         limit = "max_tokens"
         prompts = token_ids(get(body, "prompt", Prompts, ""), model, "prompt", model.engine.most)
     constraint = _constraint(body, model) if constraint is None else constraint
-    prompts = _repeated(body, model, prompts)
+    n, answers = get(body, "n", Count, 1), model.engine.most
+    if n * len(prompts) > answers:
+        raise Refused(400, f"n is {n}, wanted at most {answers // len(prompts)} answers to each prompt", param="n")
+    prompts = [prompt for prompt in prompts for _ in range(n)]
     most = get(body, limit, Count | Annotated[int, one_of(NO_LIMIT)], MAX_TOKENS if chat else TEXT_TOKENS)
     most = model.engine.rows.capacity if most == NO_LIMIT else most
     samplers = [_sampler(body, model, index) for index in range(len(prompts))]
@@ -313,6 +330,9 @@ def _calls(body: Mapping[str, Any], model: Served, calls: Calls, choice: str) ->
     text = _schema(body)
     if "grammar" in body:
         raise Refused(400, "grammar does not go together with tools", param="grammar")
+    if text is not None and choice == "auto" and not calls.begin:  # both begin with {
+        why = f"{model.name} writes calls as JSON, so no other JSON goes together with tool_choice 'auto'"
+        raise Refused(400, why, param="json_schema" if "json_schema" in body else "response_format")
     try:
         return model.grammars.grammar(grammar(calls, functions, free=choice == "auto", several=several, schema=text))
     except DiffbitError:
@@ -375,14 +395,6 @@ def token_ids(prompt: Any, model: Served, field: str, most: int) -> list[list[in
     return prompts
 
 
-def _repeated(body: Mapping[str, Any], model: Served, prompts: Sequence[list[int]]) -> list[list[int]]:
-    """Each prompt n times, one for each answer."""
-    n, most = get(body, "n", Count, 1), model.engine.most
-    if n * len(prompts) > most:
-        raise Refused(400, f"n is {n}, wanted at most {most // len(prompts)} answers to each prompt", param="n")
-    return [prompt for prompt in prompts for _ in range(n)]
-
-
 def _sampler(body: Mapping[str, Any], model: Served, index: int) -> Sampler:
     """The sampler of the index-th answer; each has its own seed."""
     options = {name: body.get(name) for name in SAMPLING}
@@ -391,6 +403,8 @@ def _sampler(body: Mapping[str, Any], model: Served, index: int) -> Sampler:
         options["seed"] = None if seed == NO_LIMIT else seed + index
     if options["top_k"] == NO_LIMIT:
         options["top_k"] = 0
-    biases = get(body, "logit_bias", Mapping[TokenKey, Any], None)  # JSON's keys are strings
+    size = model.artifact.vocab_size
+    is_id = Rule(f"a token id from 0 to {size - 1}", lambda key: re.fullmatch("[0-9]{1,10}", key) and int(key) < size)
+    biases = get(body, "logit_bias", Mapping[Annotated[str, is_id], Any], None)  # JSON's keys are strings
     options["logit_bias"] = None if biases is None else {int(token): bias for token, bias in biases.items()}
     return Sampler.of(model.artifact, **options)

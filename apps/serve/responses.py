@@ -28,7 +28,8 @@ def read_responses(values: object, models: Mapping[str, Served]) -> Task:
     chat = {name: body[name] for name in SAME if name in body}
     given = get(body, "input", str | tuple[Mapping[str, Any], ...])
     items = ({"role": "user", "content": given},) if isinstance(given, str) else given
-    chat["messages"] = [*_instructions(body), *_messages(items)]
+    system = get(body, "instructions", str, "")
+    chat["messages"] = [*([{"role": "system", "content": system}] if system else []), *_messages(items)]
     if "max_output_tokens" in body:
         chat["max_tokens"] = body["max_output_tokens"]
     form = get(get(body, "text", Mapping[str, Any], {}), "format", Mapping[str, Any], {"type": "text"}, "text")
@@ -39,11 +40,6 @@ def read_responses(values: object, models: Mapping[str, Served]) -> Task:
     if choice := body.get("tool_choice"):
         chat["tool_choice"] = _nested(choice) if isinstance(choice, dict) else choice
     return read_request(chat, models, chat=True)
-
-
-def _instructions(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    text = get(body, "instructions", str, "")
-    return [{"role": "system", "content": text}] if text else []
 
 
 def _nested(tool: Mapping[str, Any]) -> dict[str, Any]:

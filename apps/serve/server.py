@@ -8,7 +8,7 @@ import hmac
 import ipaddress
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import partial
 from typing import Any, TypeVar
@@ -55,7 +55,8 @@ class _Events(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            with suppress(asyncio.CancelledError):  # uvicorn's drain is over: it closes the connection
+                await super().__call__(scope, receive, send)
         finally:
             self._answers.cancel()
 
@@ -119,10 +120,9 @@ class Server:
         return check
 
     def _check_host(self, http: Request) -> None:
-        try:
+        host = ""
+        with suppress(ValueError):  # half of the brackets of an IPv6 address
             host = (urlsplit(f"//{http.headers.get('host', '')}").hostname or "").lower()
-        except ValueError:  # half of the brackets of an IPv6 address
-            host = ""
         if host not in self._hosts and not _is_address(host):
             raise Refused(
                 403, f"the Host header is {shown(host)}, wanted an address or a name that the server was given with "
@@ -239,11 +239,9 @@ async def _no_route(http: Request, error: Exception) -> Response:
 
 
 def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(host))
+    return False
 
 
 async def _unless_gone(http: Request, answers: Answers) -> dict[str, Any]:
@@ -260,6 +258,8 @@ async def _unless_gone(http: Request, answers: Answers) -> dict[str, Any]:
         if not whole.done():
             raise Refused(*GONE)
         return whole.result()
+    except asyncio.CancelledError:  # uvicorn's drain is over
+        raise Refused(503, "the server is ending", "server_error") from None
     finally:
         for task in (whole, watch):
             task.cancel()

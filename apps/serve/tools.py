@@ -135,7 +135,7 @@ class CallReader:
         self._head = re.compile(re.escape(calls.head("NAME")).replace("NAME", r"([\w-]+)"))
         self._read = self._text  # what the pending characters are read as
         self._pending = ""
-        self._depth, self._quoted, self._escaped = 0, False, False
+        self.depth, self._quoted, self._escaped = 0, False, False  # in the arguments
 
     def push(self, text: str, last: bool = False) -> list[Event]:
         """Add text -> what it completes. last: there is no more."""
@@ -179,8 +179,8 @@ class CallReader:
                 self._escaped, self._quoted = character == "\\", character != '"'
             else:
                 self._quoted = character == '"'
-                self._depth += (character in "{[") - (character in "}]")
-                if not self._depth and not self._quoted:
+                self.depth += (character in "{[") - (character in "}]")
+                if not self.depth and not self._quoted:
                     self._read = self._to_head
                     return self._take("arguments", index)
         return self._take("arguments", len(self._pending))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import itertools
 import json
 import queue
+import re
 import shutil
 import signal
 import socket
@@ -17,6 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +29,7 @@ import openai
 import pytest
 import uvicorn
 from starlette.testclient import TestClient
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from diffbit.apps.serve.batch import NoRoom, Rows
 from diffbit.apps.serve.connection import Connection
@@ -456,6 +460,28 @@ def test_chat_answers_as_generate_does(address: str, artifacts: dict[str, Path])
     assert details is not None and details.cached_tokens is not None and details.cached_tokens >= len(prompt) - 1
 
 
+def test_logprobs_have_the_bytes_of_tokens(address: str, artifacts: dict[str, Path]) -> None:
+    """A token may be a part of a character; no two are shown as the same text."""
+    tokenizer = Tokenizer(artifacts["diff"] / "tokenizer.json")
+    biases = {str(token): 30 for token in range(1024) if "\ufffd" in tokenizer.decode([token])}
+    api, asked = client(address), {"model": "diff", "max_tokens": 8, "temperature": 2.0, "seed": 1}
+    pairs = api.completions.create(**asked, prompt="é", logprobs=20).choices[0].logprobs  # type: ignore[call-overload]
+    assert [len(top) for top in pairs.top_logprobs] == [20] * len(pairs.tokens)
+    message: Any = {"messages": [{"role": "user", "content": "é"}], "logprobs": True, "top_logprobs": 20}
+    entries = api.chat.completions.create(**asked, **message, logit_bias=biases)
+    shown = [entry for place in entries.choices[0].logprobs.content for entry in (place, *place.top_logprobs)]
+    parts = [entry for entry in shown if entry.token.startswith("bytes:")]
+    assert parts and len(parts) < len(shown)
+    of_bytes = {character: byte for byte, character in bytes_to_unicode().items()}
+    vocabulary = [text for text in tokenizer._tokenizer.get_vocab() if set(text) <= set(of_bytes)]
+    known = {bytes(of_bytes[character] for character in text) for text in vocabulary} | {b"<|endoftext|>"}
+    for entry in shown:
+        data = bytes(entry.bytes)
+        assert data in known
+        written = re.findall(r"x(..)", entry.token)
+        assert entry.token == data.decode() if entry not in parts else bytes.fromhex("".join(written)) == data
+
+
 def test_completions_answer_as_generate_does(address: str, artifacts: dict[str, Path]) -> None:
     """Several prompts, as text and as tokens; stop strings end an answer and are not in it; curl reads the stream."""
     api = client(address)
@@ -514,6 +540,7 @@ def test_completions_answer_as_generate_does(address: str, artifacts: dict[str, 
         ("completions", b'{"prompt": "a", "max_tokens": true}', 400, "max_tokens is True, wanted a whole number"),
         ("completions", b'{"prompt": "a", "stop": ["", "b"]}', 400, "stop[0] is '', wanted text"),
         ("completions", b'{"prompt": "a", "logit_bias": {"' + b"9" * 4500 + b'": 1}}', 400, "wanted a token id"),
+        ("completions", b'{"prompt": "a", "logit_bias": {"1024": 1}}', 400, "wanted a token id from 0 to 1023"),
         ("completions", b'{"prompt": [1, -5]}', 400, "outside the vocabulary"),
         ("completions", b'{"prompt": [[1], "", {}]}', 400, "prompt[2] is {}, wanted"),
         ("completions", b'{"prompt": "' + b"a " * 1500 + b'"}', 400, "context holds 256"),
@@ -610,6 +637,34 @@ def test_key_queue_and_clients_that_leave(artifacts: dict[str, Path]) -> None:
         assert (metric("running"), metric("cancelled_total"), metric("requests_total")) == (0, 1, 1)
         assert urllib.request.urlopen(f"{address}/health").status == 200
         assert api.completions.create(**{**endless, "max_tokens": 3}).usage is not None
+
+
+def test_what_the_end_of_the_drain_cuts(artifacts: dict[str, Path], capfd: pytest.CaptureFixture[str]) -> None:
+    """An error of OpenAI's form, and no traceback."""
+    model = Served(Artifact.open(artifacts["diff"]), SessionOptions(threads=1), rows=2, queue=0)
+    slowed(model.engine)
+    listening = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    application = Server([model]).application()
+    runner = uvicorn.Server(uvicorn.Config(application, http=Connection, timeout_graceful_shutdown=0.1))  # type: ignore[arg-type]
+
+    def ask(stream: bool) -> object:
+        body = {"prompt": "def ", "max_tokens": 200, "stream": stream}
+        with contextlib.suppress(http.client.IncompleteRead):  # of the stream
+            return post(url, "/v1/completions", json.dumps(body).encode())
+        return "cut"
+
+    with ThreadPoolExecutor() as threads:
+        serving = threads.submit(asyncio.run, runner.serve([listening]))
+        answers = [threads.submit(ask, stream) for stream in (False, True)]
+        while model.engine.counts.requests < 2:
+            time.sleep(STEP)
+        runner.should_exit = True
+        error = {"message": "the server is ending", "type": "server_error", "param": None, "code": None}
+        assert [answer.result() for answer in answers] == [(503, {"error": error}), "cut"]
+        serving.result()
+    model.engine.close()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_sigterm_finishes_what_has_begun(artifacts: dict[str, Path]) -> None:

@@ -24,6 +24,10 @@ from diffbit.quantize import Scheme, quantize_checkpoint
 from diffbit.runtime import Artifact, ChatTemplate, Grammars, Sampler, Session, SessionOptions, Tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+LLAMA = (
+    '{% if tools %}Respond in the format {"name": function name, "parameters": dictionary}'
+    "{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+)
 KNOWS_TOOLS = """{% for t in tools or [] %}tool {{ t.function.name }}
 {% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}
 <tool_call>
@@ -43,10 +47,10 @@ def models(trained: Callable[[str], Path], tmp_path_factory: pytest.TempPathFact
     """A model of 2 bits, with a template that knows tools and with one that does not."""
     folder = tmp_path_factory.mktemp("structured")
     quantize_checkpoint(trained("diff_v1"), folder / "checkpoint", Scheme(weights=parse_format("int2_g64")))
-    for name, template in (("tags", KNOWS_TOOLS), ("words", TEMPLATE)):
+    for name, template in (("tags", KNOWS_TOOLS), ("words", TEMPLATE), ("bare", LLAMA)):
         (folder / "checkpoint" / "chat_template.jinja").write_text(template)
         export_artifact(folder / "checkpoint", folder / name)
-    return {name: folder / name for name in ("tags", "words")}
+    return {name: folder / name for name in ("tags", "words", "bare")}
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +191,16 @@ def test_tool_choice(client: TestClient) -> None:
     assert texts[0]["choices"] == texts[1]["choices"]
 
 
+def test_a_stop_text_within_a_call(client: TestClient) -> None:
+    """The call's arguments are no JSON, so that a client must not read them; after a call it may stop."""
+    for stop, reason, arguments in (("{}", "stop", ""), ("</tool_call>", "tool_calls", "{}")):
+        answer = chat(client, tools=TOOLS[1:], tool_choice="required", stop=stop)["choices"][0]
+        assert answer["finish_reason"] == reason
+        assert [call["function"]["arguments"] for call in answer["message"]["tool_calls"]] == [arguments]
+    answer = chat(client, model="bare", tools=TOOLS[1:], tool_choice="required")
+    assert called(answer) == [("clock", {})] and answer["choices"][0]["finish_reason"] == "tool_calls"
+
+
 def test_tools_in_words(client: TestClient) -> None:
     """A template without tools; the context of 256 tokens has room for one function."""
     answer = chat(client, model="words", tools=TOOLS[1:], tool_choice="required", parallel_tool_calls=False)
@@ -236,9 +250,8 @@ def test_calls_are_read_from_any_pieces(calls: Calls) -> None:
 
 
 def test_templates_say_how_calls_are_written() -> None:
-    llama = '{% if tools %}Respond in the format {"name": function name, "parameters": dictionary}{% endif %}'
     xml = '{% if tools %}<tool_call><function=x>"arguments"</function></tool_call>{% endif %}'
-    formats = [calls_of(ChatTemplate(source, "t")) for source in (KNOWS_TOOLS, llama, xml, TEMPLATE)]
+    formats = [calls_of(ChatTemplate(source, "t")) for source in (KNOWS_TOOLS, LLAMA, xml, TEMPLATE)]
     assert formats == [TAGS, BARE, None, None]
 
 
@@ -307,6 +320,8 @@ def format_of(schema: Any) -> dict[str, Any]:
         ({"tools": TOOLS, "grammar": 'start: "a"'}, "does not go together with tools"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "foo"}}}]},
          "the parameters of f: the JSON schema cannot be used at #: Invalid type: foo"),
+        ({"model": "bare", "tools": TOOLS, **format_of(CITY)}, "bare writes calls as JSON, so no other JSON"),
+        ({"top_logprobs": 2}, "top_logprobs is 2, but logprobs is not true"),
         ({"functions": [{}]}, "'functions' is [{}], which is not supported"),
         ({"repeat_penalty": 1.3}, "'repeat_penalty' is 1.3, which is not supported"),
         ({"temprature": 1}, "'temprature' is 1, which is not supported"),
