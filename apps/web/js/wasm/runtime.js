@@ -25,7 +25,15 @@ export async function open({ graph, data, manifest, wasm, threads, environment }
   const read = readGraph(graph);
   const weights = read.initializers.reduce((sum, { length }) => sum + length, 0);
   const module = await Module.load(wasm, { threads, environment, most: weights + cacheBytes(manifest) + SPARE });
-  const model = new Model(module, read, manifest);
+  try {
+    return await loaded(module, new Model(module, read, manifest), data);
+  } catch (error) {
+    module.close(); // its threads hold its memory
+    throw error;
+  }
+}
+
+async function loaded(module, model, data) {
   const files = new Map();
   for (const tensor of model.weights) files.set(tensor.file, [...(files.get(tensor.file) ?? []), tensor]);
   for (const [name, tensors] of files) {
