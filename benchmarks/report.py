@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -164,7 +165,8 @@ def write_outputs(arguments: argparse.Namespace, numbers: Any, tables: Mapping[s
 
 
 def renew(page: Path, name: str, text: str) -> None:
-    """Put `text` between the page's comments `<!-- name -->` and `<!-- /name -->`."""
+    """Put `text` between the page's comments `<!-- name -->` and `<!-- /name -->`, with tables that are not padded."""
+    text = re.sub(r"^\|.*", lambda row: re.sub("-{4,}", "---", re.sub(" {2,}", " ", row[0])), text, flags=re.MULTILINE)
     old = page.read_text()
     begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
     if old.count(begin) != 1 or old.count(end) != 1:

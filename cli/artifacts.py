@@ -42,13 +42,13 @@ def as_artifacts(paths: Sequence[Path], device: str, quantize: str | None = None
     """Yield the artifacts. Checkpoints among `paths` are exported to a temporary folder while the command runs, or,
     with a format to `quantize` them to, to the cache folder."""
     from ..io.gguf import find_gguf
-    from ..runtime.artifact import MANIFEST
+    from ..runtime.artifact import MANIFEST, artifact_folder
 
     target = device_of(device).target
     with TemporaryDirectory(prefix="diffbit-") as folder:
         artifacts = []
         for index, path in enumerate(paths):
-            is_artifact = (path / MANIFEST).is_file()
+            is_artifact = (artifact_folder(path) / MANIFEST).is_file()
             if is_artifact and quantize is not None:
                 raise DiffbitError(f"{path}: is an artifact, whose formats stay as they are; leave out --quantize")
             if is_artifact or not (any(path.glob("*.safetensors")) or find_gguf(path)):

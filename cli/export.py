@@ -95,7 +95,7 @@ def export(
     )  # fmt: skip
     manifest = read_json(output / "diffbit.json")
     if not (embeddings or (output / "genai_config.json").exists()):
-        remark(f"{output}: has a low-bit KV cache, which onnxruntime-genai and optimum cannot run, unlike diffbit")
+        remark(f"{output}: onnxruntime-genai and optimum, which know growing float caches only, cannot run it")
     if as_json:
         print_json({"output": str(output), **manifest})
         return

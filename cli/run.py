@@ -56,18 +56,18 @@ def run(
     with as_artifacts([artifact], settings.device, quantize) as (opened,):
         session = Session(opened, settings)
         tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))
-        if json_schema is not None and not chat:
-            sampler.constraint = Grammars(tokenizer, session.artifact.eos_token_ids).json_schema_file(json_schema)
+        ends = stop or []
+        conversation = Chat(session, tokenizer, sampler=sampler, max_tokens=max_tokens, stop=ends) if chat else None
+        if json_schema is not None:
+            end_tokens = session.artifact.eos_token_ids if conversation is None else conversation.end_tokens
+            sampler.constraint = Grammars(tokenizer, end_tokens).json_schema_file(json_schema)
         for sentence in slowdowns(session.artifact, settings):
             remark(sentence)
 
         def answer(text: str) -> None:
             on_text = None if as_json else partial(print, end="", flush=True)
-            ends = stop or []
-            if chat:
-                conversation = Chat(session, tokenizer, sampler=sampler, max_tokens=max_tokens, stop=ends)
-                if json_schema is not None:
-                    sampler.constraint = Grammars(tokenizer, conversation.end_tokens).json_schema_file(json_schema)
+            if conversation is not None:
+                conversation.reset()
                 result: Generation = conversation.send(text, on_text)
             else:
                 result = generate(

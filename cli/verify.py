@@ -9,7 +9,7 @@ import typer
 
 from ..io.errors import DiffbitError
 from ..settings import SessionOptions
-from .options import Data, Field, Json, Length, MaxWindows, Quiet, with_settings
+from .options import Data, Field, Json, Length, MaxWindows, Quiet, chat_template, window_length, with_settings
 from .output import print_json, print_table, verification_dict
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ def verify(
     from ..runtime import Session
     from ..runtime import verify as verify_artifact
 
-    if tokens and checkpoint is None:
-        raise DiffbitError("--tokens needs --checkpoint")
+    if checkpoint is None and (tokens, data, field, max_windows, length) != (0, "stdlib", "text", 8, None):
+        raise DiffbitError("--tokens, --data, --field, --max-windows and --length need --checkpoint")
     result = verify_artifact(artifact, settings)
     report = verification_dict(artifact, settings.device, result)
     if checkpoint is not None and result.passed:
@@ -103,9 +103,9 @@ def _compare(
             session.reset()
         return session.prefill([ids])[0]
 
-    if length is None:
-        length = min(session.capacity, 512)
-    text = eval_windows(data, session.artifact.path, length, max_windows, field=field)
+    length = window_length(artifact, session.capacity, length)
+    render = chat_template(checkpoint)
+    text = eval_windows(data, session.artifact.path, length, max_windows, field=field, render=render)
     tolerance = session.artifact.golden.tolerance
     comparisons = {"checkpoint": compare_with_checkpoint(logits_of, checkpoint, text, tolerance=tolerance)}
     if tokens:

@@ -56,7 +56,10 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("-o", "--output", type=Path, help="also write everything as JSON")
     options = parser.parse_args()
-    files = options.gguf if options.llama is not None else []
+    if options.gguf and options.llama is None:
+        parser.error("--gguf needs --llama, the folder with llama.cpp's library")
+    if len({path.name for path in options.artifacts}) < len(options.artifacts):
+        parser.error("two artifacts have the same name; rename a folder")
     answers, ids = {}, []
     for path in options.artifacts:
         chat = diffbit.Chat(diffbit.Session(path, threads=options.threads), max_tokens=options.max_tokens)
@@ -66,7 +69,7 @@ def main() -> None:
     for _ in track(range(ROUNDS), "measuring"):
         for path in options.artifacts:
             runs.setdefault(path.name, []).append(artifact_row(path, options.threads))
-        for path in files:
+        for path in options.gguf:
             measured = peer_row(options.llama, path, options.threads, options.max_tokens, ids)
             runs.setdefault(f"llama.cpp {path.stem}", []).append(measured)
     answers |= {name: chat.tokenizer.decode(runs[name][0]["answer"]) for name in list(runs)[len(answers) :]}
@@ -75,7 +78,7 @@ def main() -> None:
         row: dict[str, Any] = {"model": name, "MB": rounds[0]["size"] / 1e6}
         for figure in ("prefill", "decode"):
             row[f"{figure}, tokens/s"] = round(statistics.median(one[figure] for one in rounds))
-            if files:
+            if options.gguf:
                 ratio = statistics.median(one[figure] / other[figure] for one, other in zip(rounds, last, strict=True))
                 row[f"{figure}, ratio"] = round(ratio, 2)
         row["memory, MiB"] = round(statistics.median(one["memory"] for one in rounds) / (1 << 20))

@@ -95,7 +95,7 @@ def export_artifact(
     webgpu, quantized = target == "webgpu", source.quantization is not None
     attention = _attention(scheme, kv or dtype, dtype)
     cache = (webgpu_cache if webgpu else cache_spec)(config, attention, DTYPE_NAMES[dtype])
-    kernels = _library(cache) if library else None
+    kernels = _library(cache, embeddings) if library else None
     js = _for_transformers_js(layout, cache, embeddings)
     prompt = golden_prompt(config, length, attention)
     kind = dtype, quantized and not webgpu
@@ -228,9 +228,7 @@ def _tokenizer_files(source: Checkpoint, tokenizer: str | Path | None) -> dict[s
     if tokenizer is None:
         path, by_name = source.path, source.tokenizer_files
         if TOKENIZER not in by_name:
-            raise DiffbitError(
-                f"{path}: holds no {TOKENIZER}, which a model needs on a device; pass one with --tokenizer"
-            )
+            raise DiffbitError(f"{path}: holds no {TOKENIZER}; pass one with `diffbit export --tokenizer`")
     else:
         path = Path(tokenizer)
         by_name = tokenizer_files(path)
@@ -291,12 +289,12 @@ def _check_tokens(source: Checkpoint) -> None:
             )
 
 
-def _library(cache: CacheSpec) -> Path:
+def _library(cache: CacheSpec, embeddings: bool) -> Path:
     """The native library, for onnxruntime-genai."""
     library = native_library()
     if library is None:
         raise DiffbitError("this installation has no native library to put into the artifact; it needs a C++ compiler")
-    if not _readable_by_others(cache):
+    if embeddings or not _readable_by_others(cache):
         raise DiffbitError("onnxruntime-genai cannot run this model, so it has no use for the library; leave it out")
     return library
 

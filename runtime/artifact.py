@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 from ..io.errors import DiffbitError
 from ..io.fields import Count, Positive, Rule, bounds, get, located, of_length, one_of, read
-from ..io.files import is_within, read_json, sha256_file
+from ..io.files import check_within, read_json, sha256_file
 from ..io.files import json_sha256 as manifest_sha256
 from ..ops.cache import Buffer, CacheSpec
 
@@ -232,11 +232,12 @@ class Artifact:
         """Raise DiffbitError for fields that do not go together."""
         vocab_size = get(self.model, "vocab_size", Count, place="model")
         token_id = Annotated[int, bounds(0, vocab_size - 1, f"a token id from 0 to {vocab_size - 1}")]
+        output = Annotated[int, bounds(0, self.width - 1)]
         get(self.model, "bos_token_id", token_id, None, "model")
+        read(tuple[output, ...], self.golden.token_ids, "golden.token_ids")
         for name, ids in (
             ("eos_token_ids", self.eos_token_ids),
             ("golden.input_ids", self.golden.input_ids),
-            ("golden.token_ids", self.golden.token_ids),
         ):
             read(tuple[token_id, ...], ids, name)
         if len(self.golden.input_ids) > self.context_length:
@@ -256,11 +257,5 @@ def artifact_folder(path: str | Path) -> Path:
 
 def _confined(folder: Path, name: str) -> Path:
     """`folder`/`name`. Raises DiffbitError where symbolic links lead out of the folder."""
-    path = folder / name
-    try:
-        inside = is_within(folder, path)
-    except (OSError, RuntimeError) as error:  # a loop of links
-        raise DiffbitError(f"{path}: cannot be resolved ({error})") from None
-    if not inside:
-        raise DiffbitError(f"{path}: is a link that leads out of the artifact folder; put the file itself there")
+    check_within(folder, path := folder / name)
     return path

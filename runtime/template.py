@@ -82,7 +82,7 @@ class ChatTemplate:
         if source is None:
             where = model.path if isinstance(model, Artifact) else model
             raise NoTemplate(
-                f"{where}: has no chat template; pass one with --template FILE, or continue a text with `diffbit run`"
+                f"{where}: has no chat template; `diffbit chat` takes --template FILE, `diffbit run` continues a text"
             )
         if not isinstance(source, str) or len(source) > MOST_BYTES:
             raise DiffbitError(f"{config_file}: chat_template is not a text of at most {MOST_BYTES} characters")

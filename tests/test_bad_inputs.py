@@ -114,6 +114,13 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
     "no number": (["run", "{artifact}", "x", "--top-k", "many"], ["--top-k"]),
     "bench past the context": (["bench", "{artifact}", "--prompt-tokens", "100"], ["100", "128"]),
     "tokens of what": (["verify", "{artifact}", "--tokens", "5"], ["--tokens", "--checkpoint"]),
+    "text of what": (["verify", "{artifact}", "--data", "/nothing"], ["--data", "--checkpoint"]),
+    "more than its context": (
+        ["verify", "{artifact}", "--checkpoint", "{checkpoint}", "--length", "129"],
+        ["--length is 129", "128"],
+    ),
+    "weights of an artifact": (["run", "nano", "x", "--quantize", "int4_g32"], ["is an artifact", "--quantize"]),
+    "chats without a template": (["run", "nano", "-i", "--chat"], ["has no chat template"]),
     "unknown format": (["quantize", "{checkpoint}", "--weights", "int4_g33", "-o", "{out}/q"], ["int4_g33"]),
     "no format at all": (["quantize", "{checkpoint}", "-o", "{out}/q"], ["--weights"]),
     "unknown method": (
@@ -281,6 +288,15 @@ def test_export_without_a_tokenizer(checkpoint: Path, tmp_path: Path, capfd: pyt
     (tmp_path / "model" / "tokenizer.json").unlink()
     one_sentence(["export", tmp_path / "model", "-o", tmp_path / "a"], capfd, ["tokenizer.json", "--tokenizer"])
     assert not (tmp_path / "a").exists()
+
+
+def test_export_with_a_link_for_a_template(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "tokenizer"))
+    (tmp_path / "private").write_text("private")
+    (folder / "chat_template.jinja").symlink_to(tmp_path / "private")
+    command = ["export", checkpoint, "-o", tmp_path / "x", "--tokenizer", folder]
+    one_sentence(command, capfd, ["chat_template.jinja: is a link that leads out of the folder"])
+    assert not (tmp_path / "x").exists()
 
 
 def test_scheme_with_an_unknown_key(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

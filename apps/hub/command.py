@@ -11,6 +11,7 @@ import typer
 
 from ...cli import Json, Quiet, print_json, print_table, remark
 from ...io.errors import DiffbitError
+from ...io.files import check_within
 from ...io.hub import TRANSFORMERS_JS, HubName, hub_of, is_read
 from ...runtime import MANIFEST, Artifact
 from .card import Card, read_results
@@ -98,6 +99,8 @@ def checkpoint_card(folder: Path, repo: str) -> Card:
     for name in shapes(checkpoint.config):
         weights.read(name)
     files = sorted(file for file in folder.iterdir() if file.is_file() and is_read(file.name))
+    for file in files:
+        check_within(folder, file)
     return Card(
         repo,
         artifact=False,

@@ -16,7 +16,10 @@ has a residual window, which rows of unequal length would share, runs one row at
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,7 +31,9 @@ from ...io.errors import DiffbitError
 from ...io.progress import track
 from ...io.tokenizer_files import TOKENIZER
 from ...runtime import Artifact, ChatTemplate, Sampler, Session, TextOutput, Tokenizer
+from ...settings import Sampling
 
+SAMPLING = tuple(option.name for option in fields(Sampling))
 BATCH_SIZE = 8
 MAX_TOKENS = 256  # generated tokens if a task sets no limit, as in the harness's other models
 MOST_LOGITS = 1 << 29  # bytes of a batch's logits
@@ -80,7 +85,7 @@ class DiffbitLM(TemplateLM):
             raise DiffbitError(f"batch_size is {batch_size}, wanted 1 or more")
         self._session, self._tokenizer, self._eos = session, tokenizer, tuple(eos)
         self._bos = eos[0] if bos is None else bos
-        self._vocab_size, self._batch_size = vocab_size, batch_size
+        self._vocab_size, self._batch_size, self._seeds = vocab_size, batch_size, itertools.count()
 
     # the methods that the harness calls
 
@@ -100,10 +105,16 @@ class DiffbitLM(TemplateLM):
         return "the artifact's" if chat_template else ""
 
     def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> str:
-        return ChatTemplate.read(self.artifact).render(chat_history, add_generation_prompt=add_generation_prompt)
+        return self._template.render(chat_history, add_generation_prompt=add_generation_prompt)
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate.read(self.artifact)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        return self._tokenizer.encode(string, add_special_tokens=add_special_tokens is not False)
+        tokens = self._tokenizer.encode(string, add_special_tokens=False)
+        begun = add_special_tokens is None and tokens[:1] == [self._bos]  # by a chat template
+        return tokens if begun or add_special_tokens is False else self._tokenizer.encode(string)
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         pairs: list[Pair] = []
@@ -189,7 +200,8 @@ class DiffbitLM(TemplateLM):
 
     def _generate(self, prompts: list[list[int]], options: Sequence[dict[str, Any]], most: int) -> list[str]:
         """Continue each prompt by at most `most` tokens."""
-        texts = [_Text(self._tokenizer, prompt, kwargs) for prompt, kwargs in zip(prompts, options, strict=True)]
+        seeds = self._seeds  # of their own: a request that is repeated gives other samples
+        texts = [_Text(self._tokenizer, *row, next(seeds)) for row in zip(prompts, options, strict=True)]
         logits = self._run(prompts, all_positions=False)
         for left in range(most - 1, -1, -1):
             for text, row in zip(texts, logits, strict=True):
@@ -204,14 +216,14 @@ class DiffbitLM(TemplateLM):
 class _Text:
     """A text that grows token by token, up to a stop string."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int], kwargs: dict[str, Any]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int], kwargs: dict[str, Any], seed: int) -> None:
         until = kwargs.get("until") or []
         stops = [until] if isinstance(until, str) else [stop for stop in until if stop]
-        sampled = kwargs.get("do_sample", float(kwargs.get("temperature") or 0) > 0)
-        temperature = float(kwargs.get("temperature", 1.0)) if sampled else 0.0
-        self.choose = Sampler(
-            temperature, top_k=int(kwargs.get("top_k") or 0), top_p=float(kwargs.get("top_p") or 1.0), seed=0
-        )
+        given = {name: kwargs[name] for name in SAMPLING if kwargs.get(name)}
+        hot = kwargs.get("temperature")
+        sampled = kwargs.get("do_sample", (hot or 0) > 0)
+        temperature = 0.0 if not sampled else 1.0 if hot is None else hot
+        self.choose = Sampler(Sampling(**given | {"temperature": float(temperature), "seed": seed}))
         self.stream, self.tokens = tokenizer.stream(prompt), list(prompt)
         self.output, self.done = TextOutput(stops, None), False
 

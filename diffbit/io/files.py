@@ -60,16 +60,19 @@ def resolved(path: str | Path) -> Path:
 
 
 def folder_name(path: str | Path) -> str:
-    """The name of a model's folder; in the Hugging Face cache (models--ORG--NAME/snapshots/COMMIT) it is NAME."""
-    place = resolved(path)
+    """The name of a model's file or folder; in the Hugging Face cache (models--ORG--NAME/snapshots/COMMIT), NAME."""
+    path = Path(path)  # a file of that cache is a link to one with a hash as its name
+    place = resolved(path.parent) / path.name if path.is_file() else resolved(path)
     return place.parent.parent.name.rpartition("--")[2] if place.parent.name == "snapshots" else place.name
 
 
-def is_within(folder: Path, file: Path) -> bool:
-    """Whether a file, after following links, is in the folder or in the blobs/ of the same Hugging Face cache."""
-    home, real = folder.resolve(), file.resolve()
-    blobs = home.parent.parent / "blobs"
-    return real.is_relative_to(home) or (home.parent.name == "snapshots" and real.parent == blobs)
+def check_within(folder: Path, file: Path) -> None:
+    """Raise DiffbitError unless a file, after following links, is in the folder or in the blobs/ of the same Hugging
+    Face cache."""
+    home, real = resolved(folder), resolved(file)
+    caches = (at.parent.parent for at in (home, *home.parents) if at.parent.name == "snapshots")
+    if not real.is_relative_to(home) and real.parent not in (cache / "blobs" for cache in caches):
+        raise DiffbitError(f"{file}: is a link that leads out of the folder; put the file itself there")
 
 
 def make_folder(folder: Path) -> None:

@@ -100,12 +100,13 @@ def _gguf(hub: ModuleType, name: HubName, file: str) -> Path:
 
 
 def _only_gguf(hub: ModuleType, name: HubName, folder: Path) -> str:
-    """The GGUF file of a repository with neither safetensors nor an artifact."""
+    """The GGUF file of a repository, or of a folder in it, with neither safetensors nor an artifact."""
+    within = f"{name.path}/" if name.path else ""
     if hub.constants.HF_HUB_OFFLINE:
-        names = sorted(file.name for file in folder.glob("*.gguf"))
+        names = sorted(f"{within}{file.name}" for file in folder.glob("*.gguf"))
     else:
         listed = hub.HfApi().list_repo_files(name.repo, revision=name.revision)
-        names = sorted(file for file in listed if file.lower().endswith(".gguf"))
+        names = sorted(file for file in listed if file.lower().endswith(".gguf") and file.startswith(within))
     if len(names) > 1:
         raise DiffbitError(f"{name}: has {len(names)} GGUF files; name one of them, such as hf:{name.repo}/{names[0]}")
     if not names:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from .errors import DiffbitError, MissingDependency
 from .fields import bounds, located
+from .files import check_within
 from .gguf import GGUF, find_gguf, read_gguf
 from .sentencepiece import CONTROL, SENTENCEPIECE, USER_DEFINED, bpe, from_sentencepiece, merges, put_around, spaces
 
@@ -71,6 +72,8 @@ def tokenizer_files(path: Path) -> dict[str, bytes]:
         paths = {TOKENIZER: path}
     pieces = path if path.name == SENTENCEPIECE else folder / SENTENCEPIECE
     convert = pieces.is_file() and (path == pieces or not paths[TOKENIZER].is_file())
+    for file in (pieces, *paths.values()):
+        check_within(folder, file)
     try:
         contents = {name: file.read_bytes() for name, file in paths.items() if file.is_file()}
     except OSError as error:

@@ -39,8 +39,7 @@ def inside(folder: Path, name: str, named_by: Path) -> Path:
         raise DiffbitError(f"{named_by}: names the file {name!r}, wanted the plain name of a file in the folder")
     if not file.exists():
         raise DiffbitError(f"{named_by}: names the file {name}, which does not exist; copy the missing file")
-    if not files.is_within(folder, file):
-        raise DiffbitError(f"{file}: is a link that leads out of the folder; copy the file itself there")
+    files.check_within(folder, file)
     if not file.is_file():
         raise DiffbitError(f"{file}: is not a regular file")
     return file

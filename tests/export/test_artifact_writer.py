@@ -21,6 +21,7 @@ from diffbit.ops import diff_attention
 from diffbit.ops.cache import Buffer
 from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
 
+from ..runtime.toy import seal
 from .conftest import Maker
 from .helpers import (
     CONFIG,
@@ -211,6 +212,22 @@ def test_context_length_bounds_the_tables(checkpoint_of: Maker, tmp_path: Path) 
     for length in (0, 49):
         with pytest.raises(DiffbitError, match=f"context_length is {length}, wanted 1 to 48"):
             export_artifact(checkpoint, tmp_path / "b", context_length=length)
+
+
+@pytest.mark.parametrize("vocab_size", [23, 300])
+def test_hidden_states_of_another_width_than_the_vocabulary(
+    checkpoint_of: Maker, tmp_path: Path, vocab_size: int
+) -> None:
+    """The golden prompt keeps some of them by their index, which is not a token's."""
+    artifact = export_artifact(checkpoint_of("diff_v1", vocab_size=vocab_size), tmp_path / "a", embeddings=True)
+    assert runtime.verify(artifact).passed and runtime.Artifact.open(artifact).width != vocab_size
+    manifest = json.loads((artifact / "diffbit.json").read_text())
+    manifest["golden"]["token_ids"][0] = width = runtime.Artifact.open(artifact).width
+    seal(artifact, manifest)
+    with pytest.raises(DiffbitError, match=rf"golden.token_ids\[0\] is {width}, wanted"):
+        runtime.Artifact.open(artifact)
+    with pytest.raises(DiffbitError, match="onnxruntime-genai cannot run this model"):
+        export_artifact(checkpoint_of("diff_v1"), tmp_path / "b", embeddings=True, library=True)
 
 
 def test_head_and_lambda_projection_may_be_quantized(checkpoint_of: Maker, tmp_path: Path) -> None:

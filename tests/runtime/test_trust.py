@@ -147,7 +147,7 @@ def test_a_location_twice_a_link_and_a_listed_file(tmp_path: Path) -> None:
     (folder / "data").unlink()
     (folder / "data").symlink_to(tmp_path / "b" / ".." / "secret")
     (tmp_path / "secret").write_bytes(bytes(16))
-    with pytest.raises(DiffbitError, match="leads out of the artifact folder"):
+    with pytest.raises(DiffbitError, match="leads out of the folder"):
         Session(folder, threads=1)
 
 

@@ -149,6 +149,35 @@ def test_texts_are_those_of_generate(artifact: Path, batch_size: int) -> None:
     assert any(generated)
 
 
+def test_options_of_sampling(artifact: Path) -> None:
+    """Repeated requests give other samples, the same in each run; min_p of 1 and a strong penalty do what they say."""
+    hot = {"do_sample": True, "temperature": 1.5, "max_gen_toks": 12}
+
+    def written(*options: dict[str, Any]) -> list[str]:
+        return list(DiffbitLM(str(artifact)).generate_until(requests(*(("import", one) for one in options))))
+
+    samples = written(hot, hot, hot)
+    assert len(set(samples)) == 3 and written(hot, hot, hot) == samples
+    greedy, certain, plain = written({"max_gen_toks": 12}, hot | {"min_p": 1.0}, hot | {"temperature": None})
+    assert certain == greedy and plain not in samples
+    one = Tokenizer(artifact / "tokenizer.json").encode(written({"max_gen_toks": 12, "repetition_penalty": 1e6})[0])
+    assert len(set(one)) == len(one)
+
+
+def test_a_template_writes_bos_itself(tmp_path: Path) -> None:
+    tokenizer = json.loads((PICO / "tokenizer.json").read_text())
+    bos, piece = "<|endoftext|>", {"id": "B", "type_id": 0}
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing", "single": [{"SpecialToken": piece}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [], "special_tokens": {"B": {"id": "B", "ids": [0], "tokens": [bos]}},
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    model = DiffbitLM(str(export_artifact(PICO, tmp_path / "artifact", tokenizer=tmp_path / "tokenizer.json")))
+    plain = model.tok_encode("def", add_special_tokens=False)
+    assert model.tok_encode("def") == [0, *plain] == model.tok_encode(f"{bos}def")
+    assert model.tok_encode(f"{bos}def", add_special_tokens=True) == [0, 0, *plain]
+
+
 def test_a_residual_window_takes_one_row_at_a_time(tmp_path: Path) -> None:
     from diffbit.quantize import AttentionScheme
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,9 @@ import pytest
 from diffbit.cli.app import main
 from diffbit.io import hub
 from diffbit.io.errors import DiffbitError
+from diffbit.io.files import folder_name
 from diffbit.io.hub import HubName
+from diffbit.runtime import Artifact
 
 from .server import Hub, running
 
@@ -147,7 +150,9 @@ def test_only_what_is_read_is_downloaded(stand_in: Hub) -> None:
     assert contents(onnx) == {"model.onnx": b"graph", "model.onnx_data": b"data"}
 
 
-def test_folders_in_a_repository(stand_in: Hub) -> None:
+def test_folders_in_a_repository(artifact: Path, stand_in: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
     read = {
         f"{name}/{file}": f"{name} {file}".encode()
         for name in ("diff", "deep/plain")
@@ -161,6 +166,14 @@ def test_folders_in_a_repository(stand_in: Hub) -> None:
     assert set(stand_in.downloads) == set(read)
     with pytest.raises(DiffbitError, match="hf:me/pair/dif: has no folder dif with a model; check its name"):
         hub.download("hf:me/pair/dif")
+    stand_in.add("me/low", {f"int4/{name}": data for name, data in contents(artifact).items()})
+    assert Artifact.open(hub.download("hf:me/low/int4")).file("model.onnx").read_bytes()  # a link out of the folder
+    files = ("q/config.json", "r/config.json", "q/m-Q4.gguf", "r/n.gguf")
+    stand_in.add("me/two", {name: name.encode() for name in files})
+    for offline in (False, True):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        gguf = hub.download("hf:me/two/q")
+        assert (folder_name(gguf), gguf.read_bytes()) == ("m-Q4.gguf", b"q/m-Q4.gguf")
 
 
 def test_gguf_files(stand_in: Hub) -> None:
@@ -215,6 +228,17 @@ def test_what_is_damaged_is_not_uploaded(
         (broken / name).write_bytes(data[:-1] + b"\0" if name == "model.onnx.data" else data)
     assert run("push", broken, "hf:me/broken") == 2
     assert "was changed after export" in capsys.readouterr().err and not stand_in.commits
+
+
+def test_a_link_out_of_the_folder_is_not_uploaded(
+    stand_in: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    private, folder = tmp_path / "private.json", tmp_path / "model"
+    private.write_text("{}")
+    shutil.copytree(ROOT / "examples/pico/diff_v1", folder)
+    (folder / "extra.json").symlink_to(private)
+    assert run("push", folder, "hf:me/x") == 2 and not stand_in.commits
+    assert "extra.json: is a link that leads out of the folder" in capsys.readouterr().err
 
 
 def test_dry_run(artifact: Path, stand_in: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
