@@ -20,6 +20,7 @@ from diffbit.cli.app import main
 from diffbit.io.errors import DiffbitError
 from diffbit.io.files import new_folder, write_sealed
 from diffbit.io.safetensors import write_tensors
+from diffbit.io.tokenizer_files import tokenizer_files
 
 ROOT = Path(__file__).parent.parent
 Arguments = list[str | Path]
@@ -297,6 +298,9 @@ def test_export_with_a_link_for_a_template(checkpoint: Path, tmp_path: Path, cap
     command = ["export", checkpoint, "-o", tmp_path / "x", "--tokenizer", folder]
     one_sentence(command, capfd, ["chat_template.jinja: is a link that leads out of the folder"])
     assert not (tmp_path / "x").exists()
+    link = tmp_path / "tokenizer.json"
+    link.symlink_to(checkpoint / "tokenizer.json")  # a file that is named itself may be one
+    assert tokenizer_files(link) == {"tokenizer.json": (checkpoint / "tokenizer.json").read_bytes()}
 
 
 def test_scheme_with_an_unknown_key(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -72,7 +72,7 @@ def tokenizer_files(path: Path) -> dict[str, bytes]:
         paths = {TOKENIZER: path}
     pieces = path if path.name == SENTENCEPIECE else folder / SENTENCEPIECE
     convert = pieces.is_file() and (path == pieces or not paths[TOKENIZER].is_file())
-    for file in (pieces, *paths.values()):
+    for file in {pieces, *paths.values()} - {path}:  # path itself was asked for, wherever it leads
         check_within(folder, file)
     try:
         contents = {name: file.read_bytes() for name, file in paths.items() if file.is_file()}
