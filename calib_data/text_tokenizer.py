@@ -70,7 +70,7 @@ def _eos_id(folder: Path, files: Mapping[str, bytes], backend: tokenizers.Tokeni
     if (folder / "config.json").is_file():
         ids = read_json(folder / "config.json").get("eos_token_id")
         first = ids[0] if isinstance(ids, list) and ids else ids
-        if isinstance(first, int) and backend.id_to_token(first) is not None:
+        if isinstance(first, int) and 0 <= first < 1 << 32 and backend.id_to_token(first) is not None:
             return first
     token_id = backend.token_to_id(END_OF_TEXT)
     return None if token_id is None else int(token_id)

@@ -35,6 +35,14 @@ Quiet = Annotated[
     bool,
     typer.Option("--quiet", "-q", callback=set_quiet, help="Print only the result: no progress bar, no remarks."),
 ]
+
+
+def _seed(value: int) -> int:
+    if not 0 <= value < 2**63:
+        raise DiffbitError(f"seed is {value}, wanted 0 or more, below 2**63")
+    return value
+
+
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the output folder, which stays until the new one is complete.")
 ]
@@ -42,7 +50,7 @@ JsonSchema = Annotated[
     Path | None,
     typer.Option("--json-schema", metavar="FILE", help="Answer with JSON of the schema in this file."),
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Random seed.")]
+Seed = Annotated[int, typer.Option("--seed", callback=_seed, help="Random seed.")]
 TorchDevice = Annotated[
     Literal["auto", "cpu", "cuda"], typer.Option("--device", help="Device for torch; auto: cuda if it is available.")
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -56,8 +56,8 @@ def run(
     with as_artifacts([artifact], settings.device, quantize) as (opened,):
         session = Session(opened, settings)
         tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))
-        ends = stop or []
-        conversation = Chat(session, tokenizer, sampler=sampler, max_tokens=max_tokens, stop=ends) if chat else None
+        limits: dict[str, Any] = dict(sampler=sampler, max_tokens=max_tokens, stop=stop or [])
+        conversation = Chat(session, tokenizer, **limits) if chat else None
         if json_schema is not None:
             end_tokens = session.artifact.eos_token_ids if conversation is None else conversation.end_tokens
             sampler.constraint = Grammars(tokenizer, end_tokens).json_schema_file(json_schema)
@@ -70,9 +70,7 @@ def run(
                 conversation.reset()
                 result: Generation = conversation.send(text, on_text)
             else:
-                result = generate(
-                    session, tokenizer, text, max_tokens=max_tokens, sampler=sampler, stop=ends, on_text=on_text
-                )
+                result = generate(session, tokenizer, text, on_text=on_text, **limits)
             if as_json:
                 print_json({"prompt": text, **vars(result)})
             else:

@@ -165,7 +165,7 @@ class MethodOptions:
     field: Field = "text"
     max_windows: Annotated[
         int | None,
-        typer.Option(help="Maximum number of windows of text; default: 128, or 16 if it only measures errors."),
+        typer.Option(help="Maximum number of windows of text; default: 128, or 16 with a method that needs no text."),
     ] = None
     length: Length = None
 
@@ -183,6 +183,8 @@ class MethodOptions:
                 "pass text similar to what the model will be used on"
             )
         if source is None:
+            if self.max_windows is not None or self.length is not None:
+                raise DiffbitError("--max-windows and --length are of calibration text; pass --calibrate, too")
             return None
         most = self.windows(needed_by is not None)
         return read_windows(model, source, self.field, most, self.length, "calib")

@@ -81,15 +81,9 @@ def verify(
 
 
 def _compare(
-    session: Session,
-    artifact: Path,
-    checkpoint: Path,
-    data: str,
-    field: str,
-    max_windows: int,
-    length: int | None,
+    session: Session, artifact: Path, checkpoint: Path, data: str, field: str, max_windows: int, length: int | None,
     tokens: int,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Compare with torch: "checkpoint" compares the logits on text, "greedy" the tokens generated after it."""
     from ..calib_data import eval_windows
     from ..export import compare_greedy_tokens, compare_with_checkpoint

@@ -190,12 +190,10 @@ class Scheme:
         return {module: format for module, format in formats.items() if format is not None}
 
     def overridden(self, config: ModelConfig) -> list[str]:
-        """Return the linear layers that an override matches."""
+        """Return the linear layers, and the embedding, that an override matches."""
         floats = float_linears(config)
         return [
-            module
-            for module in linear_shapes(config)
-            if any(_reaches(glob, module, floats) for glob, _ in self.overrides)
+            name for name in weight_shapes(config) if any(_reaches(glob, name, floats) for glob, _ in self.overrides)
         ]
 
     def without_override(self, config: ModelConfig) -> list[str]:

@@ -234,12 +234,9 @@ class Artifact:
         token_id = Annotated[int, bounds(0, vocab_size - 1, f"a token id from 0 to {vocab_size - 1}")]
         output = Annotated[int, bounds(0, self.width - 1)]
         get(self.model, "bos_token_id", token_id, None, "model")
+        read(tuple[token_id, ...], self.eos_token_ids, "eos_token_ids")
+        read(tuple[token_id, ...], self.golden.input_ids, "golden.input_ids")
         read(tuple[output, ...], self.golden.token_ids, "golden.token_ids")
-        for name, ids in (
-            ("eos_token_ids", self.eos_token_ids),
-            ("golden.input_ids", self.golden.input_ids),
-        ):
-            read(tuple[token_id, ...], ids, name)
         if len(self.golden.input_ids) > self.context_length:
             raise DiffbitError(
                 f"golden.input_ids holds {len(self.golden.input_ids)} tokens, more than the context_length "

@@ -115,6 +115,20 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
     "no number": (["run", "{artifact}", "x", "--top-k", "many"], ["--top-k"]),
     "bench past the context": (["bench", "{artifact}", "--prompt-tokens", "100"], ["100", "128"]),
     "tokens of what": (["verify", "{artifact}", "--tokens", "5"], ["--tokens", "--checkpoint"]),
+    "a text's windows": (
+        ["quantize", "{checkpoint}", "--weights", "int8", "--length", "9", "-o", "{out}/q"],
+        ["--calibrate"],
+    ),
+    "forecast of what": (["plan", "{checkpoint}", "--method", "gptq"], ["--method", "--weights", "--scheme"]),
+    "plot": (
+        ["allocate", "{checkpoint}", "--bits", "4", "--plot", "{out}/x.jpg", "-o", "{out}/s.toml"],
+        ["x.jpg", ".svg or .png"],
+    ),
+    "seed of a choice": (
+        ["allocate", "{checkpoint}", "--bits", "4", "--seed", str(2**64), "-o", "{out}/s.toml"],
+        ["seed", "2**63"],
+    ),
+    "angle of a copy": (["convert", "{plain}", "--angle", "45", "-o", "{out}/d"], ["angle is 45.0", "rotated start"]),
     "text of what": (["verify", "{artifact}", "--data", "/nothing"], ["--data", "--checkpoint"]),
     "more than its context": (
         ["verify", "{artifact}", "--checkpoint", "{checkpoint}", "--length", "129"],
@@ -255,7 +269,7 @@ def test_bad_option(
     case: str, checkpoint: Path, artifact: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     arguments, names = BAD_OPTIONS[case]
-    places = {"checkpoint": checkpoint, "artifact": artifact, "out": tmp_path}
+    places = {"checkpoint": checkpoint, "artifact": artifact, "out": tmp_path, "plain": ROOT / "examples/pico/softmax"}
     one_sentence([argument.format(**places) for argument in arguments], capfd, names)
     assert list(tmp_path.iterdir()) == [], "something half-written was left"
 

@@ -22,6 +22,7 @@ from ...cli import (
 )
 from ...cli.scheme_options import MaxMemory, MethodOptions, Model, SchemeOptions, window_length
 from ...devices import dtype_for
+from ...io.drawing import check_plot
 from ...io.errors import DiffbitError
 from ...io.files import parse_size
 
@@ -74,6 +75,10 @@ def plan(
     checkpoint = Checkpoint(model)
     steps: dict[str, Forecast] = {}
     if options == SchemeOptions():
+        if rounding != MethodOptions() or max_memory is not None:
+            raise DiffbitError(
+                "options of `quantize`, such as --method, need a scheme: pass --weights or --scheme, too"
+            )
         scheme = read_scheme(checkpoint)
     elif checkpoint.quantization is not None:
         raise DiffbitError(f"{model}: is quantized already; leave out the options of a scheme, or pass the float model")
@@ -160,7 +165,7 @@ def allocate(
     from gradients on 16 windows of 256 tokens, and takes the formats that lower the loss most per byte. Embedding and
     head get a format, too. The scheme is for `diffbit quantize --scheme`, with the same --method.
     """
-    _check(bits, size, output, overwrite)
+    _check(bits, size, output, plot, overwrite)
     nbytes = None if size is None else parse_size(size)
     scheme = options.scheme(weights_later=True)
     text = _text(model, rounding, measure)
@@ -188,9 +193,9 @@ def _report(allocation: Allocation, output: Path, plot: Path | None, as_json: bo
     from .plot import plot_allocation
     from .scheme_file import write_scheme
 
+    write_scheme(allocation.scheme, output)
     if plot is not None:
         plot_allocation(allocation.to_dict(), plot)
-    write_scheme(allocation.scheme, output)
     if as_json:
         print_json({"output": str(output), **allocation.to_dict()})
         return
@@ -221,7 +226,9 @@ def _text(model: Path, rounding: MethodOptions, measure: bool) -> Windows:
     return text
 
 
-def _check(bits: float | None, size: str | None, output: Path, overwrite: bool) -> None:
+def _check(bits: float | None, size: str | None, output: Path, plot: Path | None, overwrite: bool) -> None:
+    if plot is not None:
+        check_plot(plot)
     if (bits is None) == (size is None):
         raise DiffbitError("pass a budget, --bits or --size, and only one of them")
     if output.suffix not in (".toml", ".json"):

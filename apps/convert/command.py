@@ -29,8 +29,9 @@ def convert(
         ),
     ] = "copy",
     angle: Annotated[
-        float, typer.Option(help="Degrees between both queries of --start rotated; at 90 they are orthogonal.")
-    ] = 90.0,
+        float | None,
+        typer.Option(help="Degrees between both queries of --start rotated; default: 90, where they are orthogonal."),
+    ] = None,
     lambda_start: Annotated[
         float | None,
         typer.Option(

@@ -61,7 +61,7 @@ def convert(
     out: str | Path,
     *,
     start: str = "copy",
-    angle: float = 90.0,
+    angle: float | None = None,
     lambda_start: float | None = None,
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
@@ -69,9 +69,9 @@ def convert(
     """Write the folder `out` with the differential version of a plain Transformer, and return it.
 
     model: a float checkpoint, a folder or a GGUF file; its tokenizer, chat template and generation config come along.
-    start: "copy" or "rotated" (above). angle: of a rotated start, in degrees. lambda_start: in (0, 1); None: 1/2 for a
-    copy, 0.0025 for a rotated start, whose o_proj stays as it is. dtype: of all weights, float32, bfloat16 or float16;
-    None: as they are. One layer, or the embedding, is in memory at a time.
+    start: "copy" or "rotated" (above). angle: of a rotated start, in degrees; None: 90. lambda_start: in (0, 1); None:
+    1/2 for a copy, 0.0025 for a rotated start, whose o_proj stays as it is. dtype: of all weights, float32, bfloat16 or
+    float16; None: as they are. One layer, or the embedding, is in memory at a time.
 
     Raises DiffbitError for a model that is quantized, differential already, or has layers other than attention; for
     weights that are too large for their dtype; for an angle that a norm of queries does not allow; and for a
@@ -79,11 +79,11 @@ def convert(
     """
     if start not in STARTS:
         raise DiffbitError(f"start is {start!r}, wanted one of {', '.join(STARTS)}")
-    if not math.isfinite(angle):
-        raise DiffbitError(f"angle is {angle}, wanted a number of degrees")
+    if angle is not None and (start == "copy" or not math.isfinite(angle)):
+        raise DiffbitError(f"angle is {angle}, wanted a number of degrees of a rotated start")
     if lambda_start is not None and not 0 < lambda_start < 1:
         raise DiffbitError(f"lambda starts at {lambda_start}, wanted a number between 0 and 1")
-    begin = _Start.of(start, angle, lambda_start)
+    begin = _Start.of(start, 90.0 if angle is None else angle, lambda_start)
     source = Checkpoint(model)
     files.check_apart(out, source.path)
     config = _differential(source, lambda_bias=begin.bias is not None)

@@ -20,6 +20,7 @@ from ...cli import (
     read_windows,
     torch_device,
 )
+from ...io.drawing import check_plot
 from ...io.files import folder_name
 
 EXAMPLES = {"outliers": ("diffbit outliers out/demo/diff_v1 out/demo/softmax --plot out/outliers.svg",)}
@@ -42,6 +43,8 @@ def outliers(
     from .activations import measure, rows
     from .plot import plot_outliers
 
+    if plot is not None:
+        check_plot(plot)
     windows = read_windows(models[0], data, field, max_windows, length)
     torch_name = torch_device(device)
     reports = [measure(load(model, device=torch_name), windows, name=folder_name(model)) for model in models]

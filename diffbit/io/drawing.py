@@ -41,6 +41,13 @@ def require_matplotlib() -> None:
         raise MissingDependency("matplotlib", "lab", "drawing plots") from None
 
 
+def check_plot(path: Path) -> None:
+    """Raise DiffbitError if a plot cannot be written there: before long work of which it is a picture."""
+    require_matplotlib()
+    if path.suffix.lower() not in (".svg", ".png"):
+        raise DiffbitError(f"{path}: a plot is written as .svg or .png; choose such a name")
+
+
 @contextmanager
 def panels(columns: int = 1, rows: int = 1) -> Iterator[tuple[Figure, list[Axes]]]:
     """Yield a figure with panels in this style, row by row, to draw and save in; changes no global state."""
@@ -61,13 +68,11 @@ def line(index: int) -> dict[str, Any]:
 @contextmanager
 def drawn(path: str | Path, columns: int = 1, rows: int = 1) -> Iterator[list[Axes]]:
     """Yield panels to draw in, written to a .svg or .png file at the end; other names are refused at the start."""
-    path = Path(path)
-    if (suffix := path.suffix.lower()) not in (".svg", ".png"):
-        raise DiffbitError(f"{path}: a plot is written as .svg or .png; choose such a name")
+    check_plot(path := Path(path))
     with panels(columns, rows) as (figure, axes):
         yield axes
         with write_atomic(path) as temporary:
-            if suffix == ".svg":
+            if path.suffix.lower() == ".svg":
                 temporary.write_text(svg(figure), encoding="utf-8")
             else:
                 figure.savefig(temporary, format="png", dpi=200)

@@ -67,8 +67,7 @@ def folder_name(path: str | Path) -> str:
 
 
 def check_within(folder: Path, file: Path) -> None:
-    """Raise DiffbitError unless a file, after following links, is in the folder or in the blobs/ of the same Hugging
-    Face cache."""
+    """Raise DiffbitError unless a file, after following links, is in the folder or in blobs/ of its Hub cache."""
     home, real = resolved(folder), resolved(file)
     caches = (at.parent.parent for at in (home, *home.parents) if at.parent.name == "snapshots")
     if not real.is_relative_to(home) and real.parent not in (cache / "blobs" for cache in caches):

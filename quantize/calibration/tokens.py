@@ -87,7 +87,7 @@ class Tokens(States):
             return None
         return (
             f"the calibration text is far from what the model was trained on: its loss is {self.loss:.2f} nats per "
-            f"token (perplexity {math.exp(self.loss):,.0f}), and token frequencies alone would give "
+            f"token (perplexity {math.exp(min(self.loss, 700)):,.0f}), and token frequencies alone would give "
             f"{self.entropy():.2f}; with --calibrate, pass text similar to the training text"
         )
 

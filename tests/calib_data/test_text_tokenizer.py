@@ -20,6 +20,10 @@ def test_eos_is_found_where_models_keep_it(folder: Path, tmp_path: Path) -> None
     (tmp_path / "tokenizer.json").write_text(renamed)
     with pytest.raises(DiffbitError, match="the end-of-text token is unknown"):
         load_tokenizer(tmp_path)
+    for ids in (-1, 1 << 40):
+        (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": ids}))
+        with pytest.raises(DiffbitError, match="the end-of-text token is unknown"):
+            load_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
     assert load_tokenizer(tmp_path / "tokenizer.json").eos_id == 7
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))

@@ -370,3 +370,6 @@ def test_text_unlike_that_of_the_training_is_told(trained: Any) -> None:
         warnings.append(tokens.unlike())
     assert warnings[0] is None and warnings[2] is None
     assert warnings[1] is not None and "far from what the model was trained on" in warnings[1]
+    tokens = Tokens(decoder.config, shuffled)
+    tokens.loss = 1000.0  # exp of it overflows
+    assert "1000.00 nats per token (perplexity 1" in str(tokens.unlike())

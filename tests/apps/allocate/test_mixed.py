@@ -23,6 +23,7 @@ from diffbit.models import Decoder
 from diffbit.quantize import Scheme, apply, linear_shapes, quantize_checkpoint
 from diffbit.quantize.methods import Method, Recipe
 from diffbit.quantize.methods.rtn import quantize as rtn
+from diffbit.quantize.scheme import weight_shapes
 from diffbit.runtime import Artifact, verify
 
 from ...configs import resized
@@ -174,6 +175,17 @@ def test_overrides_are_fixed_and_counted(folder: Path) -> None:
     assert (
         allocation.bits_per_weight == 8 * everywhere / sum(rows * columns for rows, columns in shapes.values()) <= 5.5
     )
+
+
+def test_an_embedding_that_an_override_names_counts(folder: Path) -> None:
+    scheme = Scheme(embedding=parse_format("int8"), overrides=(("model.embed_tokens", parse_format("int4_g32")),))
+    allocation = allocate(folder, bits=5.5, scheme=scheme, candidates=FEW, calibration=IDS, tables=False)
+    shapes = weight_shapes(CONFIG)
+    chosen = {layer.name: layer.nbytes for layer in allocation.layers}
+    named = parse_format("int4_g32").device_nbytes(shapes["model.embed_tokens"], 4)
+    weights = sum(rows * columns for name, (rows, columns) in shapes.items() if name in {*chosen, "model.embed_tokens"})
+    assert allocation.nbytes == named + sum(chosen.values())
+    assert allocation.bits_per_weight == 8 * allocation.nbytes / weights
 
 
 def test_candidates_that_cannot_hold_a_layer_are_left_out_there(folder: Path) -> None:
