@@ -81,6 +81,15 @@ def ended(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def limit_memory(memory: int) -> None:
+    """From now on this process gets no more than so many bytes of address space beside those that are taken."""
+    # every larger block from the system: what the heap has free would otherwise not count
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    with open("/proc/self/statm") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + memory, size + memory))
+
+
 def run(action: Callable[[], object], *, memory: int = 0, cpu_seconds: int = 0, seconds: int = SECONDS) -> Done:
     """Run it in a child without stdin. memory: bytes of address space beside those that are taken now.
 
@@ -98,11 +107,7 @@ def run(action: Callable[[], object], *, memory: int = 0, cpu_seconds: int = 0, 
             used = int(resource.getrusage(resource.RUSAGE_SELF).ru_utime)
             resource.setrlimit(resource.RLIMIT_CPU, (used + cpu_seconds, used + cpu_seconds + 5))
         if memory:
-            # every larger block from the system: what the parent's heap has free would otherwise not count
-            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
-            with open("/proc/self/statm") as file:
-                size = int(file.read().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (size + memory, size + memory))
+            limit_memory(memory)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         action()
 

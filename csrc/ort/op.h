@@ -8,12 +8,14 @@
 // at once, so an op must not own scratch memory; take it from `scratch`.
 #pragma once
 
+#include <atomic>
 #include <cstdarg>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <exception>
 #include <initializer_list>
+#include <new>
 #include <string>
 
 #include "abi.h"
@@ -104,12 +106,25 @@ class Context {
   /// The GPU stream on which a node's inputs are ready and its outputs are expected.
   void* stream() const;
 
-  /// Runs task(0) ... task(count - 1) on the session's threads, in any order; `task` must not throw.
+  /// Runs task(0) ... task(count - 1) on the session's threads, in any order; of exceptions `task` may throw std::bad_alloc,
+  /// which is thrown again here when all have ended: on another thread nobody would catch it.
   template <class Task>
   void parallel(int64_t count, const Task& task) const {
     if (count == 1) return task(int64_t{0});
-    parallel(count, [](void* data, size_t i) { (*static_cast<const Task*>(data))(static_cast<int64_t>(i)); },
-             const_cast<Task*>(&task));
+    struct Tasks {
+      const Task& task;
+      std::atomic<bool> no_memory{false};
+    } tasks{task};
+    const auto one = [](void* data, size_t i) {
+      Tasks& of = *static_cast<Tasks*>(data);
+      try {
+        of.task(static_cast<int64_t>(i));
+      } catch (const std::bad_alloc&) {
+        of.no_memory = true;
+      }
+    };
+    parallel(count, one, &tasks);
+    if (tasks.no_memory) throw std::bad_alloc();
   }
 
  private:

@@ -1,4 +1,4 @@
-"""The same bits on 1, 2 and 4 threads of ONNX Runtime, and in two sessions that run at once.
+"""The same bits on 1, 2 and 4 threads of ONNX Runtime, and in two sessions that run at once; threads without memory.
 
 The whole table runs on several threads in the host (test_host.py); here some of it, and nodes large enough to be cut.
 """
@@ -6,6 +6,8 @@ The whole table runs on several threads in the host (test_host.py); here some of
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -14,9 +16,13 @@ import pytest
 
 from diffbit.runtime import native
 
+from .. import forks
+from ..ops.cases import LowBitCase
 from ..ops.onnx_run import on_each_isa
 from . import sessions
-from .nodes import Node, large, nodes
+from .broken import changed
+from .host import ROOT
+from .nodes import Node, large, lowbit, nodes
 
 pytestmark = pytest.mark.slow
 PART = 20
@@ -56,3 +62,23 @@ def test_two_sessions_at_once() -> None:
         # and one session called from two threads
         changed += [name for names in pool.map(repeat, [both[0], both[0]]) for name in names]
     assert not changed
+
+
+def without_memory() -> None:
+    """Each of 3 tasks unpacks a tile of 16 MB; what the calling thread itself needs is less."""
+    case, k, tiles = LowBitCase("memory", lead=(5,), k=128, n=16, group=128, bits=2, int8_scales=False), 1 << 20, 24
+    x = {name: array for name, array in lowbit(case).inputs.items() if array is not None}
+    zeros = {name: np.zeros((tiles, k // 128, *x[name].shape[2:]), x[name].dtype) for name in ("codes", "scales")}
+    x |= {"A": np.ones((5, k), np.float32), **zeros}
+    node = changed(lowbit(case), "no_memory", K=k, N=16 * tiles, **x)
+    session = sessions.session(node, native.instruction_sets()[0], threads=2)
+    forks.limit_memory(16 << 20)
+    session.run(None, x)
+
+
+@pytest.mark.skipif(not native.instruction_sets() or sys.platform != "linux", reason="needs the library and Linux")
+def test_a_task_without_memory_ends_in_a_sentence() -> None:
+    """In a process of its own: a heap that was used has room."""
+    program = "from tests.native.test_threads import without_memory; without_memory()"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert "LowBitMatMul: out of memory" in done.stderr, f"{done.returncode}: {done.stderr}"

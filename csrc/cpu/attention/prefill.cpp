@@ -5,10 +5,8 @@
 // call exists twice, as float16 and as codes; the queries of a block, which all see the same quantized tokens, use what they
 // see.
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <limits>
-#include <new>
 #include <vector>
 
 #include "call.h"
@@ -271,7 +269,6 @@ void prefill(const Call& call, Context& context) {
   on.values.halves = on.keys.halves + at_once * on.keys.halves_floats();
   const std::vector<int64_t> starts = on.blocks();
   const int64_t blocks = static_cast<int64_t>(starts.size()) - 1;
-  std::atomic<bool> no_memory{false};
 
   for (int64_t begin = 0; begin < all; begin += at_once) {
     const int64_t count = smaller(at_once, all - begin);
@@ -293,14 +290,9 @@ void prefill(const Call& call, Context& context) {
       // Neighbours read the same keys, which stay in a core's cache; the last queries see the most keys, so they come first
       const int64_t slot = task / blocks, b = (begin + slot) / call.groups, g = (begin + slot) % call.groups;
       const size_t index = static_cast<size_t>(blocks - 1 - task % blocks);
-      try {
-        on.block(b, g, slot, starts[index], starts[index + 1]);
-      } catch (const std::bad_alloc&) {
-        no_memory = true;
-      }
+      on.block(b, g, slot, starts[index], starts[index + 1]);
     });
   }
-  if (no_memory) throw std::bad_alloc();
 }
 
 }  // namespace diffbit
