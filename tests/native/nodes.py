@@ -326,6 +326,8 @@ def nodes(roundings: int = 1) -> Iterator[Node]:
     yield from (attention(case, True, roundings) for case in ATTENTION_CASES if case.beyond is not None)
     nothing = AttentionCase("no_steps", steps=0, past=3, beyond=2)
     yield from map(attention, (nothing, replace(nothing, name="no_batch", batch=0, steps=2)))
+    reads = attention(AttentionCase("no_rows", batch=0, query_only=True))
+    yield replace(reads, inputs=reads.inputs | {"past_length": np.zeros(0, np.int64)})
 
 
 def bfloat16_nodes() -> Iterator[Node]:

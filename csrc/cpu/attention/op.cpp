@@ -103,6 +103,7 @@ void DiffAttention::compute(Context& context) const {
 }
 
 void DiffAttention::compute_rows(const Tensors& of, Context& context) const {
+  if (!of.batch) return;
   std::vector<Call> calls;
   const int64_t row_bytes = of.out.size() / of.batch * (of.out.type == ort::FLOAT16 ? 2 : 4);
   for (int64_t row = 0; row < of.batch; ++row)
