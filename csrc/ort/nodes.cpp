@@ -109,6 +109,12 @@ typename TiledNode<Schema, BITS_>::Tensors TiledNode<Schema, BITS_>::tensors(Con
 template struct TiledNode<schema::Int4MatMul, 4>;
 template struct TiledNode<schema::Int8MatMul, 8>;
 
+void expect_middle(const Tensor& zeros, const uint8_t* zero, int64_t bits) {
+  const int64_t middle = int64_t{1} << (bits - 1);
+  if (zero && *zero != middle)
+    throw Error("%s is one %d, wanted one %lld or one of each group", zeros.name, int{*zero}, number(middle));
+}
+
 namespace {
 
 /// An output [ids..., k].
@@ -130,8 +136,8 @@ GatherNode::Tensors GatherNode::tensors(Context& context) const {
   const Tensor ids = context.input(IDS), codes = context.input(CODES), scales = context.input(SCALES),
                factor = context.input(FACTOR);
   Tensor zeros = context.input(ZEROS);
-  const int64_t scale_groups = expect_tiles(bits, k, n, group_size, codes, scales, zeros, factor).first;
-  return {ids, codes, scales, zeros, factor, rows_of(context, Y, ids, k), ids.size(), scale_groups};
+  const auto [scale_groups, zero] = expect_tiles(bits, k, n, group_size, codes, scales, zeros, factor);
+  return {ids, codes, scales, zeros, factor, rows_of(context, Y, ids, k), ids.size(), scale_groups, zero};
 }
 
 namespace {

@@ -66,11 +66,15 @@ struct TiledNode : Schema {
 using Int4Node = TiledNode<schema::Int4MatMul, 4>;
 using Int8Node = TiledNode<schema::Int8MatMul, 8>;
 
+/// Throws if the one zero point is not that of a symmetric format. For CPUs: on a GPU it is in the device's memory.
+void expect_middle(const Tensor& zeros, const uint8_t* zero, int64_t bits);
+
 struct GatherNode : schema::GatherQuantized {
   struct Tensors {
     Tensor ids, codes, scales, zeros, factor, y;  // as in TiledNode
     int64_t rows;                                 // of y
     int64_t scale_groups;
+    const uint8_t* zero;
   };
 
   explicit GatherNode(const Node& node);

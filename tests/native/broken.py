@@ -11,7 +11,7 @@ import numpy as np
 from diffbit.ops import causal_conv, selective_scan
 
 from ..ops.cases import AttentionCase, HadamardCase, Int4Case, LowBitCase, MambaCase, SiluGateCase, TernaryCase
-from .nodes import Node, Output, attention, gated, gather_rows, int4, lowbit, mamba, ternary, transform
+from .nodes import Node, Output, attention, gated, gather, gather_rows, int4, lowbit, mamba, ternary, transform
 
 
 @dataclass(frozen=True)
@@ -193,6 +193,15 @@ def broken_int4() -> Iterator[Broken]:
         ("factor_empty", r"factor is \[0\], wanted \[1\]", {"factor": np.ones(0, np.float32)}),
     ):
         yield Broken(changed(node, name, **changes), sentence)
+
+
+def broken_gather() -> Iterator[Broken]:
+    for bits, middle in ((4, 8), (8, 128)):
+        node = gather(Int4Case(f"base_{bits}", k=200, n=21, symmetric=False, bits=bits))
+        yield from of_any_op(node)
+        nine, ids = np.full((1, 1, 1), 9, np.uint8), np.full((2, 3), 21)
+        yield Broken(changed(node, f"{bits}_zeros_of_9", zeros=nine), f"zeros is one 9, wanted one {middle} or one of")
+        yield Broken(changed(node, f"{bits}_ids_beyond", ids=ids), "ids holds 21, wanted 0 to 20")
 
 
 def broken_lowbit() -> Iterator[Broken]:
@@ -384,6 +393,7 @@ def broken() -> Iterator[Broken]:
     """Every op's."""
     yield from broken_ternary()
     yield from broken_int4()
+    yield from broken_gather()
     yield from broken_lowbit()
     yield from broken_hadamard()
     yield from broken_silu_gate()

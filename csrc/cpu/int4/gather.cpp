@@ -37,6 +37,7 @@ void row(const uint8_t* codes, const uint16_t* scales, const uint8_t* zeros, int
 
 void GatherQuantized::compute(Context& context) const {
   const Tensors of = tensors(context);
+  expect_middle(of.zeros, of.zero, bits);
   const int64_t count = of.rows, groups = divide_up(k, group_size);
   const int64_t* ids = of.ids.as<int64_t>();
   for (int64_t i = 0; i < count; ++i)

@@ -11,12 +11,11 @@ TiledMatMul<Node_>::TiledMatMul(const Node& node)
 
 template <class Node_>
 void TiledMatMul<Node_>::compute(Context& context) const {
-  constexpr int64_t BITS = Node_::WEIGHT_BITS, MIDDLE = 1 << (BITS - 1);
+  constexpr int64_t BITS = Node_::WEIGHT_BITS;
   const int64_t k = this->k, n = this->n, group_size = this->group_size;
   const typename Node_::Tensors of = this->tensors(context);
   const Tensor &a = of.a, &codes = of.codes, &scales = of.scales, &zeros = of.zeros, &factor = of.factor, &y = of.y;
-  if (of.zero && *of.zero != MIDDLE)
-    throw Error("%s is one %d, wanted one %lld or one of each group", zeros.name, int{*of.zero}, number(MIDDLE));
+  expect_middle(zeros, of.zero, BITS);
   const Int4Weight weight = {codes.as<uint8_t>(), scales.as<uint16_t>(), zeros.as<uint8_t>(), *factor.as<float>(), n,
                              divide_up(k, group_size), group_size, of.scale_groups};
   multiply_tiles(context, a, y, k, BITS, weight, of.zero && BITS == 4 ? -8 : -1, kernels->quantize, *kernels,
