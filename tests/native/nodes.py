@@ -300,6 +300,8 @@ def nodes(roundings: int = 1) -> Iterator[Node]:
     """Every case of every op that the library holds; roundings: of `attention`."""
     yield from map(ternary, TERNARY_CASES)
     yield from map(int4, INT4_CASES + INT8_CASES)
+    for rows in (7, 49):  # zero points that no code has
+        yield int4(Int4Case(f"far_{rows}", lead=(rows,), k=160, n=80, symmetric=False, fill="far"))
     yield from map(gather, TABLE_CASES)
     yield from map(lowbit, LOWBIT_CASES)
     yield from map(gather_rows, LOWBIT_TABLE_CASES)

@@ -75,6 +75,7 @@ SIZES = (
     Int4Case("wide", lead=(2, 40), k=1600, n=280, factor=0.37, seed=5),
     Int4Case("wild", lead=(48,), k=96, n=48, fill="wild", seed=10),
     Int4Case("huge", lead=(36,), k=96, fill="huge", seed=9),
+    Int4Case("far", lead=(40,), k=160, n=80, symmetric=False, fill="far"),
     Int4Case("many", lead=(1100,), k=1600, n=40, seed=14),  # does not fit in a core's cache
     Int4Case("int8", lead=(70,), k=160, n=80, bits=8, seed=14),
     Int4Case("int8_row_scale", lead=(35,), k=200, n=300, bits=8, row_scale=True, seed=2),

@@ -653,7 +653,9 @@ class Int4Case:
     group: int = 32
     symmetric: bool = True
     factor: float = 1.0
-    fill: str = "normal"  # "low", "high": codes and activations at their ends; "zero"; "tiny"; "huge"; "wild": inf, NaN
+    # "low", "high": codes and activations at their ends; "far": zero points up to 255; "zero"; "tiny"; "huge"; "wild":
+    # inf, NaN
+    fill: str = "normal"
     dtype: torch.dtype = torch.float32
     seed: int = 0
     bits: int = 4
@@ -681,6 +683,8 @@ class Int4Case:
         if self.fill in ("low", "high"):
             a, low = torch.full_like(a, -2.0), self.fill == "low"
             codes, zero = torch.full_like(codes, 0 if low else top), torch.full_like(zero, top if low else 0)
+        elif self.fill == "far":
+            zero = torch.randint(0, 256, zero.shape, generator=g, dtype=torch.uint8)
         elif self.fill == "zero":
             a = torch.zeros_like(a)
             a[..., ::97] = -0.0

@@ -209,6 +209,9 @@ void unpack_values(const Int4Weight& weight, int64_t tile, UnpackedTile& to) {
   for (int i = 0; i < STEP_BYTES; ++i) each[i] = static_cast<uint8_t>(i / 4);
   int8_t* values = to.values;
   to.has_zeros = BITS == 8 && weight.zeros;
+  for (int64_t i = 0; BITS == 4 && weight.zeros && i < weight.groups * INT4_TILE; ++i)
+    to.has_zeros |= weight.zeros[first + i] > 128;  // code - zero would wrap around
+  const bool lessened = BITS == 4 && weight.zeros && !to.has_zeros;
   for (int64_t g = 0; g < weight.groups; ++g) {
     const uint8_t* zeros = weight.zeros ? weight.zeros + first + g * step : nullptr;
     for (int v = 0; v < VECTORS; ++v)
@@ -216,7 +219,7 @@ void unpack_values(const Int4Weight& weight, int64_t tile, UnpackedTile& to) {
     if (to.has_zeros)
       for (int i = 0; i < INT4_TILE; ++i) to.zeros[g * INT4_TILE + i] = zeros[i] - middle;
     for (int v = 0; v < VECTORS; ++v) {
-      const Bytes less = BITS == 4 && zeros ? lookup(load_table(zeros), load_bytes(each + v * WIDTH)) : splat(uint8_t{middle});
+      const Bytes less = lessened ? lookup(load_table(zeros), load_bytes(each + v * WIDTH)) : splat(uint8_t{middle});
       int8_t* at = values + v * WIDTH;
       for (int64_t i = 0; i < size * BITS / 32; ++i) {
         const Bytes both = load_bytes(codes + i * STEP_BYTES + v * WIDTH);
