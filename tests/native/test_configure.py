@@ -33,6 +33,10 @@ class Configured:
         return set(re.findall(r"-gencode=arch=compute_(\w+)", " ".join(self.commands)))
 
     @property
+    def instruction_sets(self) -> set[str]:
+        return set(re.findall(r"-DDIFFBIT_ISA=(\w+)", " ".join(self.commands)))
+
+    @property
     def has_cpu_kernels(self) -> bool:
         return any(command.endswith("cpu/ternary/scalar.cpp") for command in self.commands)
 
@@ -107,3 +111,12 @@ def test_without_a_compiler_that_works_there_are_the_cpus_kernels(machine: Machi
         )
         assert configured.has_cpu_kernels and not configured.architectures
         shutil.rmtree(machine.folder / "build")
+
+
+def test_instruction_sets_are_those_of_the_list(machine: Machine) -> None:
+    for option, wanted in (("avx2 neon", {"avx2", "neon"}), ("i8mm;avxvnni", {"avxvnni", "i8mm"}), ("none", set())):
+        configured = machine.configure(f"-DDIFFBIT_INSTRUCTION_SETS={option}", nvidia_smi=NO_CARD)
+        assert configured.has_cpu_kernels and configured.instruction_sets <= wanted
+        assert len(configured.instruction_sets) == len(wanted) // 2  # the other processor's
+    with pytest.raises(AssertionError, match="no instruction set avx3"):
+        machine.configure("-DDIFFBIT_INSTRUCTION_SETS=avx2 avx3", nvidia_smi=NO_CARD)
