@@ -92,6 +92,17 @@ __host__ __device__ inline Side side_of(const Attention& a, bool keys) {
   return side;
 }
 
+inline bool aligned(const void* pointer, uintptr_t to) { return reinterpret_cast<uintptr_t>(pointer) % to == 0; }
+
+/// Whether present can be copied 16 bytes at a time.
+inline bool aligned_caches(const Attention& a) {
+  for (const bool keys : {true, false}) {
+    const Side side = side_of(a, keys);
+    if (!aligned(side.rows, 16) || !aligned(side.scales, 16) || !aligned(side.recent, 16)) return false;
+  }
+  return true;
+}
+
 __host__ __device__ inline int64_t row_bytes(const Attention& a, bool keys) {
   const Side side = side_of(a, keys);
   return side.bits == 16 && side.type == ort::FLOAT32 ? a.d * 4 : a.d * side.bits / 8;

@@ -86,6 +86,7 @@ enum class Way { HALF, BFLOAT16, CODES, INT4, ANY };
 /// The tensor cores need keys and values of the same type. Queries and shares are sums of two numbers: 22 bits with __half,
 /// and with __nv_bfloat16 16 bits, which is enough for an output with fewer.
 Way way_of(const Attention& a) {
+  if (!aligned_caches(a)) return Way::ANY;
   if ((a.d != 64 && a.d != 128) || a.key_bits != a.value_bits || a.query_bits) return Way::ANY;
   if (!a.key && blockwise(a) && a.steps > 1) return Way::ANY;  // some queries do not see all quantized tokens
   if (a.key_bits == 8) return Way::CODES;

@@ -563,21 +563,14 @@ const char* start_of(const Attention& a, const Prefill& p, cudaStream_t stream) 
   return a.wide_value ? start<Shape<T, 128, true, 2>>(a, p, stream) : start<Shape<T, 128, false, 2>>(a, p, stream);
 }
 
-bool aligned(const void* pointer, uintptr_t to) { return reinterpret_cast<uintptr_t>(pointer) % to == 0; }
-
 }  // namespace
 
 bool prefill_takes(const Attention& a) {
   const int64_t all_tokens = a.past_length + a.steps;
   constexpr int64_t MOST = int64_t{1} << 30;  // limit of numbers that are int in the kernel
-  bool aligned_caches = true;
-  for (const bool keys : {true, false}) {
-    const Side side = side_of(a, keys);
-    aligned_caches = aligned_caches && aligned(side.rows, 16) && aligned(side.scales, 16) && aligned(side.recent, 16);
-  }
   return (a.type == ort::FLOAT16 || a.type == ort::BFLOAT16) && !a.query_bits && (a.d == 64 || a.d == 128) &&
          a.scale > 0 && all_tokens < MOST && a.window < MOST && a.heads < MOST && divide_up(a.steps, 64) < 65536 &&
-         a.batch < 65536 && a.batch * a.kv_heads < 65536 && aligned_caches && aligned(a.query, 4) &&
+         a.batch < 65536 && a.batch * a.kv_heads < 65536 && aligned_caches(a) && aligned(a.query, 4) &&
          aligned(a.out, 4) && aligned(a.cos, 8) && aligned(a.sin, 8) &&
          most_shared() >= Shape<__half, 64, true, 2>::bytes(2);
 }

@@ -4,7 +4,7 @@ with room for the new tokens is written in place in one order and apart in the o
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -60,6 +60,24 @@ def test_a_token_that_sees_nothing_gives_zeros(case: AttentionCase, device: Devi
     x["attention_mask"][0] = 0
     out = run_cuda(device, case, x)["out"]
     assert (out[0] == 0).all() and (out[1] != 0).any() and out.isfinite().all()
+
+
+@dataclass(frozen=True)
+class Shifted(Device):
+    """Inputs, and what lies where they do, begin at 8 bytes from a multiple of 16."""
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        there = super().put(torch.cat((torch.zeros(8, dtype=torch.uint8), tensor.flatten().view(torch.uint8))))
+        return there[8:].view(tensor.dtype).view(tensor.shape)
+
+
+@on_each_device
+@pytest.mark.parametrize("steps", [1, 20])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_caches_that_are_not_aligned(bits: int, steps: int, device: Device) -> None:
+    case = AttentionCase("shifted", steps=steps, past=70, beyond=32, d=64, key_bits=bits, value_bits=bits)
+    case = replace(case, dtype=torch.float16)
+    check(case, run_cuda(Shifted(device.name, device.seed), case, case.inputs(), in_place=True))
 
 
 @on_each_device
