@@ -46,7 +46,7 @@ size_t diffbit_cuda_float_matmul_workspace(const DiffbitFloatMatMul*) { return 0
 
 const char* diffbit_cuda_float_matmul(const DiffbitFloatMatMul* op, void*, void* stream) {
   using namespace diffbit::cuda;
-  if (!op->m) return nullptr;
+  if (!op->m || !op->n) return nullptr;
   const int64_t down = (op->m + ROWS - 1) / ROWS;
   if (down > 65535) return sentence("FloatMatMul: %lld rows are too many", static_cast<long long>(op->m));
   const dim3 grid(static_cast<unsigned>((op->n + WARPS - 1) / WARPS), static_cast<unsigned>(down));

@@ -289,6 +289,7 @@ void run(const void* kernel, dim3 grid, dim3 size, size_t shared, const std::fun
   blockDim = size;
   block.threads = static_cast<int>(size.x * size.y * size.z);
   if (block.threads < 1 || block.threads > 1024) fail("a block of %d threads, wanted 1 to 1024", block.threads);
+  if (!grid.x || !grid.y || !grid.z) fail("a grid of %u x %u x %u blocks is empty", grid.x, grid.y, grid.z);
   if (grid.y > 65535 || grid.z > 65535) fail("a grid of %u x %u x %u blocks: y and z end at 65535", grid.x, grid.y, grid.z);
   if (shared > most_shared()) fail("%zu bytes of shared memory, and a block has %zu", shared, most_shared());
   constexpr size_t EVERY = size_t{48} << 10;

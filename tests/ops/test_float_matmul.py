@@ -76,3 +76,9 @@ def test_cuda_kernel_is_the_reference(rows: int, k: int, n: int, device: Device)
         torch.testing.assert_close(
             y.cpu().float(), expected.float(), rtol=0, atol=float(1e-2 * expected.float().abs().max())
         )
+
+
+@on_each_device
+def test_cuda_kernel_of_a_weight_without_rows(device: Device) -> None:
+    a, nothing = device.put(torch.ones(2, 64)), device.poisoned((0, 64), torch.float32)
+    device.run(cuda.FloatMatMul(a.data_ptr(), nothing.data_ptr(), nothing.data_ptr(), 2, 0, 64, cuda.FLOAT32))
