@@ -30,8 +30,8 @@ struct CacheRows {
 /// Rows of queries for each sub-head of the keys; those of the second follow those of the first.
 struct QueryRows {
   int64_t count[2];
-  int64_t begin(int64_t j) const { return j ? count[0] : 0; }
-  int64_t end(int64_t j) const { return begin(j) + count[j]; }
+  __attribute__((always_inline)) int64_t begin(int64_t j) const { return j ? count[0] : 0; }
+  __attribute__((always_inline)) int64_t end(int64_t j) const { return begin(j) + count[j]; }
 };
 
 /// Floats that n numbers of a row take, in parts of 16 bits.

@@ -19,7 +19,7 @@ struct BlockRows {
 };
 
 /// The kernels for codes of `bits` bits.
-constexpr float middle(int bits) { return static_cast<float>((1 << bits) - 1) / 2; }
+static constexpr float middle(int bits) { return static_cast<float>((1 << bits) - 1) / 2; }
 
 enum CodeType { CODES_INT4, CODES_INT2, CODE_TYPES };
 
