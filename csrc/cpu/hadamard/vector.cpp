@@ -5,8 +5,6 @@
 // vectors only once.
 #include "kernels.h"
 
-#include <cmath>
-
 #include "../simd/vectors.h"
 
 namespace diffbit::DIFFBIT_ISA {
@@ -71,7 +69,7 @@ DIFFBIT_INLINE void transform_vectors(const T* x, T* y, int64_t block, int64_t s
 
 template <class T>
 void transform(const T* x, T* y, int64_t block, int64_t size, float* floats) {
-  const float scale = static_cast<float>(1 / std::sqrt(static_cast<double>(block)));
+  const float scale = static_cast<float>(1 / __builtin_sqrt(static_cast<double>(block)));
   const int64_t width = block < F32_LANES ? F32_LANES : block;
   for (; size >= width; x += width, y += width, size -= width) transform_vectors(x, y, block, width, scale, floats);
   if (!size) return;
