@@ -95,7 +95,7 @@ def export(
     )  # fmt: skip
     manifest = read_json(output / "diffbit.json")
     if not (embeddings or (output / "genai_config.json").exists()):
-        remark(f"{output}: onnxruntime-genai and optimum, which know growing float caches only, cannot run it")
+        remark(f"{output}: onnxruntime-genai and optimum cannot run it: they know only float caches that grow")
     if as_json:
         print_json({"output": str(output), **manifest})
         return
