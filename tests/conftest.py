@@ -6,6 +6,7 @@ Rooms are imported inside the fixtures, so that the tests of one room run while 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import random
 import zlib
@@ -49,6 +50,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     except (OSError, DiffbitError):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: collecting garbage need not visit it each time, nor a fork copy its pages."""
+    gc.collect()
+    gc.freeze()
 
 
 def seed(name: str) -> None:
