@@ -27,10 +27,9 @@ def rows(page: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.split("|")] for row in ROW.findall(page)]
 
 
-def test_the_readme_is_short_and_shows_its_picture_everywhere() -> None:
+def test_the_readme_shows_its_picture_everywhere() -> None:
     """A place without the repository's files, such as a package index, shows neither its images nor mermaid."""
     page = (ROOT / "README.md").read_text()
-    assert len(page.splitlines()) <= 120
     assert "mermaid" not in page and not re.findall(r"!\[[^]]*\]\((?!https://)", page)
 
 
@@ -66,7 +65,7 @@ def test_no_measured_row_stands_on_two_pages() -> None:
 def test_each_room_has_a_page(room: str) -> None:
     """What it does, its files bottom-up, contracts, how to add a thing, tests; the files that it names are there."""
     page = (ROOT / room / "README.md").read_text()
-    assert len(page.splitlines()) <= 64 and page.count("\n## ") >= 4 and "\n## Adding " in page
+    assert page.count("\n## ") >= 4 and "\n## Adding " in page
     for name in re.findall(r"`((?:tests|runtime|quantize|models|ops|cli|calib_data)/[a-z_/]+(?:\.\w+)?)`", page):
         assert (ROOT / name).exists() or (ROOT / f"{name}.py").exists(), f"{room}/README.md names {name}"
 
