@@ -30,7 +30,6 @@ import torch
 from machine import describe
 from report import Row, add_outputs, increase, interval, nats, share, table, verdict, write_outputs
 
-from diffbit.apps.allocate.mixed import allocate
 from diffbit.apps.evaluate.compare import Comparison, conclude
 from diffbit.apps.evaluate.measure import Measurement, Setup, Skipped, measure
 from diffbit.apps.evaluate.variants import Variant, variants
@@ -38,6 +37,7 @@ from diffbit.calib_data import Windows, eval_windows, samples
 from diffbit.io.progress import set_quiet, track
 from diffbit.models import Checkpoint, load
 from diffbit.quantize import Scheme, table_formats
+from diffbit.quantize.allocation import allocate
 
 ROOT = Path(__file__).parents[1]
 TRIO = [ROOT / "examples" / "nano" / name for name in ("softmax", "diff_v1", "diff_v2")]  # the first is held against

@@ -45,7 +45,6 @@ from report import add_outputs, write_json, write_outputs
 from smollm2 import WINDOW, exact_logits, fetch, logits_of, scores, text_windows, trained_copy
 
 import diffbit
-from diffbit.apps.allocate.mixed import allocate
 from diffbit.apps.evaluate.metrics import Scores
 from diffbit.calib_data import eval_windows
 from diffbit.cli.options import read_windows
@@ -54,6 +53,7 @@ from diffbit.io.files import parse_size
 from diffbit.io.tokenizer_files import tokenizer_files
 from diffbit.models import Checkpoint
 from diffbit.quantize import Scheme
+from diffbit.quantize.allocation import allocate
 from diffbit.quantize.methods import parse_recipe
 
 # name: options of `diffbit quantize`. With --size, which counts no tokenizer, `diffbit allocate` chooses the formats;

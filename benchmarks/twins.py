@@ -45,7 +45,6 @@ from machine import describe
 from report import Row, add_outputs, command_line, increase, interval, nats, table, verdict, write_outputs
 from smollm2 import fetch
 
-from diffbit.apps.allocate.mixed import allocate
 from diffbit.apps.evaluate.compare import compare
 from diffbit.apps.evaluate.metrics import mean
 from diffbit.apps.outliers.activations import measure
@@ -64,6 +63,7 @@ from diffbit.export import reference_model
 from diffbit.formats import parse_format
 from diffbit.models import Decoder, load
 from diffbit.quantize import Scheme, apply
+from diffbit.quantize.allocation import allocate
 
 # options of `diffbit convert`
 STARTS: dict[str, tuple[str, ...]] = {

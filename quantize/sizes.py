@@ -21,13 +21,15 @@ from typing import Any
 import torch
 
 from ..formats import Format
-from ..models import ModelConfig
+from ..models import Checkpoint, ModelConfig
 from ..models.checkpoint.names import EMBEDDING, HEAD, layer_of, shapes, stays_float32
 from ..ops.cache import CacheSpec
 from .device_cache import cache_spec
-from .scheme import Scheme
+from .scheme import Scheme, linear_shapes
 
 FLOAT32 = 4  # bytes
+# bytes of an artifact's graph and configuration, and of each layer's part of them: typical, and at most
+TYPICAL_GRAPH, LARGEST_GRAPH = (24 << 10, 5 << 10), (48 << 10, 12 << 10)
 WIDTHS = {"fp32": FLOAT32, "fp16": 2}  # bytes of an artifact's floats
 
 
@@ -148,3 +150,15 @@ def sizes(
             device_width = min(stored_width, device_width)
         tensors.append(TensorSize(name, shape, format, stored_width, device_width, not is_looked_up))
     return Sizes(tuple(tensors), cache_spec(config, scheme.attention, "float32" if dtype == "fp32" else "float16"))
+
+
+def overhead(checkpoint: Checkpoint, config: ModelConfig, graph: tuple[int, int] = LARGEST_GRAPH) -> int:
+    """Return an upper bound of an artifact's bytes beside its weights: tokenizer, RoPE tables, graph, padding."""
+    tables = 2 * config.max_position * (config.rope_width // 2) * 4 * (1 if config.local_rope_theta is None else 2)
+    padding = sum(4096 if 4 * math.prod(shape) >= 1 << 20 else 64 for shape in linear_shapes(config).values())
+    return tokenizer_bytes(checkpoint) + tables + padding + graph[0] + graph[1] * config.num_layers
+
+
+def tokenizer_bytes(checkpoint: Checkpoint) -> int:
+    """Return the bytes of a checkpoint's tokenizer files."""
+    return sum(map(len, checkpoint.tokenizer_files.values()))

@@ -39,7 +39,7 @@ SAME_CLASSES = {"Options"}  # of one name in several files: what each variant's 
 SAME_FILES = {"diffbit"}  # of one name in the core: a family and a layout, found by that name
 # What apps import beside the rooms' faces: that of quantize is too wide to take these in
 DEEP = {
-    "diffbit.quantize.layerwise": {"stored_config"},
+    "diffbit.quantize.sizes": {"TYPICAL_GRAPH", "overhead", "tokenizer_bytes"},
     "diffbit.quantize.forecast": {"must_spill", "quantize_demand"},
 }  # fmt: skip
 # (importer, imported): the imports that close a circle

@@ -28,7 +28,7 @@ from ...io.files import parse_size
 
 if TYPE_CHECKING:
     from ...calib_data import Windows
-    from .mixed import Allocation, LayerChoice
+    from ...quantize.allocation import Allocation, LayerChoice
     from .plan import Forecast
 
 WINDOWS, LENGTH = 16, 256  # of the text, unless losses are measured
@@ -169,7 +169,7 @@ def allocate(
     nbytes = None if size is None else parse_size(size)
     scheme = options.scheme(weights_later=True)
     text = _text(model, rounding, measure)
-    from .mixed import allocate as choose
+    from ...quantize.allocation import allocate as choose
 
     allocation = choose(
         model,

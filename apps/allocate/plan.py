@@ -6,7 +6,6 @@ extrapolated from a timed matrix product; other work on the machine makes it lon
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 
@@ -18,9 +17,8 @@ from ...models import Checkpoint, ModelConfig, num_parameters
 from ...quantize import HEAD_MODULE, Scheme, linear_shapes, sizes
 from ...quantize.forecast import must_spill, quantize_demand
 from ...quantize.methods import Recipe
+from ...quantize.sizes import TYPICAL_GRAPH, overhead, tokenizer_bytes
 
-# bytes of an artifact's graph and configuration, and of each layer's part of them: typical, and at most
-GRAPH, GRAPH_AT_MOST = (24 << 10, 5 << 10), (48 << 10, 12 << 10)
 CONFIGURATION = 16 << 10  # bytes beside the weights of a checkpoint
 ROUNDED = 8e7  # weights per second on one thread
 WRITTEN = 3e8  # bytes per second
@@ -54,7 +52,7 @@ def plan_quantize(
     spilled = must_spill(checkpoint, scheme, recipe, text, max_memory)
     memory, disk = quantize_demand(checkpoint, scheme, recipe, text, spilled)
     weights = sizes(checkpoint.config, scheme, stored=getattr(torch, checkpoint.dtype)).checkpoint_bytes
-    others = CONFIGURATION + _tokenizer(checkpoint)
+    others = CONFIGURATION + tokenizer_bytes(checkpoint)
     seconds = num_parameters(checkpoint.config) / ROUNDED / torch.get_num_threads()
     if text is not None:
         seconds += _operations(checkpoint.config, *text, recipe) / speed()
@@ -64,20 +62,9 @@ def plan_quantize(
 def plan_export(checkpoint: Checkpoint, scheme: Scheme | None, dtype: str) -> Forecast:
     """Predict what `export_artifact` takes for a checkpoint that is, or will be, quantized by the scheme."""
     memory, weights = export_demand(checkpoint, scheme, dtype)
-    output = weights + overhead(checkpoint, checkpoint.config, GRAPH)
+    output = weights + overhead(checkpoint, checkpoint.config, TYPICAL_GRAPH)
     seconds = output / WRITTEN + num_parameters(checkpoint.config) / COMPUTED
     return Forecast(resident_memory() + memory, output, output, seconds)
-
-
-def overhead(checkpoint: Checkpoint, config: ModelConfig, graph: tuple[int, int] = GRAPH_AT_MOST) -> int:
-    """Return an upper bound of an artifact's bytes beside its weights: tokenizer, RoPE tables, graph, padding."""
-    tables = 2 * config.max_position * (config.rope_width // 2) * 4 * (1 if config.local_rope_theta is None else 2)
-    padding = sum(4096 if 4 * math.prod(shape) >= 1 << 20 else 64 for shape in linear_shapes(config).values())
-    return _tokenizer(checkpoint) + tables + padding + graph[0] + graph[1] * config.num_layers
-
-
-def _tokenizer(checkpoint: Checkpoint) -> int:
-    return sum(map(len, checkpoint.tokenizer_files.values()))
 
 
 def _operations(config: ModelConfig, windows: int, length: int, recipe: Recipe) -> float:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from diffbit import models
-from diffbit.apps.allocate.losses import Losses, measure
 from diffbit.formats import parse_format
 from diffbit.models import Decoder
 from diffbit.quantize import Scheme, apply, linear_shapes
+from diffbit.quantize.allocation.losses import Losses, measure
 from diffbit.quantize.calibration import Tokens
 from diffbit.quantize.methods import Method, find
 from diffbit.quantize.methods.rtn import quantize as rtn

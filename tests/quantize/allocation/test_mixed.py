@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from diffbit import models
-from diffbit.apps.allocate import mixed
-from diffbit.apps.allocate.mixed import allocate, choose
-from diffbit.apps.allocate.plan import GRAPH_AT_MOST
 from diffbit.export import export_artifact
 from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.io.files import parse_size
 from diffbit.models import Decoder
 from diffbit.quantize import Scheme, apply, linear_shapes, quantize_checkpoint
+from diffbit.quantize.allocation import mixed
+from diffbit.quantize.allocation.mixed import allocate, choose
 from diffbit.quantize.methods import Method, Recipe
 from diffbit.quantize.methods.rtn import quantize as rtn
 from diffbit.quantize.scheme import weight_shapes
+from diffbit.quantize.sizes import LARGEST_GRAPH
 from diffbit.runtime import Artifact, verify
 
 from ...configs import resized
@@ -112,7 +112,7 @@ def test_the_artifact_is_no_larger_than_the_target(
         quantize_checkpoint(tmp_path / "float", tmp_path / "mixed", allocation.scheme, overwrite=True)
         artifact = export_artifact(tmp_path / "mixed", tmp_path / "onnx", overwrite=True)
         nbytes = Artifact.open(artifact).nbytes + (artifact / "diffbit.json").stat().st_size
-        reserve = GRAPH_AT_MOST[0] + GRAPH_AT_MOST[1] * config.num_layers + 4096 * 8
+        reserve = LARGEST_GRAPH[0] + LARGEST_GRAPH[1] * config.num_layers + 4096 * 8
         assert allocation.model_nbytes - reserve <= nbytes <= allocation.model_nbytes
     assert verify(artifact).passed
 
@@ -283,7 +283,7 @@ def test_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     refuse("candidate int3_g64_asym is stored in 4 bits on a device", candidates=("int3_g64_asym", "int4_g32"))
     refuse("the overrides fix every linear layer", scheme=Scheme(overrides=(("*", parse_format("int4_g32")),)))
     refuse("matches no linear layer", scheme=Scheme(overrides=(("*.qproj", None),)))
-    monkeypatch.setattr("diffbit.apps.allocate.mixed.available_memory", lambda: 10**5)
+    monkeypatch.setattr("diffbit.quantize.allocation.mixed.available_memory", lambda: 10**5)
     refuse(r"float model in memory, about .* kB, and 100\.0 kB are free; choose the formats yourself")
     quantize_checkpoint(folder, tmp_path / "int4", Scheme(weights=parse_format("int4_g32")))
     with pytest.raises(DiffbitError, match="is quantized already"):
@@ -303,7 +303,7 @@ def test_a_trained_model_gains_by_mixing(trained: Callable[[str], Path], monkeyp
     """Between int2 and int4: less than the line between them, on text that was not looked at for it."""
     from diffbit.calib_data import eval_windows
 
-    monkeypatch.setattr("diffbit.apps.allocate.mixed.SAMPLE", 1024)
+    monkeypatch.setattr("diffbit.quantize.allocation.mixed.SAMPLE", 1024)
     path = trained("softmax")  # of DIFF v1's layers none matters more than the others
     text = eval_windows("stdlib", path, 128, 8, split="calib")
     allocation = allocate(path, bits=3.3, candidates=("int2_g64", "int4_g64"), calibration=text.ids)

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diffbit.apps.allocate import guided
 from diffbit.apps.train.presets import model_config
 from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
@@ -17,9 +16,10 @@ from diffbit.models import Decoder
 from diffbit.models.config import variants
 from diffbit.quantize import HEAD_MODULE, Scheme, apply, linear_shapes
 from diffbit.quantize.calibration import Tokens
+from diffbit.quantize.methods import guided
 
 from ...configs import resized
-from .small import CONFIG, IDS, MASK, make
+from ..allocation.small import CONFIG, IDS, MASK, make
 
 SEEDS = 300
 LINEARS = [name for name in linear_shapes(CONFIG) if name != HEAD_MODULE]

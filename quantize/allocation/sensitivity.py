@@ -38,10 +38,10 @@ from torch import Tensor, nn
 from ...formats import Format
 from ...io.progress import track
 from ...models import Decoder
-from ...quantize import EMBEDDING_MODULE, HEAD_MODULE, Scheme
-from ...quantize.calibration import Passes, Tokens, search
-from ...quantize.methods import Layer, Method, quantize_weight
-from .gradients import backward, forward, watching
+from ..calibration import Passes, Tokens, search
+from ..calibration.gradients import backward, forward, watching
+from ..methods import Layer, Method, quantize_weight
+from ..scheme import EMBEDDING_MODULE, HEAD_MODULE, Scheme
 from .losses import Formats, Losses
 
 ROWS = 64

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from ...formats import Format, QuantLinear
 from ...io.progress import track
 from ...models import Decoder
-from ...quantize import Scheme
-from ...quantize.calibration import CalibStats, Passes, Tokens
-from ...quantize.methods import Layer, Method, find, quantize_weight
-from .gradients import forward
+from ..calibration import CalibStats, Passes, Tokens
+from ..calibration.gradients import forward
+from ..methods import Layer, Method, find, quantize_weight
+from ..scheme import Scheme
 
 CHUNK = 1 << 23  # logits computed at a time
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...io.errors import DiffbitError
 from ...models import Decoder
-from ...quantize.calibration import Batch
+from .states import Batch
 
 
 @contextmanager

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from diffbit import models
-from diffbit.apps.allocate.losses import measure
-from diffbit.apps.allocate.sensitivity import estimate, fisher, remaining
 from diffbit.apps.train.presets import model_config
 from diffbit.formats import QTensor, parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder
 from diffbit.models.config import variants
 from diffbit.quantize import EMBEDDING_MODULE, HEAD_MODULE, Scheme, linear_shapes
+from diffbit.quantize.allocation.losses import measure
+from diffbit.quantize.allocation.sensitivity import estimate, fisher, remaining
 from diffbit.quantize.calibration import Tokens
 from diffbit.quantize.methods import Method, find
 from diffbit.quantize.methods.rtn import quantize as rtn

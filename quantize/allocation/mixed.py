@@ -37,12 +37,12 @@ from ...io.errors import DiffbitError
 from ...io.files import size_text
 from ...io.resources import available_memory
 from ...models import Checkpoint, Decoder, ModelConfig, load, num_parameters
-from ...quantize import EMBEDDING_MODULE, HEAD_MODULE, Scheme, apply, linear_shapes, sizes
-from ...quantize.calibration import Tokens
-from ...quantize.layerwise import stored_config
-from ...quantize.methods import Method, Recipe, find, parse_recipe
+from ..calibration import Tokens
+from ..layerwise import apply, stored_config
+from ..methods import Method, Recipe, find, parse_recipe
+from ..scheme import EMBEDDING_MODULE, HEAD_MODULE, Scheme, linear_shapes
+from ..sizes import overhead, sizes
 from .losses import Losses, divergence, measure, predictions
-from .plan import overhead
 from .sensitivity import estimate
 
 # by default: of each width, the format that loses least for its bytes

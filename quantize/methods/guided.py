@@ -26,10 +26,12 @@ from torch import Tensor
 from ...io.errors import DiffbitError
 from ...io.progress import track
 from ...models import Decoder, ModelConfig
-from ...quantize import HEAD_MODULE, Scheme, linear_shapes
-from ...quantize.calibration import States, Tokens
-from ...quantize.methods import Read, assemble, find
-from .gradients import backward, watching
+from ..calibration import States, Tokens
+from ..calibration.gradients import backward, watching
+from ..layer import assemble
+from ..reorder import Read
+from ..scheme import HEAD_MODULE, Scheme, linear_shapes
+from . import find
 
 SEED = 0
 

@@ -1,0 +1,14 @@
+"""Mixed precision: a format for each linear layer, the embedding and the head, so that a model loses least within a
+budget of bits or bytes.
+
+allocation = allocate("model", nbytes=40_000_000, method="guided", calibration=token_ids)
+quantize_checkpoint("model", "model-mixed", allocation.scheme, method="guided", calibration=token_ids)
+
+mixed        the candidates and their bytes, the greedy choice by loss a byte, the check of the chosen model
+sensitivity  losses as they are estimated, from one forward and one backward pass
+losses       losses as they are measured, and the divergence of two models
+"""
+
+from .mixed import Allocation, LayerChoice, allocate
+
+__all__ = ["Allocation", "LayerChoice", "allocate"]
