@@ -70,7 +70,11 @@ def run(
                 conversation.reset()
                 result: Generation = conversation.send(text, on_text)
             else:
-                result = generate(session, tokenizer, text, on_text=on_text, **limits)
+                pieces = generate(session, text, tokenizer=tokenizer, **limits)
+                for piece in pieces:
+                    if on_text is not None:
+                        on_text(piece)
+                result = pieces.result()
             if as_json:
                 print_json({"prompt": text, **vars(result)})
             else:

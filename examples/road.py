@@ -45,9 +45,11 @@ verification = diffbit.verify(artifact)
 print(f"verified: {verification.passed}")
 
 # 7. Tokens.
-session, tokenizer = diffbit.Session(artifact), diffbit.Tokenizer(artifact / "tokenizer.json")
-generation = diffbit.generate(session, tokenizer, "def __init__(self", max_tokens=48)
-print(f"def __init__(self{generation.text}")
+prompt = "def __init__(self"
+print(prompt, end="")
+for piece in diffbit.generate(artifact, prompt, max_tokens=48, temperature=0):
+    print(piece, end="", flush=True)
+print()
 
 # 8. What the bits cost, measured on the artifact: perplexity, and the 95 % interval of the paired difference.
 for row in diffbit.compare([checkpoint], held_out, ["16"], artifacts=[Artifact.open(artifact)]).rows():

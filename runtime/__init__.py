@@ -1,8 +1,7 @@
 """Runs an artifact on a device, with numpy, onnxruntime and tokenizers but without torch.
 
-    session = Session("out/model")
-    tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))
-    generate(session, tokenizer, "def main(", max_tokens=64, sampler=Sampler(0.8, top_p=0.9, seed=1), on_text=print)
+    for piece in generate("out/model", "def main(", max_tokens=64, temperature=0.8, top_p=0.9, seed=1):
+        print(piece, end="", flush=True)
 
 Importing this package needs only numpy: ONNX Runtime is loaded with the first session, tokenizers with a tokenizer.
 """
@@ -12,9 +11,9 @@ from __future__ import annotations
 from ..settings import SessionOptions
 from .artifact import FILE_BYTES, MANIFEST, Artifact
 from .bench import bench
-from .chat import MAX_TOKENS, Chat
+from .chat import Chat
 from .constraint import Constraint, Grammars
-from .generate import FinishReason, Generation, TextOutput, generate
+from .generate import MAX_TOKENS, FinishReason, Generation, Pieces, TextOutput, generate
 from .sampler import Sampler
 from .session import Logits, Session, slowdowns
 from .template import ChatTemplate, Message, NoTemplate
@@ -23,6 +22,6 @@ from .verify import Verification, verify
 
 __all__ = [
     "FILE_BYTES", "MANIFEST", "MAX_TOKENS", "Artifact", "Chat", "ChatTemplate", "Constraint", "FinishReason",
-    "Generation", "Grammars", "Logits", "Message", "NoTemplate", "Sampler", "Session", "SessionOptions",
+    "Generation", "Grammars", "Logits", "Message", "NoTemplate", "Pieces", "Sampler", "Session", "SessionOptions",
     "TextOutput", "TextStream", "Tokenizer", "Verification", "bench", "generate", "slowdowns", "verify",
 ]  # fmt: skip

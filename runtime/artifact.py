@@ -131,6 +131,11 @@ class Artifact:
     def open(cls, path: str | Path) -> Artifact:
         """Read and validate `path`/diffbit.json. Raises DiffbitError if anything in it is wrong."""
         folder = artifact_folder(path)
+        if _is_checkpoint(folder):
+            raise DiffbitError(
+                f"{folder}: is a checkpoint, not an artifact; export it first, with `diffbit export {folder} -o OUT`, "
+                f'or in Python with diffbit.export_artifact("{folder}", "OUT")'
+            )
         if not folder.is_dir():
             raise DiffbitError(f"{folder}: no such artifact folder; diffbit export makes one")
         where = folder / MANIFEST
@@ -250,6 +255,14 @@ def artifact_folder(path: str | Path) -> Path:
     """The folder that `path` names: "nano" is the artifact in the package, unless a folder of this name is one."""
     is_nano = Path(path) == Path(NANO) and not (Path(path) / MANIFEST).exists()
     return Path(__file__).parent / NANO if is_nano else Path(path)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether weights are here in a format that only torch runs: a folder of safetensors or GGUF files, or a file."""
+    if (path / MANIFEST).exists():
+        return False
+    files = path.iterdir() if path.is_dir() else [path]
+    return any(file.suffix.lower() in (".safetensors", ".gguf") and file.is_file() for file in files)
 
 
 def _confined(folder: Path, name: str) -> Path:

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 
 from ..io.errors import DiffbitError
 from .artifact import TOKENIZER
-from .generate import Choose, Generation, OnText, generate
+from .generate import MAX_TOKENS, Choose, Generation, OnText, generate
 from .sampler import Sampler
 from .session import Session
 from .template import ChatTemplate, Message
 from .tokenizer import Tokenizer
 
-MAX_TOKENS = 1024  # of an answer
 ROOM = 4  # 1 / ROOM of the context, or max_tokens if that is less, stays free for an answer
 
 
@@ -96,11 +95,14 @@ class Chat:
             self._halted = False
             before = [*self.turns, Message(role="user", content=text)]
             turns, token_ids = self._fitting(before)
-            generation = generate(
-                self.session, self.tokenizer, token_ids, max_tokens=self.max_tokens, sampler=self.sampler,
-                stop=self._stop, on_text=on_text, end_tokens=self.end_tokens, reuse=True,
-                interrupted=lambda: self._halted,
+            pieces = generate(
+                self.session, token_ids, max_tokens=self.max_tokens, stop=self._stop, sampler=self.sampler,
+                tokenizer=self.tokenizer, end_tokens=self.end_tokens, reuse=True, interrupted=lambda: self._halted,
             )  # fmt: skip
+            for piece in pieces:
+                if on_text is not None:
+                    on_text(piece)
+            generation = pieces.result()
             if generation.token_ids:
                 self.turns = [*turns, Message(role="assistant", content=generation.text)]
         return Reply(**vars(generation), dropped=len(before) - len(turns))

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..io.errors import DiffbitError
+from ..settings import Sampling
+from .artifact import TOKENIZER, Artifact
 from .sampler import Sampler
 from .session import Session
+from .template import ChatTemplate, Message
 from .tokenizer import Tokenizer
+
+MAX_TOKENS = 512  # of a text, unless more are asked for
 
 # a stop string, an end token, max_tokens reached, context full, ended by `interrupted`
 FinishReason = Literal["stop", "eos", "length", "context", "interrupted"]
@@ -46,44 +52,110 @@ class Generation:
         )
 
 
+class Pieces(Iterator[str]):
+    """The text that a model is generating: an iterator of its pieces. A piece is final text, at least a character."""
+
+    def __init__(self, pieces: Generator[str, None, Generation]) -> None:
+        self._pieces = pieces
+        self._result: Generation | None = None
+
+    def __next__(self) -> str:
+        try:
+            return next(self._pieces)
+        except StopIteration as end:
+            self._result = self._result or end.value
+            raise StopIteration from None
+
+    def result(self) -> Generation:
+        """Generate what is left of the text, and return the whole with its tokens, times and the reason for its end."""
+        for _ in self:
+            pass
+        if self._result is None:
+            raise DiffbitError("this text ended in an error, so it has no result; call generate again")
+        return self._result
+
+
 def generate(
-    session: Session,
-    tokenizer: Tokenizer,
-    prompt: str | Sequence[int],
+    model: Session | Artifact | str | Path,
+    prompt: str | Sequence[int] | Sequence[Message],
     *,
-    max_tokens: int,
-    sampler: Choose | None = None,
+    max_tokens: int = MAX_TOKENS,
     stop: str | Sequence[str] = (),
-    on_text: OnText | None = None,
+    sampler: Choose | None = None,
+    tokenizer: Tokenizer | None = None,
+    template: ChatTemplate | None = None,
     end_tokens: Collection[int] | None = None,
     reuse: bool = False,
     interrupted: Callable[[], bool] = lambda: False,
-) -> Generation:
-    """Continue `prompt` (text, or token ids as they are) by at most `max_tokens` tokens.
+    **sampling: Any,
+) -> Pieces:
+    """Return an iterator over the text with which a model continues a prompt, or answers a conversation.
 
-    The session is reset first; with `reuse` it keeps the cached tokens that the prompt begins with. `sampler` (logits
-    [V], token ids so far -> token id) is greedy by default. `on_text` receives text that is final: never half a
-    character, and never the beginning of a `stop` string that then follows. An exception from it, such as
-    KeyboardInterrupt, ends the generation. `end_tokens` end the text; they default to the model's. `interrupted` is
-    called before each run of the model; if it returns True, the text ends there.
+        for piece in generate("out/onnx", "def main(", temperature=0.7):
+            print(piece, end="", flush=True)
+        generate(session, [{"role": "user", "content": "Hello"}]).result().text
 
-    Raises DiffbitError for a prompt that is empty when the model has no bos token, holds an unknown token, or does
-    not fit the context. A context that fills up later ends the text with finish_reason "context".
+    model: an artifact's folder, or a `Session`, which saves opening the model again for the next text.
+    prompt: a text to continue; messages to answer, which the model's chat template turns into text; or token ids.
+    max_tokens, stop: the text ends after so many tokens, before a stop string, or at one of the model's end tokens.
+    sampling: fields of `Sampling`, such as temperature, top_p and seed; those left out are the model's own, of its
+        generation_config.json. temperature=0 always takes the most likely token.
+    sampler: a function (logits [V], token ids so far) -> token id, in place of these fields.
+    tokenizer, template, end_tokens: default to the model's own.
+    reuse: keep the tokens in the session's cache that the prompt begins with; else the session is reset.
+    interrupted: is called before each run of the model; if it returns True, the text ends there.
+
+    The model runs when the next piece is asked for; `Pieces.result()` has the whole text with tokens and times. A piece
+    is never half a character, nor the beginning of a stop string that then follows. Raises DiffbitError for a prompt
+    that is empty when the model has no bos token, holds an unknown token, or does not fit the context. A context that
+    fills up later ends the text with finish_reason "context".
     """
+    session = model if isinstance(model, Session) else Session(model)
     started = time.perf_counter()
-    session.artifact.check_output()
+    artifact = session.artifact
+    artifact.check_output()
     if max_tokens < 1:
         raise DiffbitError(f"max_tokens is {max_tokens}, wanted at least 1")
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(stop):
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(stops):
         raise DiffbitError("a stop string is empty; leave it out")
-    choose = Sampler() if sampler is None else sampler
-    end_tokens = session.artifact.eos_token_ids if end_tokens is None else end_tokens
-    prompt_ids = _prompt_ids(session, tokenizer, prompt)
+    if unknown := sorted(sampling.keys() - {field.name for field in fields(Sampling)}):
+        names = ", ".join(field.name for field in fields(Sampling))
+        raise DiffbitError(f"generate has no option {unknown[0]!r}; its options of sampling are {names}")
+    if sampler is not None and sampling:
+        raise DiffbitError(f"generate has a sampler and {', '.join(sampling)}; set them in the sampler")
+    tokenizer = Tokenizer(artifact.file(TOKENIZER)) if tokenizer is None else tokenizer
+    if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+        template = ChatTemplate.read(artifact) if template is None else template
+        text = template.render(cast(Sequence[Message], prompt))
+        prompt = tokenizer.encode(text, add_special_tokens=False)  # the template writes the special tokens itself
+        end_tokens = template.end_tokens(artifact, tokenizer) if end_tokens is None else end_tokens
+    prompt_ids = _prompt_ids(session, tokenizer, cast(str | Sequence[int], prompt))
+    chosen = Sampler.of(artifact, **sampling) if sampler is None else sampler
+    ends = artifact.eos_token_ids if end_tokens is None else end_tokens
+    took = time.perf_counter() - started
+    return Pieces(_generated(session, tokenizer, prompt_ids, max_tokens, stops, chosen, ends, reuse, interrupted, took))
+
+
+def _generated(
+    session: Session,
+    tokenizer: Tokenizer,
+    prompt_ids: list[int],
+    max_tokens: int,
+    stops: Sequence[str],
+    choose: Choose,
+    end_tokens: Collection[int],
+    reuse: bool,
+    interrupted: Callable[[], bool],
+    took: float,
+) -> Generator[str, None, Generation]:
+    """Yield the text of `generate` and return the Generation. took: seconds that the call itself took."""
+    started = time.perf_counter() - took
     token_ids = list(prompt_ids)
     if isinstance(choose, Sampler):
         choose.start(len(prompt_ids), min(max_tokens, session.capacity - len(prompt_ids) + 1))
-    stream, output = tokenizer.stream(prompt_ids), TextOutput(stop, on_text)
+    final: list[str] = []  # text to be yielded
+    stream, output = tokenizer.stream(prompt_ids), TextOutput(stops, final.append)
     times: list[float] = []  # when each token was chosen
     reason: FinishReason | None = None
 
@@ -96,23 +168,34 @@ def generate(
                 reason = "interrupted"
                 break
             logits = session.prefill([prompt_ids[begin : begin + session.chunk]])
-        while reason is None:
-            token = choose(logits[0], token_ids)
-            times.append(time.perf_counter())
-            token_ids.append(token)
-            if token in end_tokens:
-                reason = "eos"
-            elif output.push(stream.push(token)):
-                reason = "stop"
-            elif len(times) == max_tokens:
-                reason = "length"
-            elif session.length == session.capacity:
-                reason = "context"
-            elif interrupted():
-                reason = "interrupted"
-            else:
+        state = session.state
+    while reason is None:
+        token = choose(logits[0], token_ids)
+        times.append(time.perf_counter())
+        token_ids.append(token)
+        if token in end_tokens:
+            reason = "eos"
+        elif output.push(stream.push(token)):
+            reason = "stop"
+        elif len(times) == max_tokens:
+            reason = "length"
+        elif len(token_ids) > session.capacity:
+            reason = "context"
+        yield from final
+        final.clear()
+        if reason is None and interrupted():
+            reason = "interrupted"
+        if reason is None:
+            with session.exclusive():
+                if session.state != state:
+                    raise DiffbitError(
+                        "the session has computed something else since the last piece of this text; finish a text "
+                        "before the next one, or open a session for each"
+                    )
                 logits = session.step([[token]])
+                state = session.state
     output.push(stream.finish(), last=True)  # an unfinished character may complete a stop string that holds U+FFFD
+    yield from final
     return Generation(
         text=output.text,
         token_ids=tuple(token_ids[len(prompt_ids) :]),

@@ -129,7 +129,7 @@ class Session:
         self._mask: Ids = np.zeros((0, 0), np.int64)  # [B, C]
         self._ids: Ids = np.zeros((0, 0), np.int64)  # [B, C], of the cached tokens
         self._tokens: Ids = np.zeros(0, np.int64)  # [B], real tokens per row
-        self._length = 0
+        self._length = self._texts = 0
         self.reproducible, self._whole = options.reproducible, 0  # tokens in whole blocks of a prompt
 
     @property
@@ -141,6 +141,11 @@ class Session:
     def length(self) -> int:
         """Cache positions in use; for a padded batch, its longest prompt plus the decode steps since."""
         return self._length
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """The number of texts begun so far, and `length`. It changes whenever anything uses the session."""
+        return self._texts, self._length
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -155,6 +160,7 @@ class Session:
     @_exclusively
     def reset(self) -> None:
         """Forget all tokens. In-place buffers stay allocated and are overwritten."""
+        self._texts += 1
         self._length = self._whole = 0
 
     @_exclusively
@@ -164,6 +170,7 @@ class Session:
         The caller then prefills the rest of `token_ids`, at least one token. A cache that is not written in place, or
         cannot be truncated there (`CacheSpec.holds`), is kept entirely or not at all.
         """
+        self._texts += 1
         if self._batch != 1:
             self.reset()
         most = min(self._length, len(token_ids) - 1)

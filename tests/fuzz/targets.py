@@ -312,8 +312,7 @@ def run(folder: Path) -> None:
     locations = _locations(onnx.load(folder / "model.onnx", load_external_data=False))
     assert locations <= listed, locations
     session = Session(folder, threads=1)
-    tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))
-    generate(session, tokenizer, "def f", max_tokens=3, sampler=Sampler(1.0, seed=0))
+    generate(session, "def f", max_tokens=3, sampler=Sampler(1.0, seed=0)).result()
 
 
 def _is_json(folder: Path) -> bool:

@@ -51,7 +51,9 @@ def check_turns(chat: Chat, fresh: Session, messages: list[str]) -> list[int]:
         reply = chat.send(text)
         conversation = [*chat.messages[:-2], {"role": "user", "content": text}]
         prompt = chat.tokenizer.encode(chat.template.render(conversation), add_special_tokens=False)
-        scratch = generate(fresh, chat.tokenizer, prompt, max_tokens=chat.max_tokens, end_tokens=chat.end_tokens)
+        scratch = generate(
+            fresh, prompt, max_tokens=chat.max_tokens, end_tokens=chat.end_tokens, temperature=0
+        ).result()
         assert reply.token_ids == scratch.token_ids
         assert chat.turns[-1] == {"role": "assistant", "content": reply.text}
         assert reply.prompt_tokens == len(prompt)

@@ -1,15 +1,26 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from diffbit.io.errors import DiffbitError
-from diffbit.runtime import Generation, Sampler, Session, Tokenizer, generate
-from diffbit.runtime.generate import TextOutput
+from diffbit.runtime import (
+    Artifact,
+    ChatTemplate,
+    Generation,
+    NoTemplate,
+    Sampler,
+    Session,
+    TextOutput,
+    Tokenizer,
+    generate,
+)
 
-from .toy import BOS, EOS, VOCAB, Toy, follows, random_toy
+from .toy import BOS, EOS, VOCAB, Toy, follows, random_toy, seal
 
 
 class Machine:
@@ -22,15 +33,10 @@ class Machine:
         self.pieces: list[str] = []
 
     def __call__(self, prompt: object, max_tokens: int = 8, **options: object) -> Generation:
-        self.pieces.clear()
-        return generate(
-            self.session,
-            self.tokenizer,
-            prompt,  # type: ignore[arg-type]
-            max_tokens=max_tokens,
-            on_text=self.pieces.append,
-            **options,  # type: ignore[arg-type]
-        )
+        greedy = {} if "sampler" in options else {"temperature": 0}
+        pieces = generate(self.session, prompt, max_tokens=max_tokens, **greedy, **options)  # type: ignore[arg-type]
+        self.pieces = list(pieces)
+        return pieces.result()
 
 
 def test_greedy_text_and_the_figures(tmp_path: Path, in_place: bool) -> None:
@@ -167,12 +173,90 @@ def test_bad_requests_are_refused(tmp_path: Path) -> None:
     assert run("a", max_tokens=2).text == "bc"  # and the session still works
 
 
-def test_an_interrupted_generation_leaves_the_session_usable(tmp_path: Path, in_place: bool) -> None:
-    run = Machine(follows("abcd"), tmp_path / "a", in_place=in_place)
+def test_a_text_that_is_left_before_its_end(tmp_path: Path, in_place: bool) -> None:
+    """The model computes no more of it, and the session is free for the next."""
+    run = Machine(follows("abcdefgh"), tmp_path / "a", in_place=in_place)
+    computed: list[int] = []
 
-    def interrupt(text: str) -> None:
-        raise KeyboardInterrupt
+    def counting() -> bool:
+        computed.append(1)
+        return False
 
-    with pytest.raises(KeyboardInterrupt):
-        generate(run.session, run.tokenizer, "a", max_tokens=5, on_text=interrupt)
+    for piece in generate(run.session, "a", max_tokens=50, interrupted=counting, temperature=0):
+        if piece == "d":
+            break
+    assert len(computed) == 3  # the prompt, and a run for each piece but the first
     assert run("b", max_tokens=2).text == "cd"
+    pieces = generate(run.session, "a", max_tokens=3, temperature=0)
+    assert next(pieces) == "b"
+    assert pieces.result().text == "bcd"  # also what was taken before
+    assert list(pieces) == [] and pieces.result() is pieces.result()
+
+
+def test_two_texts_at_a_time_on_one_session(tmp_path: Path, in_place: bool) -> None:
+    """The first would continue the second's cache: it gets a sentence, and the second its text."""
+    run = Machine(follows("abcdefgh"), tmp_path / "a", in_place=in_place)
+    first = generate(run.session, "a", max_tokens=5, temperature=0)
+    assert next(first) == "b"
+    assert run("e", max_tokens=3).text == "fgh"
+    with pytest.raises(DiffbitError, match="finish a text before the next one"):
+        next(first)
+    with pytest.raises(DiffbitError, match="ended in an error"):
+        first.result()
+
+
+def add_file(artifact: Path, name: str, content: dict[str, Any]) -> None:
+    (artifact / name).write_text(json.dumps(content))
+    manifest = json.loads((artifact / "diffbit.json").read_text())
+    del manifest["files"]
+    seal(artifact, manifest)
+
+
+def test_a_path_is_enough_and_the_fields_of_sampling(tmp_path: Path) -> None:
+    """What is left out is the model's own."""
+    toy = random_toy(seed=3)
+    path = toy.write(tmp_path / "a")
+    assert list(generate(path, [3, 1, 4], max_tokens=9, temperature=0).result().token_ids) == toy.greedy([3, 1, 4], 9)
+    assert generate(Artifact.open(path), [3, 1], max_tokens=2).result().prompt_tokens == 2
+
+    def draw(seed: int, **options: Any) -> tuple[int, ...]:
+        return generate(path, [1, 2], max_tokens=20, seed=seed, **options).result().token_ids
+
+    add_file(path, "generation_config.json", {"do_sample": True, "temperature": 3.0, "top_k": 30})
+    session = Session(path, threads=1)
+    expected = generate(session, [1, 2], max_tokens=20, sampler=Sampler(3.0, top_k=30, seed=1)).result().token_ids
+    assert draw(1) == expected != draw(2)
+    assert draw(1, temperature=0) == draw(2, temperature=0) == tuple(toy.greedy([1, 2], 20))
+    for options, message in (
+        ({"temprature": 1.0}, "no option 'temprature'.*temperature, top_k"),
+        ({"temperature": -1.0}, "temperature is -1"),
+        ({"sampler": Sampler(), "top_p": 0.5}, "a sampler and seed, top_p"),
+    ):
+        with pytest.raises(DiffbitError, match=message):
+            draw(1, **options)
+
+
+def test_messages_are_rendered_by_the_template(tmp_path: Path) -> None:
+    """The model's own, or a given one. The answer ends at the tokenizer's eos_token, too."""
+    path = follows("Pabcd", end=EOS).write(tmp_path / "a")
+    session = Session(path, threads=1)
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    with pytest.raises(NoTemplate, match="has no chat template"):
+        generate(session, messages)
+    given = ChatTemplate("{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}P", "T")
+    result = generate(session, messages, template=given, temperature=0).result()
+    assert (result.text, result.prompt_tokens, result.finish_reason) == ("abcd", 5, "eos")
+    add_file(path, "tokenizer_config.json", {"chat_template": "{{ messages[0].content }}P", "eos_token": "c"})
+    assert "".join(generate(path, messages, temperature=0)) == "ab"
+
+
+def test_a_checkpoint_is_told_to_be_exported(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "model-Q4_0.gguf"):
+        folder = tmp_path / name.partition(".")[2]
+        folder.mkdir()
+        (folder / name).write_bytes(b"GGUF")
+        for open_it in (Session, Artifact.open, lambda path: generate(path, "a")):
+            with pytest.raises(DiffbitError, match=r"is a checkpoint.*diffbit export.*export_artifact"):
+                open_it(folder)
+    with pytest.raises(DiffbitError, match="is a checkpoint"):
+        Session(tmp_path / "gguf" / "model-Q4_0.gguf")

@@ -14,7 +14,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from diffbit.io.errors import DiffbitError
-from diffbit.runtime import Session, Tokenizer, generate, verify
+from diffbit.runtime import Chat, ChatTemplate, Sampler, Session, Tokenizer, generate, verify
 from diffbit.runtime.external import external_locations
 
 from .toy import byte_tokenizer, follows, random_toy, seal
@@ -58,7 +58,6 @@ def test_onnxruntimes_telemetry_is_off(tmp_path: Path) -> None:
 def test_two_threads_on_one_session(tmp_path: Path, in_place: bool) -> None:
     """The second one gets a sentence, and the first one its text."""
     session = Session(follows("abcdefgh").write(tmp_path / "a", in_place=in_place, context=60), threads=1)
-    tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))
     errors: list[str] = []
 
     def another() -> None:
@@ -66,21 +65,22 @@ def test_two_threads_on_one_session(tmp_path: Path, in_place: bool) -> None:
             lambda: session.prefill([[1, 2]]),
             lambda: session.step([[1]]),
             session.reset,
-            lambda: generate(session, tokenizer, "c", max_tokens=3),
+            lambda: generate(session, "c", max_tokens=3).result(),
         ):
             with pytest.raises(DiffbitError) as caught:
                 call()  # type: ignore[no-untyped-call]
             errors.append(str(caught.value))
 
-    def on_text(text: str) -> None:
+    def in_a_thread(text: str) -> None:
         if text == "d":
             thread = threading.Thread(target=another)
             thread.start()
             thread.join()
 
-    assert generate(session, tokenizer, "a", max_tokens=7, on_text=on_text).text == "bcdefgh"
+    chat = Chat(session, template=ChatTemplate("{{ messages[-1].content }}", "T"), sampler=Sampler(), max_tokens=7)
+    assert chat.send("a", in_a_thread).text == "bcdefgh"
     assert errors == ["another thread is using this session; open a session for each thread"] * 4
-    assert generate(session, tokenizer, "a", max_tokens=7).text == "bcdefgh"
+    assert generate(session, "a", max_tokens=7, temperature=0).result().text == "bcdefgh"
 
 
 def outside(location: str, *more: tuple[str, str]) -> TensorProto:

@@ -138,14 +138,14 @@ def test_rolling_scores_every_token_once(artifact: Path) -> None:
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_texts_are_those_of_generate(artifact: Path, batch_size: int) -> None:
     model, session = DiffbitLM(str(artifact), batch_size=batch_size), Session(artifact)
-    tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))
     prompts = ["import", "def __init__(self, x", "class", "for index in range("]
     options: list[dict[str, Any]] = [{"max_gen_toks": 12, "until": ["\n"]}, {"max_gen_toks": 12, "until": "):"}]
     options += [{"max_gen_toks": 12, "until": []}, {"max_gen_toks": 5}]
     generated = model.generate_until(requests(*zip(prompts, options, strict=True)))
     for prompt, kwargs, text in zip(prompts, options, generated, strict=True):
         stop = kwargs.get("until", [])
-        assert text == generate(session, tokenizer, prompt, max_tokens=kwargs["max_gen_toks"], stop=stop).text
+        answer = generate(session, prompt, max_tokens=kwargs["max_gen_toks"], stop=stop, temperature=0).result()
+        assert text == answer.text
     assert any(generated)
 
 

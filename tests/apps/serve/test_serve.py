@@ -208,8 +208,8 @@ def test_engine_answers_as_generate_does(
     assert engine.counts.requests == 10 and engine.counts.prompt_tokens == sum(map(len, prompts))
     for index, prompt in enumerate(prompts):
         expected = generate(
-            session, tokenizer, prompt, max_tokens=5 * index + 1, sampler=sampler(index), stop=["return"], end_tokens=()
-        )
+            session, prompt, max_tokens=5 * index + 1, sampler=sampler(index), stop=["return"], end_tokens=()
+        ).result()
         assert "".join(piece.text for piece in pieces[index]) == expected.text
         assert pieces[index][-1].finish_reason == expected.finish_reason
     assert not engine.submit(Request(prompts[0], take(0), sampler(0), 1))  # closed
@@ -440,7 +440,7 @@ def test_chat_answers_as_generate_does(address: str, artifacts: dict[str, Path])
     choice, usage = whole.choices[0], whole.usage
     session, tokenizer = Session(artifacts["diff"]), Tokenizer(artifacts["diff"] / "tokenizer.json")
     prompt = tokenizer.encode("system: import os\nuser: def main(\nassistant:", add_special_tokens=False)
-    expected = generate(session, tokenizer, prompt, max_tokens=30)
+    expected = generate(session, prompt, max_tokens=30, temperature=0).result()
     assert choice.message.content == expected.text and choice.finish_reason == "length"
     assert usage is not None and (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), 30)
     assert choice.logprobs is not None and choice.logprobs.content is not None
@@ -487,7 +487,7 @@ def test_completions_answer_as_generate_does(address: str, artifacts: dict[str, 
     api = client(address)
     session, tokenizer = Session(artifacts["plain-int8"]), Tokenizer(artifacts["diff"] / "tokenizer.json")
     texts = ["def add(", "class Stack:\n    def"]
-    alone = [generate(session, tokenizer, text, max_tokens=40, stop=["self"]) for text in texts]
+    alone = [generate(session, text, max_tokens=40, stop=["self"], temperature=0).result() for text in texts]
     assert any(one.finish_reason == "stop" for one in alone)
     for prompt in (texts, [tokenizer.encode(text) for text in texts]):
         completion = api.completions.create(
@@ -501,7 +501,7 @@ def test_completions_answer_as_generate_does(address: str, artifacts: dict[str, 
     assert sampled[0] == sampled[1]
     options: dict[str, Any] = {"frequency_penalty": 1.5, "presence_penalty": 0.5, "logit_bias": {5: 2.0}}
     sampler = Sampler(**options, min_p=0.1)
-    expected = generate(Session(artifacts["diff"]), tokenizer, "import ", max_tokens=12, sampler=sampler).text
+    expected = generate(Session(artifacts["diff"]), "import ", max_tokens=12, sampler=sampler).result().text
     others = {"logit_bias": {"5": 2.0}, "extra_body": {"min_p": 0.1}}
     completion = api.completions.create(
         model="diff", prompt="import ", max_tokens=12, temperature=0, **options | others
@@ -512,7 +512,7 @@ def test_completions_answer_as_generate_does(address: str, artifacts: dict[str, 
     lines = subprocess.run(curl, capture_output=True, text=True, check=True).stdout.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     text = "".join(json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines[:-2])
-    assert text == generate(Session(artifacts["diff"]), tokenizer, "def ", max_tokens=5).text
+    assert text == generate(Session(artifacts["diff"]), "def ", max_tokens=5, temperature=0).result().text
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from diffbit.apps.web.site import PACKAGE, PACKAGES
-from diffbit.runtime import Chat, Session, Tokenizer, generate
+from diffbit.runtime import Chat, Session, generate
 
 from .modules import module
 from .test_site import MODULES, READY, artifacts, evaluate
@@ -135,8 +135,8 @@ def test_what_is_packed(modules: Path) -> None:
 @pytest.mark.skipif(not READY, reason="needs Node.js and tests/apps/web/node_modules")
 def test_node_writes_what_run_writes(artifacts: dict[str, Path], modules: Path) -> None:
     found = in_node(modules, RUN, str(artifacts["text"]), TEXTS, MESSAGES, 24)
-    session, tokenizer = Session(artifacts["text"]), Tokenizer(artifacts["text"] / "tokenizer.json")
-    expected = [generate(session, tokenizer, text, max_tokens=24) for text in TEXTS]
+    session = Session(artifacts["text"])
+    expected = [generate(session, text, max_tokens=24, temperature=0).result() for text in TEXTS]
     assert found["answers"] == [[list(one.token_ids), one.text] for one in expected]
     assert found["stopped"] == ["interrupted", 1]
     assert found["sampled"][0] == found["sampled"][1] != found["sampled"][2]
@@ -179,8 +179,8 @@ def test_chromium_writes_what_run_writes(artifacts: dict[str, Path], modules: Pa
     (tmp_path / "lib").symlink_to(modules)
     (tmp_path / "model").symlink_to(artifacts["text"])
     found = evaluate(tmp_path, RUN, "/model", TEXTS, MESSAGES, 24)
-    session, tokenizer = Session(artifacts["text"]), Tokenizer(artifacts["text"] / "tokenizer.json")
-    expected = [generate(session, tokenizer, text, max_tokens=24) for text in TEXTS]
+    session = Session(artifacts["text"])
+    expected = [generate(session, text, max_tokens=24, temperature=0).result() for text in TEXTS]
     assert found["answers"] == [[list(one.token_ids), one.text] for one in expected]
     assert found["stopped"] == ["interrupted", 1] and "the server answered 404" in found["failures"][-1]
 

@@ -124,10 +124,12 @@ def test_the_page_writes_what_run_writes(artifacts: dict[str, Path], tmp_path: P
     """Text, and a conversation of two turns; with diffbit's kernels, and with onnxruntime-web, and the threads that a
     service worker brings. An answer can be stopped, and the page fits a narrow window."""
     module()
-    session, tokenizer = Session(artifacts["text"]), Tokenizer(artifacts["text"] / "tokenizer.json")
+    session = Session(artifacts["text"])
     write_site(artifacts["text"], tmp_path / "text", packages=MODULES)
     page = drive(tmp_path / "text", ("ask", "def __init__(self"), ("ask", "import é😀 "))
-    expected = [generate(session, tokenizer, text, max_tokens=24) for text in ("def __init__(self", "import é😀 ")]
+    expected = [
+        generate(session, text, max_tokens=24, temperature=0).result() for text in ("def __init__(self", "import é😀 ")
+    ]
     assert page["answers"] == [list(one.token_ids) for one in expected]
     assert page["talk"] == "import é😀 " + expected[1].text.rstrip("\n")
     threads = min(4, os.cpu_count() or 1)
@@ -161,8 +163,8 @@ def test_other_browsers_write_it_too(browser: str, artifacts: dict[str, Path], t
     module()
     texts = ["def __init__(self", "import é😀 "]
     write_site(artifacts["text"], tmp_path / "site", packages=MODULES)
-    session, tokenizer = Session(artifacts["text"]), Tokenizer(artifacts["text"] / "tokenizer.json")
-    expected = [list(generate(session, tokenizer, text, max_tokens=24).token_ids) for text in texts]
+    session = Session(artifacts["text"])
+    expected = [list(generate(session, text, max_tokens=24, temperature=0).result().token_ids) for text in texts]
     several = (
         f"on {min(4, os.cpu_count() or 1)} threads." if browser == "firefox" else " threads."
     )  # WebKit says 4 or 8
@@ -210,7 +212,7 @@ def test_the_page_writes_on_webgpu_what_run_writes(
     assert "on GPU." in page["about"]
     session, tokenizer = Session(artifact), Tokenizer(artifact / "tokenizer.json")
     assert len(tokenizer.encode(text)) > 32
-    answers = [list(generate(session, tokenizer, text, max_tokens=24).token_ids) for text in texts]
+    answers = [list(generate(session, text, max_tokens=24, temperature=0).result().token_ids) for text in texts]
     assert page["answers"] == answers
     page = drive(tmp_path / "site", ("ask", text))  # the same site without WebGPU
     assert "thread" in page["about"] and page["answers"] == answers[:1]

@@ -11,7 +11,7 @@ import pytest
 from diffbit.export import export_artifact
 from diffbit.io.errors import DiffbitError
 from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
-from diffbit.runtime import Session, Tokenizer, generate, verify
+from diffbit.runtime import Session, generate, verify
 
 from .test_site import MODULES, READY, evaluate
 
@@ -75,6 +75,6 @@ def test_transformers_js_writes_what_run_writes(artifact: Path) -> None:
     (site / "lib").symlink_to(MODULES)
     texts = ("def __init__(self", "import é😀 ")
     answers = evaluate(site, RUN, list(texts), 24)
-    session, tokenizer = Session(artifact), Tokenizer(artifact / "tokenizer.json")
-    expected = [list(generate(session, tokenizer, text, max_tokens=24).token_ids) for text in texts]
+    session = Session(artifact)
+    expected = [list(generate(session, text, max_tokens=24, temperature=0).result().token_ids) for text in texts]
     assert answers == expected
