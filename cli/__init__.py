@@ -14,6 +14,7 @@ so `diffbit run` needs no torch. Commands of apps live with them (apps/NAME/comm
 
 from .artifacts import Quantize, as_artifacts
 from .options import (
+    Adapter,
     ArtifactPath,
     ArtifactPaths,
     Data,
@@ -36,7 +37,7 @@ from .options import (
 from .output import json_of, print_error, print_json, print_table, remark
 
 __all__ = [
-    "ArtifactPath", "ArtifactPaths", "Data", "Field", "Json", "JsonSchema", "Length", "MaxWindows", "Overwrite",
-    "Quantize", "Quiet", "Seed", "TorchDevice", "as_artifacts", "chat_template", "completion", "json_of", "of_formats",
-    "print_error", "print_json", "print_table", "read_windows", "remark", "torch_device", "with_settings",
+    "Adapter", "ArtifactPath", "ArtifactPaths", "Data", "Field", "Json", "JsonSchema", "Length", "MaxWindows",
+    "Overwrite", "Quantize", "Quiet", "Seed", "TorchDevice", "as_artifacts", "chat_template", "completion", "json_of",
+    "of_formats", "print_error", "print_json", "print_table", "read_windows", "remark", "torch_device", "with_settings",
 ]  # fmt: skip

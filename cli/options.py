@@ -51,6 +51,15 @@ JsonSchema = Annotated[
     typer.Option("--json-schema", metavar="FILE", help="Answer with JSON of the schema in this file."),
 ]
 Seed = Annotated[int, typer.Option("--seed", callback=_seed, help="Random seed.")]
+Adapter = Annotated[
+    Path | None,
+    typer.Option(
+        "--adapter",
+        metavar="FOLDER",
+        help="LoRA adapter of the model, a folder in PEFT's layout (adapter_config.json and "
+        "adapter_model.safetensors). It is merged into the weights.",
+    ),
+]
 TorchDevice = Annotated[
     Literal["auto", "cpu", "cuda"], typer.Option("--device", help="Device for torch; auto: cuda if it is available.")
 ]

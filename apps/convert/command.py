@@ -1,4 +1,4 @@
-"""diffbit convert: make a differential model from a plain Transformer."""
+"""diffbit convert: make a differential model from a plain Transformer, or merge an adapter into a model."""
 
 from __future__ import annotations
 
@@ -7,27 +7,30 @@ from typing import Annotated, Literal
 
 import typer
 
-from ...cli import Json, Overwrite, Quiet, print_json, print_table
+from ...cli import Adapter, Json, Overwrite, Quiet, print_json, print_table
 
 EXAMPLES = {
     "convert": (
         "diffbit convert examples/pico/softmax -o out/differential",
         "diffbit convert examples/pico/softmax --start rotated -o out/rotated",
         "diffbit convert examples/pico/softmax --start rotated --lambda 0.2 -o out/subtracting",
+        "diffbit convert MODEL --adapter ADAPTER -o out/merged",
     )
 }
 
 
 def convert(
-    model: Annotated[Path, typer.Argument(help="Plain Transformer: a float checkpoint folder, or a GGUF file.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Output folder: the differential checkpoint.")],
+    model: Annotated[Path, typer.Argument(help="Model: a float checkpoint folder, or a GGUF file.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Output folder: the new checkpoint.")],
+    adapter: Adapter = None,
     start: Annotated[
-        Literal["copy", "rotated"],
+        Literal["copy", "rotated"] | None,
         typer.Option(
             help="copy: the noise query is the signal query, and the model computes the same function, exactly. "
-            "rotated: it is turned by --angle, and lambda starts at 0.0025, near the same function."
+            "rotated: it is turned by --angle, and lambda starts at 0.0025, near the same function. Default: copy; "
+            "with --adapter the model does not become differential."
         ),
-    ] = "copy",
+    ] = None,
     angle: Annotated[
         float | None,
         typer.Option(help="Degrees between both queries of --start rotated; default: 90, where they are orthogonal."),
@@ -53,7 +56,7 @@ def convert(
     """Convert a plain Transformer to a differential one, version 2, that computes the same function.
 
     Any llama, mistral, qwen2 or qwen3 model, from a folder or a GGUF file. The result is a float checkpoint: quantize,
-    export or train it (`diffbit train --init`).
+    export or train it (`diffbit train --init`). With --adapter, merge a LoRA adapter into its model instead.
     """
     import torch
 
@@ -66,12 +69,13 @@ def convert(
         start=start,
         angle=angle,
         lambda_start=lambda_start,
+        adapter=adapter,
         dtype=None if dtype is None else getattr(torch, dtype),
         overwrite=overwrite,
     )
     rows = []
     for path in (model, output):
-        checkpoint = Checkpoint(path)
+        checkpoint = Checkpoint(path, adapter if path == model else None)
         size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()))
         rows.append({
             "model": str(path), "attention": checkpoint.config.attention, "dtype": checkpoint.dtype,

@@ -60,23 +60,30 @@ def convert(
     model: str | Path,
     out: str | Path,
     *,
-    start: str = "copy",
+    start: str | None = None,
     angle: float | None = None,
     lambda_start: float | None = None,
+    adapter: str | Path | None = None,
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write the folder `out` with the differential version of a plain Transformer, and return it.
+    """Write the folder `out` with the differential version of a plain Transformer, or with the model that an adapter
+    is merged into, and return it.
 
     model: a float checkpoint, a folder or a GGUF file; its tokenizer, chat template and generation config come along.
-    start: "copy" or "rotated" (above). angle: of a rotated start, in degrees; None: 90. lambda_start: in (0, 1); None:
-    1/2 for a copy, 0.0025 for a rotated start, whose o_proj stays as it is. dtype: of all weights, float32, bfloat16 or
-    float16; None: as they are. One layer, or the embedding, is in memory at a time.
+    start: "copy" or "rotated" (above); None: "copy", or with an adapter the model's attention stays as it is. angle: of
+    a rotated start, in degrees; None: 90. lambda_start: in (0, 1); None: 1/2 for a copy, 0.0025 for a rotated start,
+    whose o_proj stays as it is. adapter: the folder of a LoRA adapter of this model, in PEFT's layout. dtype: of all
+    weights, float32, bfloat16 or float16; None: as they are. One layer, or the embedding, is in memory at a time.
 
     Raises DiffbitError for a model that is quantized, differential already, or has layers other than attention; for
     weights that are too large for their dtype; for an angle that a norm of queries does not allow; and for a
     lambda_start that is not in (0, 1).
     """
+    merges_only = adapter is not None and start is None
+    if merges_only and (angle is not None or lambda_start is not None):
+        raise DiffbitError("an angle or a lambda is of a differential model, wanted a start, too: copy or rotated")
+    start = "copy" if start is None else start
     if start not in STARTS:
         raise DiffbitError(f"start is {start!r}, wanted one of {', '.join(STARTS)}")
     if angle is not None and (start == "copy" or not math.isfinite(angle)):
@@ -84,9 +91,9 @@ def convert(
     if lambda_start is not None and not 0 < lambda_start < 1:
         raise DiffbitError(f"lambda starts at {lambda_start}, wanted a number between 0 and 1")
     begin = _Start.of(start, 90.0 if angle is None else angle, lambda_start)
-    source = Checkpoint(model)
-    files.check_apart(out, source.path)
-    config = _differential(source, lambda_bias=begin.bias is not None)
+    source = Checkpoint(model, adapter)
+    files.check_apart(out, source.path, *(() if adapter is None else (adapter,)))
+    config = source.config if merges_only else _differential(source, lambda_bias=begin.bias is not None)
     label = source.dtype if dtype is None else str(dtype).removeprefix("torch.")
     layers = {name: index for index in range(config.num_layers) for name in source.block_names(index)}
     with CheckpointWriter(
@@ -94,13 +101,14 @@ def convert(
         config,
         dtype=label,
         shard_layers=num_parameters(config) * getattr(torch, label).itemsize > ONE_FILE,
-        tokenizer_from=source.path,
+        tokenizer_from=source.tokenizer_files,
         overwrite=overwrite,
     ) as writer:
         parts = [(index, list(names)) for index, names in groupby(source.names, layers.get)]
-        for index, names in track(parts, "converting"):
-            tensors = {name: _cast(source, name, source.read(name), dtype) for name in names}
-            if index is not None:
+        for index, names in track(parts, "merging" if merges_only else "converting"):
+            types = {name: getattr(torch, label) if source.is_adapted(name) else dtype for name in names}
+            tensors = {name: _cast(source, name, source.read(name), types[name]) for name in names}
+            if index is not None and not merges_only:
                 _convert_layer(source, config, index, tensors, begin)
             writer.add_layer(tensors)
             del tensors  # before the next ones are read
@@ -179,6 +187,6 @@ def _cast(source: Checkpoint, name: str, tensor: Tensor, dtype: torch.dtype | No
         label = str(converted.dtype).removeprefix("torch.")
         raise DiffbitError(
             f"{source.path}: tensor {name} has numbers beyond {torch.finfo(converted.dtype).max:g}, the largest of "
-            f"{label}, in the differential model; use --dtype float32"
+            f"{label}, in the new model; use --dtype float32"
         )
     return converted

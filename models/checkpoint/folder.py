@@ -11,13 +11,14 @@ from pathlib import Path
 
 from ...io import files
 from ...io.errors import DiffbitError
-from ...io.fields import get, located
+from ...io.fields import get, located, shown
 from ...io.safetensors import Entry, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 GENERATION = "generation_config.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of PEFT (adapter.py)
 
 
 def check_folder(path: Path) -> None:
@@ -29,7 +30,23 @@ def check_folder(path: Path) -> None:
     if (path / "diffbit.json").is_file():
         raise DiffbitError(f"{path}: is an exported artifact, wanted the checkpoint that it was made from")
     if not (path / "config.json").exists():
+        if (path / ADAPTER_CONFIG).exists():
+            base = files.read_json(inside(path, ADAPTER_CONFIG, path)).get("base_model_name_or_path") or "MODEL"
+            raise DiffbitError(
+                f"{path}: is an adapter of {shown(base)}, not a model; pass that model, and the adapter as --adapter: "
+                f"diffbit quantize MODEL --adapter {path} (or diffbit convert, for a float model)"
+            )
         raise DiffbitError(f"{path}: holds no config.json, wanted a folder with config.json and safetensors weights")
+
+
+def check_no_adapter(path: Path) -> None:
+    """Raise DiffbitError for a model's folder with an adapter: whether it is merged already, nothing says."""
+    if (path / ADAPTER_CONFIG).exists() and any(path.glob("adapter_model.*")):
+        raise DiffbitError(
+            f"{path}: holds a model and an adapter ({ADAPTER_CONFIG}). If the adapter is to be merged into the model: "
+            f"diffbit convert {path} --adapter {path} -o MERGED, and go on with MERGED; if it is merged already, move "
+            f"the files adapter_* out of the folder"
+        )
 
 
 def inside(folder: Path, name: str, named_by: Path) -> Path:

@@ -12,6 +12,7 @@ from ..decoder import Decoder
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # types of float tensors on disk
 
 
 @cache

@@ -24,17 +24,17 @@ from ...io.fields import get, located
 from ...io.gguf import find_gguf
 from ...io.safetensors import Entry
 from ...io.sentencepiece import SENTENCEPIECE
-from ...io.tokenizer_files import TOKENIZER_FILES, tokenizer_files
+from ...io.tokenizer_files import TOKENIZER, TOKENIZER_FILES, tokenizer_files
 from ..config import ModelConfig
 from ..decoder import Block, Decoder, check_derived
 from ..families import family_of
+from ..families._family import Stored
 from ..families._gguf import GGUFFamily
 from ..families._huggingface import special_tokens
-from .folder import GENERATION, INDEX, check_folder, find_tensors, inside
+from .adapter import Adapter, LowRank, merged
+from .folder import GENERATION, INDEX, check_folder, check_no_adapter, find_tensors, inside
 from .gguf_file import open_gguf
-from .names import EMBEDDING, HEAD, layer_of, linear_of, reorder, shapes, stays_float32
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+from .names import EMBEDDING, FLOATS, HEAD, layer_of, linear_of, reorder, shapes, stays_float32
 
 
 class Checkpoint:
@@ -42,13 +42,18 @@ class Checkpoint:
 
     path, config (ModelConfig), dtype ("float32", "bfloat16" or "float16", of the float weights), names (canonical, in
     the model's order, parts of quantized weights included), quantization (the dictionary in config.json, or None).
+
+    adapter: the folder of a LoRA adapter in PEFT's layout, which is merged into the float weights as they are read.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, adapter: str | Path | None = None) -> None:
         self.path = Path(path)
+        self.adapter = None if adapter is None else Adapter.open(adapter)
         gguf = find_gguf(self.path)
         if gguf is None:
             check_folder(self.path)
+            if adapter is None:
+                check_no_adapter(self.path)
             source = inside(self.path, "config.json", self.path)
             values = files.read_json(source)
         else:
@@ -65,6 +70,7 @@ class Checkpoint:
             family = family.opened(values, stored)
             self._family = family if gguf is None else GGUFFamily(family.model_type, family)
             self.config: ModelConfig = self._family.read(values)
+        self._names_in_transformers = family
         if self.quantization is not None and not self._family.quantized:
             raise DiffbitError(f"{source}: is quantized, and quantized folders of this layout are not read")
         if (self.path / GENERATION).exists():
@@ -73,6 +79,8 @@ class Checkpoint:
                 # its tokens take precedence, as in transformers
                 self.config = replace(self.config, **special_tokens(files.read_json(generation)))
         stored = {name: entry for name, entry in stored.items() if not self._family.ignores(name)}
+        if self.adapter is not None:
+            self._replace(self.adapter, stored)
         self._tied_head = stored.pop(HEAD, None) if self.config.tie_embeddings else None
         self._places = {name: self._family.stored(self.config, name) for name in shapes(self.config)}
         on_disk = {  # if none of the alternative names exists, the first
@@ -84,6 +92,7 @@ class Checkpoint:
             expected[on_disk[name]] = (self._places[name].of_rows or shape[0], *shape[1:])
         expected |= {place.folded: (place.folded_width,) for place in self._places.values() if place.folded is not None}
         self._check(stored, expected)
+        self._added = {} if self.adapter is None else self._adapted(self.adapter)
         self._stored = stored
         self._entries = self._canonical(stored, on_disk)
         self.names = list(self._entries)
@@ -94,8 +103,77 @@ class Checkpoint:
 
     @cached_property
     def tokenizer_files(self) -> dict[str, bytes]:
-        """Return tokenizer.json and the other tokenizer files that exist, by name."""
-        return tokenizer_files(self.path)
+        """Return tokenizer.json and the other tokenizer files that exist, by name. An adapter's own, such as those with
+        the chat template that it was trained on, stand for the base model's."""
+        contents = tokenizer_files(self.path)
+        own = {} if self.adapter is None else tokenizer_files(self.adapter.path)
+        if TOKENIZER not in own:
+            return contents
+        return {name: contents[name] for name in (GENERATION,) if name in contents} | own
+
+    def _replace(self, adapter: Adapter, stored: dict[str, Entry]) -> None:
+        """Put the tensors that the adapter replaces among those `stored`, in place; untie the head of a model whose
+        embedding or head it changes, and let the vocabulary grow with them."""
+        if self.quantization is not None:
+            raise DiffbitError(
+                f"{self.path}: is quantized, and an adapter is merged into float weights; pass the float model that it "
+                "was made from"
+            )
+        untied = replace(self.config, tie_embeddings=False)
+        there, on_disk = (
+            {name: family.stored(untied, name) for name in shapes(untied)}
+            for family in (self._names_in_transformers, self._family)
+        )
+        tables = [there[name].names[0] for name in (EMBEDDING, HEAD)]
+        own = [adapter.replaced.get(name) for name in tables]
+        if self.config.tie_embeddings and own[0] and own[1] and torch.equal(own[0].read(), own[1].read()):
+            del adapter.replaced[tables[1]]  # both are saved, as one table
+        elif self.config.tie_embeddings and any(name in adapter.added or name in adapter.replaced for name in tables):
+            if adapter.ties:
+                raise DiffbitError(
+                    f"{adapter.path}: ensure_weight_tying is True, and the adapter changes the embedding that the head "
+                    "shares; merge it with peft (model.merge_and_unload()) and pass the merged model"
+                )
+            self.config = untied
+            for name in on_disk[EMBEDDING].names:
+                if name in stored:
+                    stored.setdefault(on_disk[HEAD].names[0], stored[name])
+        if own[0] is not None:
+            self.config = replace(self.config, vocab_size=own[0].shape[0])
+        for name, place in there.items():
+            for candidate in {*place.names} & adapter.replaced.keys():
+                if (place.rows is None) != (on_disk[name].rows is None):
+                    raise DiffbitError(
+                        f"{adapter.path}: replaces {candidate}, whose rows have another order in {self.path}; pass the "
+                        "model as a folder of safetensors"
+                    )
+                other = next((other for other in on_disk[name].names if other in stored), on_disk[name].names[0])
+                stored[other] = adapter.replaced[candidate]
+
+    def _adapted(self, adapter: Adapter) -> dict[str, tuple[LowRank, Stored]]:
+        """Return {canonical name: (what the adapter adds, where that is)}. Raises DiffbitError for an adapter of
+        another model."""
+        places = {name: self._names_in_transformers.stored(self.config, name) for name in self._places}
+        added = {
+            name: (adapter.added[candidate], place)
+            for name, place in places.items()
+            for candidate in place.names
+            if candidate in adapter.added
+        }
+        folded = {place.folded for place in places.values()}
+        known = {candidate for place in places.values() for candidate in place.names} | folded
+        of = f"; it belongs to {adapter.base}" if adapter.base else ""
+        for name in (*adapter.added, *adapter.replaced):
+            if name not in known:
+                raise DiffbitError(f"{adapter.path}: changes {name}, which {self.path} does not have{of}")
+        for name, (low_rank, place) in added.items():
+            rows, *columns = shapes(self.config)[name]
+            if low_rank.shape != (place.of_rows or rows, *columns):
+                raise DiffbitError(
+                    f"{adapter.path}: its adapter of {name} is for a weight of shape {low_rank.shape}, but that of "
+                    f"{self.path} has shape {(place.of_rows or rows, *columns)}{of}"
+                )
+        return added
 
     def _check(self, stored: dict[str, Entry], expected: dict[str, tuple[int, ...]]) -> None:
         """Raise DiffbitError for missing, unknown and misshapen tensors."""
@@ -160,12 +238,17 @@ class Checkpoint:
         """Are its numbers floats of 16 or 32 bits?"""
         return self._entries[name].dtype in FLOATS
 
+    def is_adapted(self, name: str) -> bool:
+        """Whether the adapter adds something to this parameter, which is then read as float32."""
+        return name in self._added
+
     def row_order(self, name: str) -> Tensor | None:
         """Return the row order of this parameter: canonical = on disk[order]; None: the same."""
         return self._places[name].rows
 
     def read(self, name: str) -> Tensor:
-        """Read a float parameter in canonical row order and its stored dtype (float32 if something is folded into it).
+        """Read a float parameter in canonical row order and its stored dtype (float32 if something is folded or
+        merged into it).
 
         Raises DiffbitError for NaN or infinity.
         """
@@ -177,6 +260,9 @@ class Checkpoint:
             )
         place = self._places[name]
         tensor = reorder(tensor, place.rows)
+        if name in self._added:
+            low_rank, of_adapter = self._added[name]
+            tensor = merged(tensor, low_rank, of_adapter.rows, of_adapter.first)
         if place.plus or place.times != 1:
             tensor = (tensor.float() + place.plus) * place.times
         return tensor if place.folded is None else self._folded(name, tensor, place.folded)
@@ -206,6 +292,8 @@ class Checkpoint:
         sources = {entry.file for entry in self._stored.values()} | {self._source}
         if (self.path / INDEX).exists():
             sources.add(self.path / INDEX)
+        if self.adapter is not None:
+            sources |= self.adapter.sources
         lines = [f"{files.sha256_file(file)} {file.name}\n" for file in sorted(sources)]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 

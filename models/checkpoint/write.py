@@ -33,7 +33,8 @@ class CheckpointWriter:
 
     dtype: the float tensors' type in config.json ("float32", "bfloat16", "float16"); tensors are stored in the dtype
     they have. shard_layers: write one file per layer as soon as it is complete, so that only one layer is in memory.
-    quantization: the "quantization_config" of config.json. tokenizer_from: a folder, a tokenizer.json or a GGUF file.
+    quantization: the "quantization_config" of config.json. tokenizer_from: a folder, a tokenizer.json, a GGUF file, or
+    the contents of the tokenizer's files by name.
     Other files may be added to `folder`, which has another name until it is complete.
     """
 
@@ -45,7 +46,7 @@ class CheckpointWriter:
         quantization: dict[str, Any] | None = None,
         dtype: str = "float32",
         shard_layers: bool = False,
-        tokenizer_from: str | Path | None = None,
+        tokenizer_from: str | Path | Mapping[str, bytes] | None = None,
         overwrite: bool = False,
     ) -> None:
         if dtype not in DTYPES:
@@ -55,7 +56,7 @@ class CheckpointWriter:
         self.quantization = quantization
         self.dtype = dtype
         self.shard_layers = shard_layers
-        self.tokenizer_from = None if tokenizer_from is None else Path(tokenizer_from)
+        self.tokenizer_from = Path(tokenizer_from) if isinstance(tokenizer_from, str) else tokenizer_from
         self._target = files.new_folder(folder, overwrite=overwrite)
         self._pending: dict[str, Tensor] = {}
         self._shards: list[dict[str, int]] = []  # per file: {tensor: bytes}
@@ -126,9 +127,9 @@ class CheckpointWriter:
         source = self.tokenizer_from
         if source is None:
             return
-        if not source.exists():
+        if isinstance(source, Path) and not source.exists():
             raise DiffbitError(f"{source}: no such tokenizer file or folder")
-        for name, data in tokenizer_files(source).items():
+        for name, data in (tokenizer_files(source) if isinstance(source, Path) else source).items():
             (self.folder / name).write_bytes(data)
 
 
@@ -137,7 +138,7 @@ def save(
     path: str | Path,
     *,
     dtype: torch.dtype = torch.float32,
-    tokenizer_from: str | Path | None = None,
+    tokenizer_from: str | Path | Mapping[str, bytes] | None = None,
     overwrite: bool = False,
 ) -> None:
     """Write a float model with weights as `dtype`; diff_v1's lambda vectors are always float32."""

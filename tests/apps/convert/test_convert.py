@@ -26,6 +26,7 @@ from diffbit.models import Checkpoint, Decoder, ModelConfig, num_parameters
 from diffbit.quantize import Scheme, quantize_checkpoint
 from diffbit.runtime import Session, verify
 
+from ...adapters import write_adapter
 from ...configs import resized
 from ...models.helpers import hf_model, saved, tokens
 from ...models.test_gguf import TYPES, write
@@ -330,3 +331,26 @@ def test_a_large_model_gets_a_file_per_layer(tmp_path: Path, monkeypatch: pytest
     path = diffbit.convert(plain, tmp_path / "diff")
     assert len(list(path.glob("model-*.safetensors"))) == 2 + CONFIG.num_layers
     assert torch.equal(models.load(path)(tokens(1, 9)), models.load(plain)(tokens(1, 9)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_an_adapter_is_merged(dtype: torch.dtype, tmp_path: Path) -> None:
+    """In the model's type, rounded once; with a start, the merged model becomes differential."""
+    plain, adapter = write_plain(tmp_path / "plain", dtype), tmp_path / "adapter"
+    added = write_adapter(
+        adapter, {"model.layers.0.self_attn.q_proj": (32, 32), "model.layers.1.mlp.up_proj": (48, 32)}
+    )
+    with pytest.raises(SystemExit) as end:
+        main(["convert", str(plain), "--adapter", str(adapter), "-o", str(tmp_path / "merged"), "--quiet"])
+    assert end.value.code == 0
+    before, after = Checkpoint(plain), Checkpoint(tmp_path / "merged")
+    assert after.config == before.config
+    assert after.dtype == str(dtype).removeprefix("torch.")
+    for name in before.names:
+        wanted = (before.read(name).double() + added.get(name, 0)).float().to(dtype)
+        torch.testing.assert_close(after.read(name), wanted, rtol=1e-2 if dtype == torch.bfloat16 else 0, atol=1e-5)
+    differential = models.load(diffbit.convert(plain, tmp_path / "diff", start="copy", adapter=adapter))
+    ids = tokens(2, 13)
+    assert torch.equal(differential(ids), models.load(after)(ids))
+    with pytest.raises(DiffbitError, match="wanted a start"):
+        diffbit.convert(plain, tmp_path / "other", adapter=adapter, angle=90)
