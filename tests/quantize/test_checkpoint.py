@@ -240,6 +240,24 @@ def test_report_tells_the_truth(attention: str, batch_tokens: int, tmp_path: Pat
     assert 31.9 < report.before.bits_per_weight <= 32  # lambda vectors become numbers of the graph
     assert any("trained" in warning for warning in report.warnings)
     json.dumps(report.to_dict())
+    what, size, last = repr(report).splitlines()
+    assert (
+        f"{len(report.weights)} weights rounded by rtn on 55 tokens" in what and "7 to int4_g32_asym, 2 to nf4" in what
+    )
+    assert f" -> {report.after.nbytes / 1e6:.2f} MB" in size and f"{report.after.bits_per_weight:.2f} bits" in size
+    assert last == f"warnings: {report.warnings[0]}"
+    worst = max(report.weights, key=lambda row: row.output_error or row.weight_error)
+    last = repr(replace(report, warnings=())).splitlines()[2]
+    assert last.startswith(f"largest output errors: {worst.name.removeprefix('model.')} {worst.output_error:.2%}, ")
+    many = repr(replace(report, warnings=("a", "b", "c", "d", "e"))).splitlines()
+    assert len(many) == 3 and many[2] == "warnings: a; b; c; and 2 more"
+
+
+def test_the_report_of_a_cache_alone(model: Path, tmp_path: Path):
+    report = quantize_checkpoint(model, tmp_path / "q", Scheme(attention=AttentionScheme(keys="int8")))
+    what, _, cache = repr(report).splitlines()
+    assert what == "no weights rounded; attention: keys int8"
+    assert cache.endswith(f" -> {report.after.kv_bytes_per_1k_tokens:,} bytes of KV cache per 1000 tokens")
 
 
 def test_int8_has_no_warning(model: Path, tmp_path: Path):
