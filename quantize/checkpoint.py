@@ -35,7 +35,7 @@ from .sizes import sizes
 
 
 def quantize_checkpoint(
-    source: str | Path,
+    source: str | Path | Checkpoint,
     output: str | Path,
     scheme: Scheme,
     *,
@@ -51,6 +51,7 @@ def quantize_checkpoint(
     """Quantize a float checkpoint into a new folder, one layer in memory at a time. Returns a report of each weight,
     which the folder holds, too.
 
+    source: a folder, a GGUF file, or a checkpoint with an adapter to merge.
     method: names from methods/ joined by +, such as "rotate+gptq", or a function (weight, format, stats) -> QTensor.
     calibration: token ids [n, S] (a tensor or an array) that pass through the model layer by layer; methods
     calibrate on them, and each quantized layer's output error is measured on them. calibration_mask: bool [n, S], the
@@ -96,7 +97,7 @@ def quantize_checkpoint(
 
     writer = partial(
         CheckpointWriter, output, stored, quantization=entry, dtype=checkpoint.dtype,
-        shard_layers=in_shards(config, dtype), tokenizer_from=checkpoint.path, overwrite=overwrite,
+        shard_layers=in_shards(config, dtype), tokenizer_from=checkpoint.tokenizer_files, overwrite=overwrite,
     )  # fmt: skip
     unfinished = partial(Unfinished, output, about, tokens, resume=resume, overwrite=overwrite)
     keeps = recipe.name != "rtn" or tokens is not None  # plain rounding is too fast to be worth resuming
@@ -153,11 +154,11 @@ def _written(
     return rows
 
 
-def _opened(source: str | Path, output: str | Path | None, overwrite: bool) -> Checkpoint:
+def _opened(source: str | Path | Checkpoint, output: str | Path | None, overwrite: bool) -> Checkpoint:
     """Open the float checkpoint; check that it can be quantized into `output` (None: another process writes)."""
-    checkpoint = Checkpoint(source)
+    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
     if output is not None:
-        files.check_apart(output, checkpoint.path)
+        files.check_apart(output, checkpoint.path, *(() if checkpoint.adapter is None else (checkpoint.adapter.path,)))
         files.check_place(output, overwrite=overwrite)
     if checkpoint.quantization is not None:
         raise DiffbitError(f"{checkpoint.path}: is quantized already; start from the float checkpoint it was made from")
@@ -173,7 +174,7 @@ def save(
     *,
     method: str,
     dtype: torch.dtype = torch.float32,
-    tokenizer_from: str | Path | None = None,
+    tokenizer_from: str | Path | Mapping[str, bytes] | None = None,
 ) -> None:
     """Write a model with weights that are already quantized, by name: QTensors as they are, Tensors in `dtype`.
 
