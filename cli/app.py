@@ -110,15 +110,27 @@ class _Command(TyperCommand):
                 signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
     def get_help(self, ctx: Any) -> str:
-        """Typer's help, then the examples, which are not wrapped so that they can be copied at any terminal width."""
-        for option in self.params:
-            if isinstance(option, TyperOption) and self.first is not None and option.name not in self.first:
-                option.rich_help_panel = MORE
+        """Typer's plain help, then the examples, which are not wrapped so that they can be copied at any terminal
+        width. Its table in boxes cuts the names of long options off at 80 columns, and reads a * as Markdown."""
         examples, self.epilog = self.epilog, None
+        markup, self.rich_markup_mode = self.rich_markup_mode, None
         try:
-            return f"{super().get_help(ctx)}{examples}\n"
+            return f"{super().get_help(ctx)}\n\n{examples}\n"
         finally:
-            self.epilog = examples
+            self.epilog, self.rich_markup_mode = examples, markup
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """The arguments, the options that `first` names, and the others below MORE."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], MORE: []}
+        for parameter in self.get_params(ctx):
+            common = self.first is None or parameter.name in (*self.first, "help")
+            section = ("Options" if common else MORE) if isinstance(parameter, TyperOption) else "Arguments"
+            if (record := parameter.get_help_record(ctx)) is not None:
+                sections[section].append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
 
 def _add(module: ModuleType, name: str, examples: Iterable[str]) -> None:

@@ -86,23 +86,30 @@ def test_examples_can_be_copied_from_a_narrow_terminal(
     assert mine and [line for line in lines if line.startswith("diffbit ")] == mine
 
 
-def test_what_people_use_comes_first(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
+def test_what_people_use_comes_first(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["quantize", "--help"])
-    panels = capfd.readouterr().out.split("More options")
-    first, more = (re.findall(r"^[│ *]+(--[\w-]+)", panel, re.MULTILINE) for panel in panels)
-    assert first == [
-        "--output",
-        "--weights",
-        "--kv",
-        "--scheme",
-        "--method",
-        "--calibrate",
-        "--overwrite",
-        "--help",
-    ]
-    assert len(more) == 17 and "--embedding" in more
+    panels = capfd.readouterr().out.partition("\nOptions:")[2].split("More options:")
+    first, more = (set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", panel, re.MULTILINE)) for panel in panels)
+    long = {
+        option.name: {name for name in option.opts if name.startswith("--")} for option in COMMANDS["quantize"].params
+    }
+    assert first == {"--help"}.union(*(long[name] for name in COMMANDS["quantize"].first))
+    assert len(more) > len(first) and "--embedding" in more
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_name_is_cut_at_80_columns(
+    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    page, _, _ = capfd.readouterr().out.partition("Examples:")
+    assert max(map(len, page.splitlines())) <= 80 and "…" not in page
+    for parameter in COMMANDS[name].params:
+        for option in [name for name in (*parameter.opts, *parameter.secondary_opts) if name.startswith("-")]:
+            assert re.search(rf"(^|[\s/]){re.escape(option)}([\s,]|$)", page), f"{name} --help has no {option}"
 
 
 def completions(line: str) -> list[str]:
