@@ -4,7 +4,9 @@ A source is a string:
 
     mix                                       prose, languages, dialogues and code (mix.py), for calibration
     stdlib                                    the standard library of the running Python
-    path/to/file-or-folder[:field]            .txt .md .py (one document per file), .jsonl .parquet (one per row)
+    path/to/file[:field]                      .jsonl .parquet, .json with a list of objects: a document per row;
+                                              any other file that is UTF-8, whatever its ending: one document
+    path/to/folder[:field]                    its .txt .md .py .jsonl .parquet; without these, each file that is UTF-8
     hf:NAME[:config][:split][:field]          a Hugging Face dataset: a hub name, or a local folder (also one
                                               written by `save_to_disk`); parts may be empty, as in hf:NAME:::body
     SOURCE=WEIGHT,SOURCE=WEIGHT,...           several of these; their bytes are in proportion to the weights
@@ -25,12 +27,13 @@ depends on the document alone, so it is the same on every machine and in every o
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import math
 import os
 import re
 import sysconfig
-from codecs import BOM_UTF8
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -43,7 +46,8 @@ from ..io.files import parse_json
 from .mix import Render, mix, plain
 
 Split = Literal["train", "calib", "eval"]
-SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
+SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")  # of files that a folder is read from
+WEIGHTS = (".safetensors", ".gguf", ".onnx")
 BY_HASH_FROM = 200  # documents; with fewer, a share of 5 % by hash may be empty
 ROLES: tuple[str, ...] = ("eval", "calib") + ("train",) * 18  # the split of each twentieth of a source
 ORDER = ("train", "calib", "eval")  # of the splits within a document that is cut by position
@@ -77,7 +81,7 @@ def load_text(
 ) -> Corpus:
     """Read one split of a source (see the module's docstring for sources and splits).
 
-    `field` is the key of a .jsonl row or the column of a .parquet file or dataset; a field in the source takes
+    `field` is the key of a .jsonl or .json row or the column of a .parquet file or dataset; a field in the source takes
     precedence; a value may be a conversation, a list of {"role", "content"}. `limit` stops after that many UTF-8 bytes
     of the split and truncates the last document there. `render` converts conversations to text, such as with the
     model's chat template; default: mix.plain. Raises DiffbitError if the source cannot be read or decoded, has no such
@@ -197,21 +201,35 @@ def _stdlib() -> Iterator[Keyed]:
 
 def _path(path: Path, field: str, render: Render) -> Iterator[str]:
     if path.is_dir():
-        files = list(_walk(path, SUFFIXES, lambda name: name == "__pycache__" or name.startswith(".")))
+        files = list(_walk(path, SUFFIXES, _is_hidden))
         if not files:
-            raise DiffbitError(f"{path}: holds no file that can be read as text ({' '.join(SUFFIXES)})")
+            everything = list(_walk(path, ("",), _is_hidden))
+            if weights := [file for file in everything if file.suffix.lower() in WEIGHTS]:
+                raise DiffbitError(f"{path}: is the folder of a model ({weights[0].name}), and text was wanted")
+            files = list(filter(_is_text, everything))
+        if not files:
+            raise DiffbitError(f"{path}: holds no file that can be read as text")
     elif path.is_file():
-        if path.suffix.lower() not in SUFFIXES:
-            raise DiffbitError(f"{path}: cannot be read as text; wanted one of {' '.join(SUFFIXES)}")
         files = [path]
     else:
         raise DiffbitError(
             f"{path}: no such file or folder; a source is 'mix', 'stdlib', a file, a folder, or hf:NAME for a dataset"
         )
-    readers = {".jsonl": _jsonl, ".parquet": _parquet}
+    readers = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
     for file in files:
         read = readers.get(file.suffix.lower())
         yield from (_decode(file),) if read is None else read(file, field, render)
+
+
+def _is_hidden(name: str) -> bool:
+    return name == "__pycache__" or name.startswith(".")
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        return bool(_decode(path))
+    except DiffbitError:
+        return False
 
 
 def _walk(root: Path, suffixes: tuple[str, ...], skipped: Callable[[str], bool]) -> Iterator[Path]:
@@ -224,12 +242,48 @@ def _walk(root: Path, suffixes: tuple[str, ...], skipped: Callable[[str], bool])
 
 
 def _decode(path: Path) -> str:
+    """The text of a file. Raises DiffbitError if it is not UTF-8, and for a model's weights."""
     try:
-        return path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DiffbitError(f"{path}: is not UTF-8 (byte {error.start}); convert it, e.g. with iconv -t UTF-8") from None
+        with open(path, "rb") as file:
+            head = file.read(16)
+            if kind := _kind_of_weights(head, path.stat().st_size):
+                raise DiffbitError(f"{path}: holds the weights of a model ({kind}), and text was wanted")
+            data = head + file.read()
     except OSError as error:
         raise DiffbitError(f"{path}: cannot be read ({error.strerror})") from None
+    try:
+        return data.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        encoding = "UTF-16" if data[:2] in (BOM_UTF16_LE, BOM_UTF16_BE) else "LATIN1"
+        raise DiffbitError(
+            f"{path}: is not UTF-8 text (byte {error.start} is 0x{data[error.start]:02X}); if it is text, convert it, "
+            f"e.g. with iconv -f {encoding} -t UTF-8"
+        ) from None
+
+
+def _kind_of_weights(head: bytes, size: int) -> str | None:
+    """The format of a file with a model's weights; None for another file."""
+    if head.startswith(b"GGUF"):
+        return "GGUF"
+    is_safetensors = head[8:9] == b"{" and int.from_bytes(head[:8], "little") + 8 <= size  # the length of a JSON header
+    return "safetensors" if is_safetensors else None
+
+
+def _json(path: Path, field: str, render: Render) -> Iterator[str]:
+    """The rows of a list of objects; another JSON is text like any other."""
+    text = _decode(path)
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError):
+        rows = None
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        yield text
+        return
+    for number, row in enumerate(rows):
+        place = f"{path}: row {number}"
+        if field not in row:
+            raise _no_field(place, field, row)
+        yield _text(row[field], f"{place}: {field}", render)
 
 
 def _jsonl(path: Path, field: str, render: Render) -> Iterator[str]:

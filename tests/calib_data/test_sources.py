@@ -84,6 +84,41 @@ def test_folder_is_read_in_path_order_without_hidden_files(tmp_path: Path) -> No
     assert corpus.counts == {"documents": 3, "characters": 54, "bytes": 54, "empty": 1}
 
 
+@pytest.mark.parametrize("name", ["wiki.test.raw", "notes", "page.HTML", "table.csv", "one.json"])
+def test_any_utf8_file_is_text(tmp_path: Path, name: str) -> None:
+    text = '\ufeff{"é": 1}\n' if name == "one.json" else "\ufeffé line\n" * 40
+    (tmp_path / name).write_text(text)
+    assert load_text(str(tmp_path / name), "train").documents[0][:2] == text[1:3]
+
+
+def test_a_folder_without_known_endings_gives_all_its_text(tmp_path: Path) -> None:
+    """What is no text is left out, as everything else is where there are files with known endings."""
+    for name, data in {
+        "a.raw": b"A" * 20,
+        "c.cpp": b"C" * 20,
+        "d.png": b"\x89PNG",
+        "e.gguf": b"GGUF",
+        ".f": b"F",
+    }.items():
+        (tmp_path / name).write_bytes(data)
+    assert load_text(str(tmp_path), "train").documents == ("A" * 18, "C" * 18)
+    (tmp_path / "b.txt").write_text("B" * 20)
+    assert load_text(str(tmp_path), "train").documents == ("B" * 18,)
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "model" / name).write_text("{}")
+    with pytest.raises(DiffbitError, match="is the folder of a model"):
+        load_text(str(tmp_path / "model"), "train")
+
+
+def test_json_with_a_list_equals_jsonl(tmp_path: Path) -> None:
+    items = rows(300)
+    write_jsonl(tmp_path / "a.jsonl", items)
+    (tmp_path / "a.json").write_text(json.dumps(items))
+    for field in ("text", "body"):
+        assert texts(tmp_path / "a.json", field=field) == texts(tmp_path / "a.jsonl", field=field)
+
+
 def test_parquet_equals_jsonl(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -182,17 +217,26 @@ def test_bad_files_are_told_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "surrogate.jsonl").write_text('{"text": "aaaaaaaaaaaaaaaaaaaaaaaaaa\\ud800"}\n')
     (tmp_path / "empty.txt").write_text("\n\n")
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
-    (tmp_path / "image.png").write_bytes(b"")
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\r\n")
+    (tmp_path / "wide.txt").write_text("text", encoding="utf-16")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(range(256)))
+    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    (tmp_path / "weights.bin").write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0\x80\x3f")
+    (tmp_path / "list.json").write_text('[{"text": "a"}, {"content": "b"}]')
     (tmp_path / "folder").mkdir()
     cases = {
-        "bytes.txt": r"not UTF-8 \(byte 3\)",
+        "bytes.txt": r"not UTF-8 text \(byte 3 is 0xFF\).*iconv -f LATIN1",
+        "wide.txt": r"not UTF-8 text \(byte 0 is 0xFF\).*iconv -f UTF-16",
+        "model.gguf": r"weights of a model \(GGUF\)",
+        "weights.bin": r"weights of a model \(safetensors\)",
         "bad.jsonl": "line 2: is not valid JSON",
         "list.jsonl": "line 1: contains a JSON list, wanted an object",
         "number.jsonl": "line 1: text is .*, wanted text or none",
         "surrogate.jsonl": "no character",
         "empty.txt": "no text in the train split",
         "bad.parquet": "not a readable parquet",
-        "image.png": "cannot be read as text",
+        "image.png": r"not UTF-8 text \(byte 0 is 0x89\)",
+        "list.json": "row 1: has no field 'text'; the fields are content",
         "folder": "holds no file that can be read",
         "absent": "no such file or folder",
     }
