@@ -97,7 +97,6 @@ def test_a_folder_without_known_endings_gives_all_its_text(tmp_path: Path) -> No
         "a.raw": b"A" * 20,
         "c.cpp": b"C" * 20,
         "d.png": b"\x89PNG",
-        "e.gguf": b"GGUF",
         ".f": b"F",
     }.items():
         (tmp_path / name).write_bytes(data)
