@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Annotated, Literal
 
-from .io.errors import how_to_install
 from .io.fields import Rule, read
 
 ELSE = "pip uninstall onnxruntime, then pip install"  # a package that contains another ONNX Runtime
@@ -53,7 +52,7 @@ _DEVICES = (
         memory="cuda", on_cpu="no products", target="cuda",
     ),
     Device(
-        "webgpu", "WebGpuExecutionProvider", how_to_install("webgpu"), "onnxruntime_ep_webgpu",
+        "webgpu", "WebGpuExecutionProvider", "pip install onnxruntime-ep-webgpu", "onnxruntime_ep_webgpu",
         built_in=False,  # onnxruntime-webgpu 1.27 keeps no cache on the device, and its attention errs in more places
         needs="ONNX Runtime lists no GPU (on Linux, those of /sys/class/drm); with the environment variable "
         "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER=1 it takes what Vulkan offers, also a driver that computes on the CPU",

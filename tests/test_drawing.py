@@ -41,5 +41,5 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingDependency, match=r"pip install '\.\[lab\]'"), drawn(tmp_path / "o.svg"):
+    with pytest.raises(MissingDependency, match=r"pip install .*\[lab\]'"), drawn(tmp_path / "o.svg"):
         pass

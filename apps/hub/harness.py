@@ -23,15 +23,25 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from lm_eval.api.model import TemplateLM
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from numpy.typing import NDArray
 
-from ...io.errors import DiffbitError
+from ...io.errors import DiffbitError, MissingDependency
 from ...io.progress import track
 from ...io.tokenizer_files import TOKENIZER
 from ...runtime import Artifact, ChatTemplate, Sampler, Session, TextOutput, Tokenizer
 from ...settings import Sampling
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ModuleNotFoundError as error:
+    missing = MissingDependency(str(error.name), "tasks", "lm-evaluation-harness")
+    if __name__ != "__main__":
+        raise missing from None
+    from ...cli import print_error
+
+    print_error(str(missing))
+    raise SystemExit(2) from None
 
 SAMPLING = tuple(option.name for option in fields(Sampling))
 BATCH_SIZE = 8
@@ -258,7 +268,12 @@ def register() -> None:
 if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate
 
+    from ...cli import print_error
     from .harness import register as register_once
 
     register_once()
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except DiffbitError as error:
+        print_error(str(error))
+        raise SystemExit(2) from None

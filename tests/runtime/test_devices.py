@@ -205,7 +205,7 @@ ADAPTER = SimpleNamespace(ep_name="WebGpuExecutionProvider", ep_metadata={"libra
 @pytest.mark.parametrize(
     ("installed", "devices", "loader", "message"),
     [
-        (False, [], True, r"the installed wheel has CPUExecutionProvider: pip install '\.\[webgpu\]'"),
+        (False, [], True, r"the installed wheel has CPUExecutionProvider: pip install onnxruntime-ep-webgpu"),
         (True, [], True, r"ONNX Runtime lists no GPU .*ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER=1"),
         (True, [ADAPTER], False, r"libvulkan\.so\.1 is missing: install Vulkan's loader"),
         (True, [ADAPTER], True, r"no driver offers a GPU: install the GPU's driver"),

