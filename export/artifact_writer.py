@@ -119,11 +119,12 @@ def export_artifact(
             "dtype": dtype,
             **({} if target == "cpu" else {"target": target}),
             "scheme": None if scheme is None else scheme.to_dict(),
-            "source": {"name": files.folder_name(source.path), "sha256": source.sha256()},
+            "source": _source(source),
             **{name: (source.quantization or {}).get(name) for name in ("method", "calibration")},
             "cache": {"layers": [{"buffers": [asdict(buffer) for buffer in layer]} for layer in cache.layers]},
             "context_length": length,
             **({"output": HIDDEN} if embeddings else {}),
+            "optional_inputs": graph.optional_inputs,
             "eos_token_ids": list(config.eos_token_ids),
             "files": _hashed(folder),
             "golden": _golden(prompt, logits, LEAST_TOLERANCE[kind]),
@@ -169,6 +170,13 @@ def _for_transformers_js(layout: str, cache: CacheSpec, embeddings: bool) -> boo
     if layout != "plain" and embeddings:
         raise DiffbitError("the layout transformers.js is for models that give logits; leave out --embeddings")
     return layout != "plain"
+
+
+def _source(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The checkpoint's name and hash; in "float" those of the float checkpoint that it was quantized from, if known."""
+    source: dict[str, Any] = {"name": files.folder_name(checkpoint.path), "sha256": checkpoint.sha256()}
+    quantized_from = (checkpoint.quantization or {}).get("source")
+    return source | ({"float": quantized_from} if isinstance(quantized_from, dict) else {})
 
 
 def _hashed(folder: Path) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from ..ops.diff_attention import Signature
 from ..ops.kv_cache import BLOCK
 from ..quantize import AttentionScheme
 from ..quantize.device_cache import operator
-from ..runtime.session import LOGITS_FROM, SHORTER_BY
+from ..runtime.artifact import LOGITS_FROM, SHORTER_BY
 from .onnx_graph import DATA, OnnxGraph
 
 HALVES: dict[torch.dtype, type] = {torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
@@ -125,7 +125,7 @@ class DecoderGraph(OnnxGraph):
     @shared
     def shorter_by(self) -> ir.Value:
         """int64 [1] or [B]: how many tokens a row lacks of T."""
-        return self.optional_input(SHORTER_BY, np.zeros(1, np.int64), ["lengths"])
+        return self.optional_input(SHORTER_BY, np.zeros(1, np.int64))
 
     @shared
     def past_lengths(self) -> ir.Value:
@@ -334,7 +334,7 @@ class DecoderGraph(OnnxGraph):
             x = self.cast(x, np.float32)
         self.output(name, x, np.float32, ["batch_size", "logits", width])
         if not self._has_rows and "shorter_by" in vars(self):  # a layer that has one length for all rows came later
-            self.make_constant(self.shorter_by)
+            self.optional_inputs.remove(SHORTER_BY)
         for index, present in enumerate(self._present):
             for buffer in self.cache.layers[index]:
                 name = f"present.{index}.{buffer.name}"

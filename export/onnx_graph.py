@@ -58,6 +58,7 @@ class OnnxGraph:
     def __init__(self, folder: Path, dtype: str, target: str = "cpu", data: str = DATA) -> None:
         self.folder = folder
         self.files = [data]  # of weights; the last one is being written
+        self.optional_inputs: list[str] = []
         self.dtype = FLOATS[dtype]
         self._in_place = self.dtype is np.float16 and target == "cpu"
         self._graph = ir.Graph([], [], nodes=[], opset_imports=dict(OPSETS), name="diffbit")
@@ -86,19 +87,11 @@ class OnnxGraph:
         self._graph.inputs.append(value)
         return value
 
-    def optional_input(self, name: str, default: NDArray[Any], shape: Sequence[int | str] | None = None) -> ir.Value:
-        """Add an optional input, which loaders may omit: an initializer that can be overridden, by one of `shape`."""
-        value = self._register(ir.Value(name=name, const_value=ir.tensor(default, name=name)))
-        if shape is not None:
-            value.shape = ir.Shape(shape)
-        self._graph.inputs.append(value)
-        return value
-
-    def make_constant(self, value: ir.Value) -> None:
-        """Make an optional input an initializer that cannot be overridden."""
-        assert value.const_value is not None
-        self._graph.inputs.remove(value)
-        value.shape = ir.Shape(value.const_value.numpy().shape)
+    def optional_input(self, name: str, default: NDArray[Any]) -> ir.Value:
+        """Add an initializer that a loader may turn into an input (runtime/external.py), listed in `optional_inputs`.
+        As an input with a default, it would make every other loader print a warning."""
+        self.optional_inputs.append(name)
+        return self._register(ir.Value(name=name, const_value=ir.tensor(default, name=name)))
 
     def output(self, name: str, value: ir.Value, dtype: DTypeLike, shape: Sequence[int | str]) -> None:
         value.name, value.type, value.shape = name, _type(dtype), ir.Shape(shape)

@@ -30,6 +30,8 @@ ONNX = "onnx/"  # the folder of the graph and its data in the layout of transfor
 TOKENIZER = "tokenizer.json"
 TARGETS = ("cpu", "cuda", "webgpu")  # that a graph's operators are chosen for
 LOGITS, HIDDEN = "logits", "hidden_states"  # outputs of a graph
+# Optional inputs: the first new token whose logits are computed; how many tokens each row lacks of the mask's
+LOGITS_FROM, SHORTER_BY = "logits_from", "shorter_by"
 FILE_BYTES = 2_000_000_000  # of a file, at most: a browser's ArrayBuffer holds slightly more
 NANO = "nano"  # the artifact that comes with the package (examples/nano/artifact.sh)
 LOOKED_UP = ("embedding", "rotary tables")  # parts from which each token reads a single row
@@ -125,6 +127,8 @@ class Artifact:
     target: Annotated[str, one_of(*TARGETS)] = "cpu"  # that the graph's operators were chosen for; it runs on others
     method: str | None = None  # how its weights were quantized, such as "rotate+gptq"; None also in older artifacts
     output: Annotated[str, one_of(LOGITS, HIDDEN)] = LOGITS  # of the graph: HIDDEN in `diffbit export --embeddings`
+    # initializers that `with_inputs` (external.py) turns into inputs; in older artifacts, they are inputs in the file
+    optional_inputs: tuple[Annotated[str, one_of(LOGITS_FROM, SHORTER_BY)], ...] = ()
     parts: tuple[Part, ...] = ()  # what the files hold, largest first; empty in older artifacts
 
     @classmethod

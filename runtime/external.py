@@ -1,4 +1,5 @@
-"""Finds the files that hold a model.onnx's external tensors, without the onnx package.
+"""Reads and extends a model.onnx without the onnx package: finds the files that hold its external tensors, and turns
+initializers into inputs.
 
 ONNX stores large tensors in files beside the model, by name (`external_data`, key "location"). ONNX Runtime opens any
 path it finds there; version 1.23 even opens "../x", absolute paths and links that lead out of the folder. So the names
@@ -6,18 +7,20 @@ are read here first, and each must be a file that the artifact lists.
 
 Wire format of Protocol Buffers: a message is a sequence of fields. Each is a varint (field number << 3 | type) and a
 value: a varint (type 0), 8 bytes (1), a varint length and as many bytes (2: text, bytes, a message), or 4 bytes (5).
+Of two messages one after the other, a reader makes one, in which the second's fields follow the first's.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..io.errors import DiffbitError
 from .artifact import MANIFEST, MODEL, Artifact
 
 VARINT, EIGHT, BYTES, FOUR = 0, 1, 2, 5
+INT64 = 7  # onnx.TensorProto.INT64
 MOST_DEPTH = 64  # of nested messages: a graph in a node in a graph
 
 # onnx.proto: for each message that leads to a tensor, {field number: message}
@@ -54,6 +57,26 @@ def external_locations(path: Path) -> set[str]:
             return set(_locations(data, 0, len(data), "model", 0))
     except (OSError, ValueError) as error:  # mmap raises ValueError for an empty file
         raise DiffbitError(f"{path}: is not an ONNX model that can be read ({error}); export the model again") from None
+
+
+def with_inputs(model: bytes, names: Iterable[str]) -> bytes:
+    """The model with its initializers `names` (int64, of one dimension) as inputs, too, whose values are the default.
+
+    A model with such inputs in its file would do the same; but then ONNX Runtime prints a warning about each of them,
+    wherever the file is opened.
+    """
+    for name in names:
+        dimension = _field(1, _field(2, name.encode()))  # a size that is called like the input
+        int64 = bytes([1 << 3 | VARINT, INT64])
+        tensor_type = _field(1, int64 + _field(2, dimension))
+        model += _field(7, _field(11, _field(1, name.encode()) + _field(2, tensor_type)))  # graph.input
+    return model
+
+
+def _field(number: int, value: bytes) -> bytes:
+    """A field with at most 127 bytes."""
+    assert len(value) < 128
+    return bytes([number << 3 | BYTES, len(value)]) + value
 
 
 def _locations(data: mmap.mmap, at: int, end: int, message: str, depth: int) -> Iterator[str]:

@@ -15,6 +15,7 @@ import os
 import re
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
@@ -27,6 +28,7 @@ from ..devices import Device, device_of
 from ..io.errors import DiffbitError
 from ..ops.schema import OPS
 from .driver import Driver, runs, version_text
+from .external import with_inputs
 from .native import cuda_architectures
 
 CPU = "CPUExecutionProvider"
@@ -104,13 +106,19 @@ def onnxruntime() -> ModuleType:
 
 
 def open_session(
-    model: Path, device: str, threads: int | None, library: Path | None = None, bfloat16: bool = False
+    model: Path,
+    device: str,
+    threads: int | None,
+    library: Path | None = None,
+    bfloat16: bool = False,
+    inputs: Sequence[str] = (),
 ) -> OrtSession:
     """An `onnxruntime.InferenceSession` for the file `model` that runs on `device` (devices.py has their names).
 
     `threads` is the size of the intra-op pool; None: one per physical core. `library` holds kernels for diffbit's
-    operators (native.py); without it their bodies run. `bfloat16` is as in SessionOptions. Raises DiffbitError if the
-    device, its driver or its memory does not suffice, or if ONNX Runtime would compute on the CPU instead.
+    operators (native.py); without it their bodies run. `bfloat16` is as in SessionOptions. `inputs`: the initializers
+    that become optional inputs. Raises DiffbitError if the device, its driver or its memory does not suffice, or if
+    ONNX Runtime would compute on the CPU instead.
     """
     row = device_of(device)
     ort = onnxruntime()
@@ -125,7 +133,11 @@ def open_session(
                 ort.preload_dlls()
         _check_card(ort, library)
     try:
-        session: OrtSession = ort.InferenceSession(str(model), options, providers=providers, enable_fallback=0)
+        source: str | bytes = str(model)
+        if inputs:
+            source = with_inputs(model.read_bytes(), inputs)
+            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(model.parent))
+        session: OrtSession = ort.InferenceSession(source, options, providers=providers, enable_fallback=0)
     except Exception as error:  # ONNX Runtime's exceptions have no base of their own
         if out_of_memory(error):
             raise DiffbitError(f"{model}: does not fit into the memory of device {device}") from None

@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..devices import device_of
 from ..io.errors import DiffbitError
 from ..settings import SessionOptions
-from .artifact import Artifact
+from .artifact import LOGITS_FROM, SHORTER_BY, Artifact
 from .external import check_external
 from .memory import pages, zeros
 from .native import best_instruction_set, library_for
@@ -54,8 +54,6 @@ CHUNK, AMX_CHUNK, GPU_CHUNK = 256, 512, 2048
 # WebGPU's GroupQueryAttention has other kernels for 32 tokens and more. They need 8 threads in a subgroup, of which
 # SwiftShader, a driver that computes on the CPU, has 4: wrong numbers (docs/devices.md)
 SHORT_CHUNK = 31
-# Optional inputs: the first new token whose logits are computed; how many tokens each row lacks of the mask's
-LOGITS_FROM, SHORTER_BY = "logits_from", "shorter_by"
 TOKEN_INPUTS = "input_ids", "attention_mask", "position_ids"
 TENSORS = {"float32": "tensor(float)"}  # dtypes for which ONNX Runtime has another name
 
@@ -97,10 +95,11 @@ class Session:
         check_external(self.artifact)
         self._model = self.artifact.file(self.artifact.graph)
         library = library_for(device) if options.native else None
-        self._session = open_session(self._model, device, options.threads, library, options.bfloat16)
+        row = device_of(device)
+        inputs = self.artifact.optional_inputs if row.overrides else ()
+        self._session = open_session(self._model, device, options.threads, library, options.bfloat16, inputs)
         self.native = library is not None
         self.nodes = node_counts(self._session)
-        row = device_of(device)
         if (wrong := row.wrong.get(self.artifact.dtype)) in self.nodes.get(CPU, {}):
             raise DiffbitError(
                 f"{self._model}: device {device} computes wrong numbers in {self.artifact.dtype} beside {wrong} on the "

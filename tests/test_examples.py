@@ -17,8 +17,11 @@ import pytest
 from diffbit.apps.evaluate.measure import Setup, measure
 from diffbit.calib_data import eval_windows
 from diffbit.cli.app import main
+from diffbit.export import export_artifact
+from diffbit.formats import parse_format
 from diffbit.models import Checkpoint
-from diffbit.quantize import load
+from diffbit.quantize import AttentionScheme, Scheme, load, quantize_checkpoint
+from diffbit.runtime import Session, generate
 
 from . import forks
 
@@ -127,6 +130,37 @@ def test_the_whole_road(trained: Trained, tmp_path: Path) -> None:
     assert sum(map(len, lines[lines.index("verified: True") + 1 : -2])) > 40  # the text
     perplexities = [float(value) for value in re.findall(r"perplexity ([\d.]+)", done.output)]
     assert len(perplexities) == 2 and 1 < perplexities[1] / perplexities[0] < 1.05
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "kv"),
+    [
+        ("softmax", None, None),
+        ("diff_v1", None, None),
+        ("diff_v2", None, None),
+        ("softmax", "int4_g32", None),
+        ("diff_v1", "int4_g32", "int4"),
+        ("diff_v2", "int4_g32", "int8"),
+    ],
+)
+def test_an_artifact_runs_in_plain_onnxruntime(
+    name: str, weights: str | None, kv: str | None, trained: Trained, tmp_path: Path
+) -> None:
+    """examples/plain_onnxruntime.py, on the portable bodies: the tokens of `diffbit run`, and no line on stderr."""
+    script, checkpoint = ROOT / "examples" / "plain_onnxruntime.py", trained(name)
+    imported = re.findall(r"^(?:import|from) (\w+)", script.read_text(), re.MULTILINE)
+    assert set(imported) == {"json", "sys", "pathlib", "numpy", "onnxruntime", "tokenizers"}
+    if weights is not None:
+        int8 = parse_format("int8")
+        scheme = Scheme(parse_format(weights), int8, int8, attention=AttentionScheme(keys=kv, values=kv))
+        quantize_checkpoint(checkpoint, tmp_path / "low", scheme)
+        checkpoint = tmp_path / "low"
+    artifact = export_artifact(checkpoint, tmp_path / "artifact")
+    prompt = "def __init__(self"
+    done = subprocess.run([sys.executable, script, artifact, prompt], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == ""
+    session = Session(artifact, native=False)
+    assert done.stdout == prompt + generate(session, prompt, max_tokens=64, temperature=0).result().text + "\n"
 
 
 def restored(place: Path) -> subprocess.CompletedProcess[str]:

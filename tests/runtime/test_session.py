@@ -446,7 +446,9 @@ def test_which_device_gets_the_library(
     """The kernels of a device that the library has none for would be refused: its operators run as bodies."""
     libraries: list[Path | None] = []
 
-    def on_the_cpu(model: Path, device: str, threads: int | None, library: Path | None, bfloat16: bool) -> object:
+    def on_the_cpu(
+        model: Path, device: str, threads: int | None, library: Path | None, bfloat16: bool, inputs: object
+    ) -> object:
         libraries.append(library)
         assert not bfloat16
         return providers.open_session(model, "cpu", threads)

@@ -77,7 +77,8 @@ class Model {
     );
     this.weights = [];
     this.length = 0; // tokens in the cache
-    this.#read(graph);
+    const optional = (manifest.optional_inputs ?? []).map((name) => ({ name, type: INT64 })); // initializers in the file
+    this.#read({ ...graph, inputs: [...graph.inputs, ...optional] });
     this.#plan(graph);
     this.reset();
   }
