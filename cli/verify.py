@@ -39,7 +39,7 @@ def verify(
             "window, and report where they differ.",
         ),
     ] = 0,
-    data: Data = "stdlib",
+    data: Data = "mix",
     field: Field = "text",
     max_windows: MaxWindows = 8,
     length: Length = None,
@@ -54,7 +54,7 @@ def verify(
     from ..runtime import Session
     from ..runtime import verify as verify_artifact
 
-    if checkpoint is None and (tokens, data, field, max_windows, length) != (0, "stdlib", "text", 8, None):
+    if checkpoint is None and (tokens, data, field, max_windows, length) != (0, "mix", "text", 8, None):
         raise DiffbitError("--tokens, --data, --field, --max-windows and --length need --checkpoint")
     result = verify_artifact(artifact, settings)
     report = verification_dict(artifact, settings.device, result)

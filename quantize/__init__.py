@@ -9,6 +9,7 @@ The packages methods, calibration and layouts have faces of their own.
 
 from .checkpoint import load, load_block, quantize_checkpoint, save
 from .device_cache import step_bytes
+from .format_name import average_bits, format_name
 from .layer import as_exported, quant_linear
 from .layerwise import apply
 from .layouts import Weights, read_scheme, read_weight
@@ -28,6 +29,7 @@ from .sizes import Sizes, sizes
 
 __all__ = [
     "EMBEDDING_MODULE", "HEAD_MODULE", "KV", "LOGIT_BITS", "QK", "REPORT_FILE", "AttentionScheme", "Report", "Scheme",
-    "Sizes", "WeightReport", "Weights", "apply", "as_exported", "linear_shapes", "load", "load_block", "quant_linear",
-    "quantize_checkpoint", "read_scheme", "read_weight", "save", "sizes", "step_bytes", "table_formats",
+    "Sizes", "WeightReport", "Weights", "apply", "as_exported", "average_bits", "format_name", "linear_shapes", "load",
+    "load_block", "quant_linear", "quantize_checkpoint", "read_scheme", "read_weight", "save", "sizes", "step_bytes",
+    "table_formats",
 ]  # fmt: skip

@@ -56,10 +56,11 @@ def quantize_checkpoint(
     calibration: token ids [n, S] (a tensor or an array) that pass through the model layer by layer; methods
     calibrate on them, and each quantized layer's output error is measured on them. calibration_mask: bool [n, S], the
     tokens that count; default all. calibration_text: a description of the text (source, sha256, ...) for config.json
-    and the artifact's manifest. resume: continue an interrupted run (resume.py), if there is one. max_memory: the most
-    bytes that this process may use; calibration states move to disk if necessary. here: the processes that share the
-    work, and this one's device; each calls this, and the first writes. Neither resume nor the number of processes
-    changes a bit of the result; a GPU sums in another order than a CPU. Raises DiffbitError for a checkpoint or scheme
+    and the artifact's manifest, which also have the float checkpoint's name and hash. resume: continue an interrupted
+    run (resume.py), if there is one. max_memory: the most bytes that this process may use; calibration states move to
+    disk if necessary. here: the processes that share the work, and this one's device; each calls this, and the first
+    writes. Neither resume nor the number of processes changes a bit of the result; a GPU sums in another order than a
+    CPU. Raises DiffbitError for a checkpoint or scheme
     that does not fit, and if memory or disk do not suffice (memory.py).
     """
     checkpoint = _opened(source, output if here.first else None, overwrite)
@@ -72,6 +73,8 @@ def quantize_checkpoint(
     entry = scheme.to_entry() | {"method": recipe.name}
     if tokens and calibration_text is not None:
         entry["calibration"] = {**calibration_text, "tokens": tokens.count}
+    if here.first:  # `diffbit compare` finds the float model by it
+        entry["source"] = {"name": files.folder_name(checkpoint.path), "sha256": checkpoint.sha256()}
     text = None if tokens is None else (tokens.ids.shape[0], tokens.ids.shape[1])
     spilled = must_spill(checkpoint, scheme, recipe, text, max_memory)
     what = f"quantizing {checkpoint.path} with method {recipe.name!r}"

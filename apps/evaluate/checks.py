@@ -1,33 +1,18 @@
-"""Checks that the models, tokenizers, windows of text, artifacts and names of a comparison fit together."""
+"""Checks that the models, training runs, tokenizers and windows of text of a comparison fit together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ...calib_data import Windows
 from ...io import files
 from ...io.errors import DiffbitError
-from ...io.tokenizer_files import TOKENIZER
-from ...models import Checkpoint, ModelConfig
+from ...models import Checkpoint
 from ...quantize import read_scheme
-from ...runtime import Artifact
-from .variants import on_a_device
-
-
-def model_names(checkpoints: Sequence[Checkpoint], names: Sequence[str] | None) -> list[str]:
-    """Return one name per model, all different: by default the folders' names, numbered if some are equal."""
-    if not checkpoints:
-        raise DiffbitError("no model to compare; give one checkpoint folder or more")
-    if names is not None and len(names) != len(checkpoints):
-        raise DiffbitError(f"{len(names)} names for {len(checkpoints)} models; give one each, or none")
-    names = names or [files.folder_name(checkpoint.path) for checkpoint in checkpoints]
-    return [
-        name if names.count(name) == 1 else f"{name} ({names[: index + 1].count(name)})"
-        for index, name in enumerate(names)
-    ]
+from .given import Model, Quantized, tokenizer_of
+from .variants import Key
 
 
 def in_groups(checkpoints: Sequence[Checkpoint], runs: int) -> list[Sequence[Checkpoint]]:
@@ -66,12 +51,11 @@ def check_windows(path: Path, vocab_size: int, context: int, windows: Windows) -
         raise DiffbitError(f"{path}: windows of {length} tokens are longer than its context of {context}; shorten them")
 
 
-def check_tokenizers(checkpoints: Sequence[Checkpoint]) -> None:
+def check_tokenizers(models: Sequence[Model]) -> None:
     """Check that all have the same vocabulary; skips folders without tokenizer.json."""
     seen: list[tuple[Path, Any]] = []
-    for checkpoint in (one for one in checkpoints if TOKENIZER in one.tokenizer_files):
-        path = checkpoint.path / TOKENIZER
-        tokenizer = files.parse_json(checkpoint.tokenizer_files[TOKENIZER], path)
+    for path, contents in filter(None, map(tokenizer_of, models)):
+        tokenizer = files.parse_json(contents, path)
         seen.append((path, (tokenizer.get("model") or {}).get("vocab")))
     for path, vocabulary in seen[1:]:
         if vocabulary != seen[0][1]:
@@ -81,26 +65,11 @@ def check_tokenizers(checkpoints: Sequence[Checkpoint]) -> None:
             )
 
 
-def artifacts_of(
-    checkpoints: Sequence[Checkpoint], artifacts: Sequence[Artifact], windows: Windows
-) -> dict[Path, list[Artifact]]:
-    """Return the artifacts of each float checkpoint: those whose model has the same shape."""
-    shapes = {c.path: replace(c.config, tie_embeddings=True) for c in checkpoints if read_scheme(c) is None}
-    by_path: dict[Path, list[Artifact]] = {}
-    for artifact in artifacts:
-        artifact.check_output()
-        shape = replace(ModelConfig.from_dict(dict(artifact.model)), tie_embeddings=True)
-        fitting = [path for path, other in shapes.items() if other == shape]
-        if len(fitting) != 1:
-            fits = f"fits {' and '.join(map(str, fitting))}" if fitting else "has the shape of none of the float models"
+def check_runs(quantized: Sequence[Quantized]) -> None:
+    """Check that no two artifacts of one training run are alike: those of several runs are compared as one."""
+    seen: dict[tuple[int, Key], Path] = {}
+    for one in quantized:
+        if (twin := seen.setdefault((one.reference, one.variant.key), one.path)) != one.path:
             raise DiffbitError(
-                f"{artifact.path}: {fits}; compare it together with the one float checkpoint that it was made from"
+                f"{one.path}: has {', '.join(one.variant.key[1:])} as {twin} has; with --runs give one of them"
             )
-        check_windows(artifact.path, artifact.vocab_size, artifact.context_length, windows)
-        others, key = by_path.setdefault(fitting[0], []), on_a_device(artifact).key
-        if any(on_a_device(other).key == key for other in others):
-            raise DiffbitError(
-                f"{artifact.path}: another artifact of {fitting[0]} has {', '.join(key[1:])} too; leave one out"
-            )
-        others.append(artifact)
-    return by_path

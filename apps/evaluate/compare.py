@@ -6,9 +6,8 @@ paired over the same windows. "16" is the checkpoint itself, computed in float32
 it is usually stored.
 
 Intervals and verdicts hold only for the roundings and training runs that were measured: for the one rounding without
-`repeats`, for the one run without `runs`. A checkpoint that is already quantized is measured as it is: it has no
-variants, and its loss against a float model is unknown. Artifacts are measured on ONNX Runtime, together with the float
-checkpoint that they were made from.
+`repeats`, for the one run without `runs`. Quantized checkpoints and artifacts are measured as they are, against the
+float model that they were made of (given.py), and each two of one float model are compared with each other.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from __future__ import annotations
 import csv
 import gc
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,26 +25,31 @@ import torch
 
 from ...calib_data import NeedleWindows, Windows
 from ...io import files
+from ...io.errors import DiffbitError
 from ...models import Checkpoint, num_parameters
 from ...quantize import load, read_scheme
 from ...quantize.methods import parse_recipe
 from ...runtime import Artifact
-from .checks import artifacts_of, check_tokenizers, check_windows, in_groups, model_names
+from .checks import check_runs, check_tokenizers, check_windows, in_groups
 from .cost import Cost
+from .given import Quantized, check_floats, open_models, row_names, with_references
 from .measure import Measurement, Setup, Skipped, combine, measure
 from .metrics import CONFIDENCE, Estimate, established, paired, perplexity_ratio, recovered
 from .retrieval import Retrieval, gained, retrieval, setting, share
-from .variants import BITS, CACHED, FLOAT, METHODS, NO_METHOD, RTN, UNCHANGED, WHAT, Key, variants
-
-ByKey = Mapping[Key, Measurement]  # all measurements of a model, the unchanged one first
+from .variants import BITS, CACHED, FLOAT, FOLDERS, METHODS, NO_METHOD, RTN, UNCHANGED, WHAT, Key, variants
+from .words import increase, interval, number, percent, plain
 
 
 @dataclass(frozen=True)
 class Result:
-    """One model at one width. All intervals except `perplexity`'s are of paired differences to the 16-bit model."""
+    """One model at one width, or one quantized checkpoint or artifact.
+
+    All intervals except `perplexity`'s are of paired differences to the 16-bit model.
+    """
 
     model: str
-    what: str  # one of WHAT, or "artifact"; "none" for the checkpoint as it is, float or quantized
+    name: str  # of the quantized checkpoint or artifact; else the model's
+    what: str  # one of WHAT, or "checkpoint" or "artifact" as given; "none" for the model as it is
     format: str
     method: str  # "none" unless weights are rounded
     bits: float
@@ -77,6 +82,30 @@ class Contrast:
 
 
 @dataclass(frozen=True)
+class Pair:
+    """Whether one of two quantized checkpoints or artifacts of a model loses more: paired, on the same windows."""
+
+    model: str  # the float one
+    name: str
+    against: str
+    kl: Estimate  # KL of `name` - KL of `against`, nats per token: below 0, `name` loses less
+    loss: Estimate  # the same of the negative log likelihood
+    agreement: Estimate  # the same of the share of tokens with the float model's most likely prediction
+
+
+@dataclass(frozen=True)
+class QuantizedInfo:
+    """A quantized checkpoint or artifact that was compared."""
+
+    name: str
+    path: str
+    sha256: str  # of the checkpoint, or of the artifact's manifest
+    what: str  # "checkpoint" or "artifact"
+    model: str  # the float one
+    found_by: str  # how that was found: "hash"; "shape": no hash is recorded; "other": that of another model is
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     name: str
     path: str
@@ -100,6 +129,8 @@ class Comparison:
     models: tuple[ModelInfo, ...]
     results: tuple[Result, ...]  # model by model, the 16-bit model first
     contrasts: tuple[Contrast, ...]  # every further model against the first
+    quantized: tuple[QuantizedInfo, ...]
+    pairs: tuple[Pair, ...]  # each two of the quantized ones of a float model
     confidence: float
     text: dict[str, Any]  # source, sha256, windows, length, scored_tokens
     calibration: dict[str, Any] | None  # source, sha256, windows, length, tokens (of the first sample), samples
@@ -112,31 +143,38 @@ class Comparison:
         return asdict(self)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row per result. "MB moved" and "M ops t/i/f" (millions of operations with ternary, integer and float
-        weights; cost.py) are per decoded token."""
-        several = any(result.method not in (NO_METHOD, RTN) for result in self.results)
+        """Return a row per result, for a table."""
         compared = {result.what for result in self.results}
+        sweeps = bool(compared & set(WHAT))  # else all is measured as it is given
+        methods = {result.method for result in self.results} - {NO_METHOD}
+        several = len(methods) > 1 or bool(methods - {RTN})
+        level = f"[{self.confidence:.0%}]"
         rows: list[dict[str, Any]] = []
         for result in self.results:
-            ratio, what = result.ratio, "-" if result.what == UNCHANGED else result.what
-            shown = what != "-" or result.format == FLOAT  # else it is quantized, and has no float model
-            row: dict[str, Any] = {"model": result.model, "what": what, "format": result.format}
+            is_float = result.what == UNCHANGED and result.format == FLOAT
+            shown = is_float or result.what != UNCHANGED  # else it is quantized, and has no float model
+            row: dict[str, Any] = {"model": result.name}
             rows.append(row)
-            if several:
+            if sweeps:
+                row["what"] = "-" if result.what == UNCHANGED else result.what
+            elif len(self.models) > 1 and self.quantized:
+                row["made of"] = "-" if result.what == UNCHANGED else result.model
+            row["format"] = "float" if is_float and not sweeps else result.format
+            if several or (not sweeps and methods):
                 row["method"] = "-" if result.method == NO_METHOD else result.method
             if "weights" in compared:
-                row |= {"bits/weight": round(result.bits_per_weight, 2), "MB": round(result.nbytes / 1e6, 2)}
+                row["bits/weight"] = round(result.bits_per_weight, 2)
+            if "weights" in compared or not sweeps:
+                row["MB"] = round(result.nbytes / 1e6, 2)
             if compared & set(CACHED):
                 row["KV bytes/token"] = round(result.cache_bytes, 1)
-            row["MB moved"] = round(result.cost.nbytes / 1e6, 2)
-            row["M ops t/i/f"] = "/".join(f"{count / 1e6:.1f}" for count in result.cost.operations.values())
+            lost = shown and not is_float
+            row[f"KL, nats {level}"] = _cell(result.kl, number) if lost else "-"
+            row[f"same top token {level}"] = _cell(result.agreement, percent) if lost else "-"
             row["perplexity"] = result.perplexity.value
-            row["increase"] = f"{ratio.value - 1:+z.2%}" if shown else "-"
-            row[f"{self.confidence:.0%}"] = f"{ratio.low - 1:+z.2%} to {ratio.high - 1:+z.2%}" if shown else "-"
-            if several:
+            row[f"increase {level}"] = _cell(result.ratio, increase) if lost else "-"
+            if several and sweeps:
                 row["of rtn's loss recovered"] = _share(result.recovered)
-            row["KL"] = result.kl.value if shown else None
-            row["agreement"] = f"{result.agreement.value:.2%}" if shown else "-"
             for one in result.retrieval:
                 row[f"found, {one.needles}:{one.queries} of {one.length}"] = _share_found(one.accuracy, one.change)
         return rows
@@ -156,7 +194,7 @@ class Comparison:
 def compare(
     paths: Sequence[str | Path],
     windows: Windows,
-    bits: Sequence[str] = BITS,
+    bits: Sequence[str] | None = None,
     what: Sequence[str] = WHAT,
     methods: Sequence[str] = METHODS,
     *,
@@ -172,31 +210,53 @@ def compare(
     device: torch.device | str = "cpu",
     needles: Sequence[NeedleWindows] = (),
 ) -> Comparison:
-    """Compare float checkpoints at several bit-widths, and quantized ones as they are, on the same windows of text.
+    """Compare models on the same windows of text: float checkpoints, at several bit-widths, and the quantized
+    checkpoints and artifacts that were made of them, as they are.
 
-    methods: recipes for rounding weights. calibration: windows of other text, for methods that calibrate; a sample for
-    each repeat, or one for all. repeats: number of roundings of each variant with rounded weights. arithmetic:
-    "artifact" or "float" (measure.py). artifacts: artifacts of the checkpoints, to measure on ONNX Runtime. names: of
-    the models; default: the folders' names. runs: training runs of each model, which follow one another in `paths` and
-    are compared as one. batch_size: windows at a time. confidence: of the intervals. cache_bytes: memory for the 16-bit
-    model's log-probabilities. needles: sets of rows with needles, to test every variant on. Raises DiffbitError if
-    models, windows or names do not fit together.
+    paths: all of these, in any order; given.py finds the float model of each quantized one. bits: widths of the float
+    models; default: BITS, and none if a quantized model is given. methods: recipes for rounding weights. calibration:
+    windows of other text, for methods that calibrate; a sample for each repeat, or one for all. repeats: number of
+    roundings of each variant with rounded weights. arithmetic: "artifact" or "float" (measure.py). artifacts: further
+    ones. names: of the float models; default: the folders' names. runs: training runs of each float model, which follow
+    one another in `paths` and are compared as one. batch_size: windows at a time. confidence: of the intervals.
+    cache_bytes: memory for the 16-bit model's log-probabilities. needles: sets of rows with needles, to test every
+    variant on. Raises DiffbitError if models, windows or names do not fit together.
     """
+    floats, given = open_models(paths)
+    asked_for = bits is not None
+    if bits is None:
+        bits = (FLOAT,) if given else BITS
     chosen = variants(bits, what, methods)
     samples = [calibration] if isinstance(calibration, Windows) else list(calibration or ())
     setup = Setup(windows, samples, needles, repeats, arithmetic, confidence, batch_size, cache_bytes)
-    checkpoints = [Checkpoint(path) for path in paths]
-    groups = in_groups(checkpoints, runs)
-    names = model_names([group[0] for group in groups], names)
-    for checkpoint in checkpoints:
-        for text in (windows, *samples, *(rows.windows for rows in needles)):
-            check_windows(checkpoint.path, checkpoint.config.vocab_size, checkpoint.config.max_position, text)
-    check_tokenizers(checkpoints)
-    by_path = artifacts_of(checkpoints, artifacts, windows)
+    if not paths:
+        raise DiffbitError("no model to compare; give one checkpoint folder or more")
+    if given and runs > 1:
+        raise DiffbitError(f"{given[0].path}: is quantized, and --runs takes float models; leave out one of the two")
+    if not floats and not chosen:
+        check_floats(floats, given, alone=asked_for)
+        floats, given = [model for model in given if isinstance(model, Checkpoint)], []
+    groups = in_groups(floats, runs)
+    firsts = [group[0] for group in groups]
+    if names is not None and len(names) != len(groups):
+        raise DiffbitError(f"{len(names)} names for {len(groups)} models; give one each, or none")
+    given = [*given, *artifacts]
+    labels = row_names([model.path for model in (*firsts, *given)])
+    quantized = with_references(given, labels[len(firsts) :], floats)
+    labels = list(names or labels[: len(firsts)])
+    if runs > 1:
+        check_runs(quantized)
+    for text in (windows, *samples, *(rows.windows for rows in needles)):
+        for model in (*floats, *given):
+            vocabulary = model.vocab_size if isinstance(model, Artifact) else model.config.vocab_size
+            context = model.context_length if isinstance(model, Artifact) else model.config.max_position
+            check_windows(model.path, vocabulary, context, text)
+    check_tokenizers((*floats, *given))
 
     measurements: dict[str, list[Measurement]] = {}
     skipped: dict[Skipped, None] = {}  # each once, even if several runs of a model share it
-    for name, group in zip(names, groups, strict=True):
+    index = 0  # of the float checkpoint
+    for name, group in zip(labels, groups, strict=True):
         by_run = []
         for run, checkpoint in enumerate(group, 1):
             gc.collect()  # the model before this one; module hooks are reference cycles
@@ -204,14 +264,16 @@ def compare(
             title = name if len(group) == 1 else f"{name}, run {run} of {len(group)}"
             measured, left_out = measure(
                 load(checkpoint, device=device), chosen if scheme is None else (), setup, name=title, stored=scheme,
-                artifacts=by_path.get(checkpoint.path, ()),
+                quantized=[one for one in quantized if one.reference == index],
             )  # fmt: skip
             by_run.append(measured)
             skipped |= dict.fromkeys(replace(variant, model=name) for variant in left_out)
+            index += 1
         measurements[name] = combine(by_run)
     if not any(parse_recipe(method).calibrated for method in methods):
         setup = replace(setup, calibration=())
-    return conclude(groups, measurements, tuple(skipped), setup)
+    infos = [_info(one, labels[one.reference // runs]) for one in quantized]
+    return conclude(groups, measurements, tuple(skipped), setup, infos)
 
 
 def conclude(
@@ -219,22 +281,26 @@ def conclude(
     measurements: Mapping[str, Sequence[Measurement]],
     skipped: Sequence[Skipped],
     setup: Setup,
+    quantized: Sequence[QuantizedInfo] = (),
 ) -> Comparison:
     """Turn the measurements of each model, by name and with the unchanged model first, into a comparison.
 
     groups: the training runs of each model, mostly one.
     """
-    by_key = {name: {one.variant.key: one for one in measured} for name, measured in measurements.items()}
-    first, *others = by_key
-    contrasts = [_contrasts(name, by_key[name], first, by_key[first], setup, len(groups[0])) for name in others]
+    first, *others = measurements
+    contrasts = [
+        _contrasts(name, measurements[name], first, measurements[first], setup, len(groups[0])) for name in others
+    ]
     samples = setup.calibration
     calibration = (
         _about(samples[0]) | {"tokens": int(samples[0].mask.sum()), "samples": len(samples)} if samples else None
     )
     return Comparison(
-        models=tuple(ModelInfo.of(name, group) for name, group in zip(by_key, groups, strict=True)),
-        results=tuple(_result(name, one, by_key[name], setup) for name in by_key for one in by_key[name].values()),
+        models=tuple(ModelInfo.of(name, group) for name, group in zip(measurements, groups, strict=True)),
+        results=tuple(_result(name, one, ones, setup) for name, ones in measurements.items() for one in ones),
         contrasts=tuple(itertools.chain.from_iterable(contrasts)),
+        quantized=tuple(quantized),
+        pairs=tuple(pair for name, ones in measurements.items() for pair in _pairs(name, ones, setup)),
         confidence=setup.confidence,
         text=_about(setup.windows) | {"scored_tokens": setup.windows.scored},
         calibration=calibration,
@@ -244,12 +310,18 @@ def conclude(
     )
 
 
-def _result(name: str, one: Measurement, measured: ByKey, setup: Setup) -> Result:
-    variant, scores, whole = one.variant, one.scores, next(iter(measured.values()))
-    rounded = None if variant.method == RTN else measured.get((variant.what, variant.format, RTN))
+def _info(quantized: Quantized, model: str) -> QuantizedInfo:
+    path, variant = quantized.path, quantized.variant
+    sha256 = quantized.model.sha256 if isinstance(quantized.model, Artifact) else quantized.model.sha256()
+    return QuantizedInfo(variant.name, str(path), sha256, variant.what, model, quantized.found_by)
+
+
+def _result(name: str, one: Measurement, measured: Sequence[Measurement], setup: Setup) -> Result:
+    variant, scores, whole = one.variant, one.scores, measured[0]
+    rounded = None if variant.method == RTN else _by_key(measured).get((variant.what, variant.format, RTN))
     sets = zip(setup.needles, one.answers, whole.answers, strict=bool(one.answers))
     return Result(
-        name, *variant.key, variant.bits, one.bits_per_weight, one.nbytes,
+        name, variant.name or name, *variant.key, variant.bits, one.bits_per_weight, one.nbytes,
         perplexity=scores.perplexity(setup.confidence),
         ratio=perplexity_ratio(scores, whole.scores, setup.confidence),
         kl=scores.divergence(setup.confidence),
@@ -260,11 +332,19 @@ def _result(name: str, one: Measurement, measured: ByKey, setup: Setup) -> Resul
     )  # fmt: skip
 
 
-def _contrasts(name: str, measured: ByKey, first: str, of_first: ByKey, setup: Setup, runs: int) -> list[Contrast]:
+def _by_key(measured: Sequence[Measurement]) -> dict[Key, Measurement]:
+    """Return the measurements of a model by what they are of, without folders that are alike in that."""
+    counts = Counter(one.variant.key for one in measured)
+    return {one.variant.key: one for one in measured if counts[one.variant.key] == 1}
+
+
+def _contrasts(
+    name: str, measured: Sequence[Measurement], first: str, of_first: Sequence[Measurement], setup: Setup, runs: int
+) -> list[Contrast]:
     """Compare the variants that both models have with the first model's."""
-    whole, first_whole, contrasts = next(iter(measured.values())), next(iter(of_first.values())), []
-    for key, low in measured.items():
-        other = of_first.get(key)
+    whole, first_whole, theirs, contrasts = measured[0], of_first[0], _by_key(of_first), []
+    for key, low in _by_key(measured).items():
+        other = theirs.get(key)
         if low.variant.what == UNCHANGED or other is None:
             continue
         lost = paired(low.scores, whole.scores) - paired(other.scores, first_whole.scores)
@@ -275,6 +355,19 @@ def _contrasts(name: str, measured: ByKey, first: str, of_first: ByKey, setup: S
         repeats = low.repeats if low.variant.rounds else None
         contrasts.append(Contrast(name, first, *key, difference, changes, repeats, runs))
     return contrasts
+
+
+def _pairs(model: str, measured: Sequence[Measurement], setup: Setup) -> list[Pair]:
+    """Compare each two of the quantized checkpoints and artifacts of a model."""
+    folders = [one for one in measured if one.variant.what in FOLDERS and one.variant.name]
+    pairs = []
+    for against, one in itertools.combinations(folders, 2):
+        kl, loss, agreement = (
+            one.scores.mean(getattr(one.scores, sums) - getattr(against.scores, sums), setup.confidence)
+            for sums in ("kl", "nll", "agree")
+        )
+        pairs.append(Pair(model, one.variant.name, against.variant.name, kl, loss, agreement))
+    return pairs
 
 
 def _about(windows: Windows) -> dict[str, Any]:
@@ -296,6 +389,11 @@ def _flat(result: Result) -> dict[str, Any]:
         estimate = value if isinstance(value, dict) else {"value": value}
         columns |= {name if end == "value" else f"{name}_{end}": number for end, number in estimate.items()}
     return columns
+
+
+def _cell(estimate: Estimate, write: Callable[[float], str]) -> str:
+    """Format an estimate with its interval, in ASCII."""
+    return plain(interval(estimate.to_dict(), write))
 
 
 def _share_found(value: Estimate, change: Estimate) -> str:

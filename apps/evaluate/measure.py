@@ -1,8 +1,8 @@
 """Runs a model and its variants over the same windows of text, and keeps per-window scores of each.
 
 Each variant is made in memory from the float checkpoint, scored token by token against it (metrics.py), and dropped
-before the next one is made. "16 bits" is the checkpoint itself, computed in float32. Artifacts of the model run on ONNX
-Runtime, one window at a time.
+before the next one is made. "16 bits" is the checkpoint itself, computed in float32. Quantized checkpoints are loaded
+one after the other, and artifacts run on ONNX Runtime, one window at a time.
 
 By default, linear layers round their inputs as the artifact's operators do on a CPU, mostly to int8 in blocks (formats/
 defines the rule of each format). "float" rounds them only if the scheme says so.
@@ -20,9 +20,10 @@ EXPLICIT_BYTES.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,14 +31,15 @@ from torch import Tensor
 
 from ...calib_data import NeedleWindows, Windows
 from ...io.errors import DiffbitError
-from ...io.progress import track
+from ...io.progress import Progress
 from ...models import Decoder, ModelConfig
-from ...quantize import HEAD_MODULE, AttentionScheme, Scheme, apply, as_exported, linear_shapes, sizes
+from ...quantize import AttentionScheme, Scheme, apply, as_exported, average_bits, load, sizes
 from ...runtime import Artifact, Session
 from .cost import Cost, token_cost
+from .given import Quantized
 from .metrics import CONFIDENCE, Scores, log_probabilities, score
 from .retrieval import answered
-from .variants import RTN, Variant, on_a_device, unchanged
+from .variants import RTN, Variant, unchanged
 
 EXPLICIT_BYTES = 2 << 30  # memory for explicit attention weights in low-bit attention
 COPIES = 8  # of the attention weights, in float32: logits, probabilities, masks
@@ -109,53 +111,75 @@ def measure(
     *,
     name: str = "the model",
     stored: Scheme | None = None,
-    artifacts: Sequence[Artifact] = (),
+    quantized: Sequence[Quantized] = (),
 ) -> tuple[list[Measurement], list[Skipped]]:
-    """Measure the model as it is, each variant of it, and its artifacts; also return the variants that were skipped.
+    """Measure the model as it is, each variant of it, and the quantized checkpoints and artifacts that were made of it;
+    also return the variants that were skipped.
 
-    stored: the scheme of a checkpoint that is already quantized; it has no variants. Raises DiffbitError if a model
-    computes NaN, or if every variant was skipped.
+    stored: the scheme of a model that is quantized itself and has no float one; it has no variants. Raises DiffbitError
+    if a model computes NaN, or if every variant was skipped.
     """
     if not setup.calibration and (calibrated := [variant.method for variant in variants if variant.calibrates]):
         raise DiffbitError(f"method {calibrated[0]} calibrates on text; give calibration windows")
     scorer = _Scorer(decoder, setup)
     measurements: list[Measurement] = []
     skipped: list[Skipped] = []
-    whole = unchanged(stored)
-    for variant in track([whole, *variants], f"comparing {name}"):
-        scores: list[Scores] = []
-        answers: list[list[np.ndarray]] = []
-        for repeat in range(setup.repeats if variant.rounds else 1):
-            try:
-                model = decoder if variant is whole else _apply(decoder, variant, setup.calibration, repeat)
-            except DiffbitError as error:
-                skipped.append(Skipped(name, variant.format, variant.method, str(error)))
-                break
-            if setup.arithmetic == "artifact":
-                as_exported(model)
-            batch_sizes = _batch_sizes(variant, decoder.config, setup)
-            scores.append(scorer.scores(model, batch_sizes[0], f"{name}, {variant}"))
-            sets = zip(setup.needles, batch_sizes[1:], strict=True)
-            answers.append([answered(model, needles, size) for needles, size in sets])
-        else:
-            stacked = tuple(np.stack(repeats) for repeats in zip(*answers, strict=True))
-            measurements.append(_measurement(variant, model.config, setup.length, scores, stacked))
-        model = decoder  # the variant is gone before the next one is made
-    if skipped and len(measurements) == 1:
-        raise DiffbitError(f"{name}: {skipped[0].reason}")
-    for artifact in track(artifacts, "running artifacts"):
-        scores = [scorer.scores(on_device(Session(artifact)), 1, str(artifact.path))]
-        config = ModelConfig.from_dict(dict(artifact.model))
-        measurement = _measurement(on_a_device(artifact), config, setup.length, scores)
-        measurements.append(replace(measurement, nbytes=artifact.nbytes))
+    whole = unchanged(stored, decoder.config)
+    roundings = {variant: setup.repeats if variant.rounds else 1 for variant in (whole, *variants)}
+    done = 0
+    with Progress("comparing", float(sum(roundings.values()) + len(quantized))) as bar:
+        for variant, count in roundings.items():
+            scores: list[Scores] = []
+            answers: list[list[np.ndarray]] = []
+            for repeat in range(count):
+                scorer.progress = partial(_show, bar, done + repeat, f"{name}, {variant}")
+                try:
+                    model = decoder if variant is whole else _apply(decoder, variant, setup.calibration, repeat)
+                except DiffbitError as error:
+                    skipped.append(Skipped(name, variant.format, variant.method, str(error)))
+                    break
+                scores.append(scorer.of_decoder(model, variant, f"{name}, {variant}"))
+                answers.append(scorer.answers(model, variant))
+            else:
+                stacked = tuple(np.stack(repeats) for repeats in zip(*answers, strict=True))
+                measurements.append(_measurement(variant, model.config, setup.length, scores, stacked))
+            model = decoder  # the variant is gone before the next one is made
+            done += count
+        if skipped and len(measurements) == 1 and not quantized:
+            raise DiffbitError(f"{name}: {skipped[0].reason}")
+        for one in quantized:
+            scorer.progress = partial(_show, bar, done, one.variant.name)
+            measurements.append(_measure_quantized(one, scorer, setup))
+            done += 1
     return measurements, skipped
+
+
+def _measure_quantized(quantized: Quantized, scorer: _Scorer, setup: Setup) -> Measurement:
+    """Measure a quantized checkpoint in torch, or an artifact on ONNX Runtime."""
+    variant, model = quantized.variant, quantized.model
+    if isinstance(model, Artifact):
+        scores = scorer.scores(on_device(Session(model)), 1, str(model.path))
+        measurement = _measurement(variant, quantized.config, setup.length, [scores])
+        return replace(measurement, nbytes=model.nbytes)
+    gc.collect()  # the model before this one; module hooks are reference cycles
+    decoder = load(model, device=scorer.ids.device)
+    scores, answers = scorer.of_decoder(decoder, variant, str(model.path)), scorer.answers(decoder, variant)
+    measurement = _measurement(variant, decoder.config, setup.length, [scores], tuple(one[None] for one in answers))
+    if quantized.nbytes is None or quantized.bits_per_weight is None:
+        return measurement
+    return replace(measurement, nbytes=quantized.nbytes, bits_per_weight=quantized.bits_per_weight)
+
+
+def _show(bar: Progress, done: int, name: str, share: float) -> None:
+    """Show a share of the current model beside the models that are done."""
+    bar.to(done + share, name)
 
 
 def _measurement(
     variant: Variant, config: ModelConfig, length: int, scores: Sequence[Scores], answers: tuple[np.ndarray, ...] = ()
 ) -> Measurement:
     size, cost = sizes(config, variant.scheme, "fp16"), token_cost(config, variant.scheme, length)
-    bits, cache_bytes = _bits_per_weight(config, variant.scheme), size.kv_bytes_per_1k_tokens / 1000
+    bits, cache_bytes = average_bits(config, variant.scheme), size.kv_bytes_per_1k_tokens / 1000
     return Measurement(
         variant, Scores.of_repeats(scores), size.nbytes, bits, cache_bytes, cost, repeats=len(scores), answers=answers
     )
@@ -194,7 +218,8 @@ class _Scorer:
 
     def __init__(self, reference: Decoder, setup: Setup) -> None:
         windows, device = setup.windows, next(reference.parameters()).device
-        self.reference = reference
+        self.reference, self.setup = reference, setup
+        self.progress: Callable[[float], None] = lambda share: None  # of the windows of the current model
         self.ids, self.target, self.mask = (
             torch.from_numpy(array).to(device) for array in (windows.ids, windows.target, windows.mask)
         )
@@ -202,6 +227,17 @@ class _Scorer:
         self.cached_windows = setup.cache_bytes // (setup.length * reference.config.vocab_size * 4)
         self.cache: dict[int, Tensor] = {}
         self.begun = False  # whether the 16-bit model has been scored
+
+    def of_decoder(self, decoder: Decoder, variant: Variant, name: str) -> Scores:
+        """Score a model in torch, in the arithmetic that the setup asks for."""
+        if self.setup.arithmetic == "artifact":
+            as_exported(decoder)
+        return self.scores(decoder, _batch_sizes(variant, decoder.config, self.setup)[0], name)
+
+    def answers(self, decoder: Decoder, variant: Variant) -> list[np.ndarray]:
+        """Return which queries a model answers, for each set of needles."""
+        batch_sizes = _batch_sizes(variant, decoder.config, self.setup)[1:]
+        return [answered(decoder, *rows) for rows in zip(self.setup.needles, batch_sizes, strict=True)]
 
     def scores(self, logits: Logits, batch_size: int, name: str) -> Scores:
         """Score the 16-bit model, which must come first, or another one; name: for errors."""
@@ -221,6 +257,7 @@ class _Scorer:
                     score(scores, window, self.ids[window], self.target[window], row, log_p.get(window))
                 except DiffbitError as error:
                     raise DiffbitError(f"{name}: {error}") from None
+            self.progress(min(1.0, (start + batch_size) / len(self.ids)))
         self.begun = True
         return scores
 
@@ -246,11 +283,3 @@ def _batch_sizes(variant: Variant, config: ModelConfig, setup: Setup) -> list[in
     heads = max(layer.mixer.softmaxes for layer in config.layers) or 1  # each has weights of its own
     most = (EXPLICIT_BYTES // (COPIES * 4 * heads * length * length) for length in lengths)
     return [max(1, min(setup.batch_size, size)) for size in most]
-
-
-def _bits_per_weight(config: ModelConfig, scheme: Scheme) -> float:
-    """Average over the decoder's linear layers that the scheme quantizes; 16 if it quantizes none."""
-    formats = scheme.formats(config)
-    shapes = {m: shape for m, shape in linear_shapes(config).items() if m in formats and m != HEAD_MODULE}
-    nbytes = sum(formats[module].device_nbytes(shape, 2) for module, shape in shapes.items())
-    return 8 * nbytes / sum(map(prod, shapes.values())) if shapes else 16.0

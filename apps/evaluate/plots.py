@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ...formats import parse_format
 from ...io.drawing import MUTED, Data, drawn, line, logarithmic, short, shortened
 from ...io.errors import DiffbitError
+from .variants import FOLDERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,11 +28,17 @@ SUBJECTS = {  # what can be compared: a heading, and the label of the horizontal
     "values": ("Cached values", "format of the cache"),
 }
 ENDS = ("value", "low", "high")
+KL_FLOOR = 1e-7  # below it is noise
 
 
 def plot_comparison(comparison: Data, path: str | Path) -> None:
-    """Plot a row of panels for weights and for each part of attention that was compared; see `charts`."""
+    """Plot a row of panels for weights and for each part of attention that was compared; see `charts`. Without these,
+    plot the quantized models that were given."""
     rows = [charts(comparison, what) for what in subjects(comparison)]
+    if not rows and quantized(comparison):
+        with drawn(path) as (panel,):
+            draw_quantized(panel, comparison)
+        return
     if not rows:
         raise DiffbitError("all models are already quantized, so there is nothing to plot; add a float one")
     columns = max(map(len, rows))
@@ -44,6 +51,35 @@ def plot_comparison(comparison: Data, path: str | Path) -> None:
 def subjects(comparison: Data) -> list[str]:
     """Return what was compared, in the order of SUBJECTS."""
     return [what for what in SUBJECTS if any(result["what"] == what for result in comparison["results"])]
+
+
+def quantized(comparison: Data) -> list[Data]:
+    """Return the results of the quantized checkpoints and artifacts that were given."""
+    return [result for result in comparison["results"] if result["what"] in FOLDERS]
+
+
+def draw_quantized(axes: Axes, comparison: Data) -> None:
+    """Plot the loss of each quantized model that was given, with its interval, against its size."""
+    models = [model["name"] for model in comparison["models"]]
+    floor = max(KL_FLOOR, min(result["kl"]["value"] for result in quantized(comparison)) / 3)  # of a bar that ends at 0
+    for result in quantized(comparison):
+        look = line(models.index(result["model"])) | {"linestyle": "none"}
+        place, (value, low, high) = result["nbytes"] / 1e6, (max(result["kl"][end], floor) for end in ENDS)
+        axes.errorbar([place], [value], yerr=[[value - low], [high - value]], capsize=3, **look)
+        axes.annotate(shortened(result["name"]), (place, value), xytext=(7, 4), textcoords="offset points", fontsize=8)
+    logarithmic(axes)
+    axes.margins(x=0.25, y=0.2)
+    axes.set_title("Loss and size")
+    axes.set_xlabel("MB")
+    axes.set_ylabel("KL from the float model, nats per token")
+
+
+def words_of_quantized(comparison: Data) -> str:
+    """Return that plot as a sentence."""
+    points = (
+        f"{r['name']} {short(r['kl']['value'])} nats at {short(r['nbytes'] / 1e6)} MB" for r in quantized(comparison)
+    )
+    return f"KL against size: {', '.join(points)}."
 
 
 def order(results: Sequence[Data]) -> dict[str, float]:
@@ -87,7 +123,9 @@ class Chart:
 INCREASE = Metric(
     "increase of perplexity", "over the 16-bit model", "%", lambda r, end: 100 * (float(r["ratio"][end]) - 1), 0.01
 )
-KL = Metric("KL divergence", "from the 16-bit model, nats per token", " nats", lambda r, end: float(r["kl"][end]), 1e-7)
+KL = Metric(
+    "KL divergence", "from the 16-bit model, nats per token", " nats", lambda r, end: float(r["kl"][end]), KL_FLOOR
+)
 
 
 def _needles(setting: Data, index: int) -> Metric:

@@ -30,12 +30,14 @@ from ...io import files
 from ...io.drawing import COLORS, SITES, Data, draw_layers, heat_map, panels, svg
 from . import plots
 from .metrics import established
+from .words import increase, interval, nats, number, pair_verdict, percent, points, size, verdict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Finding = tuple[str, str]  # a headline number, and the sentence that explains it
 Figure = tuple[str, str]  # a plot as an image within the page, and its words
+MOST_TILES = 4  # of quantized models
 PACKAGES = ("diffbit", "torch", "numpy", "onnx", "onnxruntime", "tokenizers", "matplotlib")
 
 
@@ -77,32 +79,54 @@ def render(data: ReportData) -> str:
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.filters |= {write.__name__: write for write in (number, percent, increase, points, nats, size)}
-    comparison = data.comparison or {"models": (), "results": (), "contrasts": ()}
+    comparison = data.comparison or {"models": (), "results": (), "contrasts": (), "pairs": ()}
     names = [info["name"] for info in comparison["models"]]
     names += [*(report["model"] for report in data.outliers), *data.training]
     colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(dict.fromkeys(names))}
     return environment.get_template("report.html.j2").render(
         data=data,
-        findings=[*_outlier_findings(data), *_contrast_findings(comparison), *_artifact_findings(data)],
+        findings=[
+            *_quantized_findings(comparison),
+            *_contrast_findings(comparison),
+            *_outlier_findings(data),
+            *_artifact_findings(data),
+        ],
         colors=colors,
         subjects=[_subject(comparison, what) for what in plots.subjects(comparison)],
-        ran=[result for result in comparison["results"] if result["what"] == "artifact"],
+        quantized=plots.quantized(comparison),
+        quantized_figure=_quantized_figure(comparison),
         sites=[(site, title, _outlier_figure(data, site)) for site, title in SITES.items() if data.outliers],
         layers=list(_layer_errors(data)),
         established=established,
         verdict=verdict,
+        pair_verdict=pair_verdict,
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
 
 
+def _quantized_findings(comparison: Data) -> Iterator[Finding]:
+    """What each quantized model loses, those of many that lose least; and which of two loses less."""
+    results = plots.quantized(comparison)
+    for r in sorted(results, key=lambda r: r["kl"]["value"])[:MOST_TILES] if len(results) > MOST_TILES else results:
+        text = f"KL of {r['name']} from {r['model']}, nats a token: {interval(r['kl'], number)}. {r['format']}, "
+        text += f"{size(r['nbytes'])}; {percent(r['agreement']['value'])} of the top tokens stay the same."
+        yield f"KL {number(r['kl']['value'])}", text
+    if len(results) == 2:
+        for pair in comparison["pairs"]:
+            text = f"KL of {pair['name']} − KL of {pair['against']}, nats a token: {pair_verdict(pair)}."
+            yield nats(pair["kl"]["value"]), text
+
+
 def _outlier_findings(data: ReportData) -> Iterator[Finding]:
+    """The ratio that a low-bit scale has to span, of two models in their order."""
     for site, what in (("hidden_states", "hidden state"), ("attention_logits", "attention logit")):
-        if len(data.outliers) == 2 and all(report[site] for report in data.outliers):
-            (low, small), (high, large) = sorted(
-                (report[site]["top"]["1"], report["model"]) for report in data.outliers
+        ratios = [report[site] and report[site]["ratio"] for report in data.outliers]
+        if len(ratios) == 2 and all(ratios):
+            names = " vs ".join(report["model"] for report in data.outliers)
+            text = (
+                f"Largest {what} over the median, {names}: the larger, the fewer steps a scale leaves for the others."
             )
-            ratio = f"{high / low:.2g}×" if low else "∞"
-            yield ratio, f"Largest {what}: {large} {number(high)}, {small} {number(low)}."
+            yield " vs ".join(f"{number(ratio)}×" for ratio in ratios), text
 
 
 def _contrast_findings(comparison: Data) -> Iterator[Finding]:
@@ -119,25 +143,11 @@ def _contrast_findings(comparison: Data) -> Iterator[Finding]:
             where += f" by {best}, the best of {len(methods)} methods"
         key = what, width, best
         for c in (c for c in comparison["contrasts"] if (c["what"], c["format"], c["method"]) == key):
-            less, more = sorted((by_model[c[one]] for one in ("against", "model")), key=lambda r: r["ratio"]["value"])
-            headline = f"{increase(less['ratio']['value'])} vs {increase(more['ratio']['value'])}"
-            yield headline, f"{where}: perplexity of {less['model']} vs {more['model']}; {verdict(c)}."
+            headline = " vs ".join(increase(by_model[c[side]]["ratio"]["value"]) for side in ("against", "model"))
+            yield headline, f"{where}: perplexity of {c['against']} vs {c['model']}; {verdict(c)}."
         if len(by_model) == 1:
             (result,) = by_model.values()
             yield increase(result["ratio"]["value"]), f"{where}: perplexity of {result['model']} against 16 bits."
-
-
-def verdict(contrast: Data) -> str:
-    """Which model loses less, as far as the interval of the paired difference says, and what it was measured on."""
-    model, against, repeats = contrast["model"], contrast["against"], contrast["repeats"]
-    low, high = contrast["difference"]["low"], contrast["difference"]["high"]
-    measured = [f"{contrast['runs']} training runs of each"] if contrast["runs"] > 1 else []
-    if repeats is not None:
-        measured.append("one rounding of each" if repeats == 1 else f"{repeats} roundings of each")
-    less, more = (model, against) if high < 0 else (against, model)
-    sure = f"{less} loses less than {more}"
-    text = sure if low * high > 0 else f"not established whether {model} or {against} loses less"
-    return ", ".join([text, *measured])
 
 
 def _artifact_findings(data: ReportData) -> Iterator[Finding]:
@@ -152,6 +162,12 @@ def _figure(draw: Callable[[Axes], None], words: str) -> Figure:
         draw(axes)
         source = b64encode(svg(figure).encode()).decode()
     return f"data:image/svg+xml;base64,{source}", words
+
+
+def _quantized_figure(comparison: Data) -> Figure | None:
+    if len(plots.quantized(comparison)) < 2:
+        return None
+    return _figure(partial(plots.draw_quantized, comparison=comparison), plots.words_of_quantized(comparison))
 
 
 def _subject(comparison: Data, what: str) -> dict[str, Any]:
@@ -180,62 +196,26 @@ def _outlier_figure(data: ReportData, site: str) -> Figure:
 
 
 def _layer_errors(data: ReportData) -> Iterator[dict[str, Any]]:
-    """Of each quantized model its decoder layers, worst first; errors of outputs where all were measured."""
+    """Of each quantized model its decoder layers, worst first; errors of outputs where they were measured."""
     models = {
         title: rows for title, report in data.quantization.items()
         if (rows := [row for row in report["weights"] if row["name"].startswith("model.layers.")])
     }  # fmt: skip
-    measured = all(row["output_error"] is not None for rows in models.values() for row in rows)
-    key, what = ("output_error", "outputs") if measured else ("weight_error", "weights")
-    largest = max((row[key] for rows in models.values() for row in rows), default=0.0)
+    keys = {
+        title: "weight_error" if any(row["output_error"] is None for row in rows) else "output_error"
+        for title, rows in models.items()
+    }
     for title, rows in models.items():
-
-        def draw(axes: Axes, title: str = title, rows: Sequence[Data] = rows) -> None:
-            percents = [{"name": row["name"], "error": 100 * row[key]} for row in rows]
-            heat_map(axes, percents, "error", 100 * largest, ".1f")
-            axes.set_title(title)
-            axes.set_xlabel("layer; relative error in %")
-
+        key, what = keys[title], "outputs" if keys[title] == "output_error" else "weights"
+        alike = (row[key] for other, others in models.items() if keys[other] == key for row in others)
+        draw = partial(_draw_errors, title=title, rows=rows, key=key, what=what, largest=max(alike))
         worst = sorted(rows, key=lambda row: -row[key])
         words = f"{title}, relative error of {what}: worst {worst[0]['name']} at {percent(worst[0][key])}."
         yield {"title": title, "rows": worst, "figure": _figure(draw, words)}
 
 
-def percent(share: float, sign: str = "") -> str:
-    """0.0212 -> 2.12%; the larger, the fewer decimals."""
-    digits = 2 if abs(share) < 0.1 else 1 if abs(share) < 10 else 0
-    return f"{100 * share:{sign}z,.{digits}f}%".replace("-", "−")  # z: no negative zero
-
-
-def increase(ratio: float) -> str:
-    return percent(ratio - 1, "+")
-
-
-def points(share: float) -> str:
-    """A difference of shares in percentage points."""
-    return f"{100 * share:+z.1f}".replace("-", "−", 1)
-
-
-def nats(value: float) -> str:
-    return f"{value:+.3g}".replace("-", "−", 1)
-
-
-def number(value: object) -> str:
-    """Three to four digits that matter, thousands with commas; None is a dash, and words stay words."""
-    if type(value) is int:
-        return f"{value:,}"
-    if value is None or not isinstance(value, float):
-        return "–" if value is None else str(value)
-    if not math.isfinite(value):
-        return "–" if math.isnan(value) else "∞"
-    if abs(value) < 1e-4:
-        return f"{value:.1e}".replace("e-0", "e-") if value else "0"
-    if abs(value) < 100:
-        return f"{value:#.3g}"
-    return f"{value:,.1f}" if abs(value) < 10_000 else f"{value:,.0f}"
-
-
-def size(count: float | None) -> str:
-    """Bytes as kB, MB, GB."""
-    unit = min(3, int(math.log10(count)) // 3) if count else 0
-    return f"{count / 1000**unit:.3g} {('B', 'kB', 'MB', 'GB')[unit]}" if count else "–"
+def _draw_errors(axes: Axes, title: str, rows: Sequence[Data], key: str, what: str, largest: float) -> None:
+    percents = [{"name": row["name"], "error": 100 * row[key]} for row in rows]
+    heat_map(axes, percents, "error", 100 * largest, ".1f")
+    axes.set_title(title)
+    axes.set_xlabel(f"layer; relative error of {what} in %")

@@ -1,4 +1,5 @@
-"""What is measured of a model: the model as it is, its weights in a number format, or a part of its attention.
+"""What is measured of a model: the model as it is, its weights in a number format, or a part of its attention; and the
+quantized checkpoints and artifacts that were made of it.
 
 A number of bits stands for a format: 8 for int8 (one scale per row), 7 to 2 for int7_g64 ... int2_g64. Parts of
 attention (quantize/attention.py) take the widths that they have a format for and leave out the others:
@@ -8,8 +9,7 @@ attention (quantize/attention.py) take the widths that they have a format for an
     kv, kv:0        8, 4, 2, or int8, int4, int2: keys and values of the KV cache; kv:0 keeps no tokens in float16
     keys, values    the same, one without the other
 
-A method is a recipe of quantize/methods, such as "gptq" or "rotate+gptq". An artifact, which runs on ONNX Runtime, is a
-variant, too: of the checkpoint that it was made from.
+A method is a recipe of quantize/methods, such as "gptq" or "rotate+gptq".
 """
 
 from __future__ import annotations
@@ -20,17 +20,31 @@ from dataclasses import dataclass
 
 from ...formats import Format, parse_format
 from ...io.errors import DiffbitError
-from ...quantize import KV, LOGIT_BITS, QK, AttentionScheme, Scheme, table_formats
+from ...models import Checkpoint, ModelConfig
+from ...quantize import (
+    EMBEDDING_MODULE,
+    HEAD_MODULE,
+    KV,
+    LOGIT_BITS,
+    QK,
+    AttentionScheme,
+    Scheme,
+    average_bits,
+    format_name,
+    table_formats,
+)
 from ...quantize.methods import parse_recipe
 from ...runtime import Artifact
 
 BITS = ("16", "8", "6", "4", "3", "2", "ternary")
+TABLES = (EMBEDDING_MODULE, HEAD_MODULE)
 CACHED = {"qk": QK, "kv": KV, "kv:0": KV, "keys": KV, "values": KV}  # parts of attention, and the formats of each
 WHAT = ("weights", "logits", *CACHED)
 RTN = "rtn"  # rounding to nearest, which other methods are compared with
 METHODS = (RTN,)
 UNCHANGED, FLOAT = "none", "16"  # the checkpoint as it is, and its format if it is not quantized
-ON_DEVICE = "artifact"
+STORED, ON_DEVICE = "checkpoint", "artifact"  # quantized ones that are measured as they are
+FOLDERS = (STORED, ON_DEVICE)
 NO_METHOD = "none"  # of a variant whose weights are not rounded
 GROUP_SIZE = 64  # of a format that is given as a number of bits below 8
 Key = tuple[str, str, str]
@@ -40,11 +54,12 @@ Key = tuple[str, str, str]
 class Variant:
     """What is measured of a model."""
 
-    what: str  # one of WHAT, UNCHANGED or ON_DEVICE
+    what: str  # one of WHAT, UNCHANGED or FOLDERS
     format: str  # int4_g64, nf4, ...; int8, int4, int2 for qk and the KV cache; "4-bit" for logits
     method: str  # rtn, gptq, rotate+gptq, ...; NO_METHOD unless weights are rounded
-    bits: float  # of one number, without scales; ternary: log2(3)
+    bits: float  # of one number, without scales; ternary: log2(3); of a mix of formats, the average with scales
     scheme: Scheme
+    name: str = ""  # of the folder, if it is one of FOLDERS
 
     @property
     def key(self) -> Key:
@@ -63,14 +78,16 @@ class Variant:
     def __str__(self) -> str:
         if self.what == UNCHANGED:
             return "16 bits" if self.format == FLOAT else self.format
+        if self.name:
+            return self.name
         return f"{self.what} at {self.format}" + (f" by {self.method}" if self.what == "weights" else "")
 
 
-def unchanged(scheme: Scheme | None) -> Variant:
-    """Return the variant that is the checkpoint as it is; scheme: of one that is quantized already."""
-    weights = None if scheme is None else scheme.weights
-    name, bits = (FLOAT, 16.0) if weights is None else (weights.name, bits_of(weights))
-    return Variant(UNCHANGED, name, NO_METHOD, bits, scheme or Scheme())
+def unchanged(scheme: Scheme | None, config: ModelConfig | None = None) -> Variant:
+    """Return the variant that is the checkpoint as it is; scheme and config: of one that is quantized already."""
+    if scheme is None or config is None:
+        return Variant(UNCHANGED, FLOAT, NO_METHOD, 16.0, scheme or Scheme())
+    return Variant(UNCHANGED, format_name(config, scheme), NO_METHOD, _bits(config, scheme), scheme)
 
 
 def variants(bits: Sequence[str] = BITS, what: Sequence[str] = WHAT, methods: Sequence[str] = METHODS) -> list[Variant]:
@@ -101,13 +118,25 @@ def variants(bits: Sequence[str] = BITS, what: Sequence[str] = WHAT, methods: Se
     return chosen
 
 
-def on_a_device(artifact: Artifact) -> Variant:
+def stored(checkpoint: Checkpoint, scheme: Scheme, name: str) -> Variant:
+    """Return the variant that describes a quantized checkpoint."""
+    config, entry = checkpoint.config, checkpoint.quantization or {}
+    method = next((entry[key] for key in ("method", "quant_method") if isinstance(entry.get(key), str)), NO_METHOD)
+    return Variant(STORED, format_name(config, scheme), method, _bits(config, scheme), scheme, name)
+
+
+def on_a_device(artifact: Artifact, name: str = "") -> Variant:
     """Return the variant that describes an artifact."""
     scheme = Scheme() if artifact.scheme is None else Scheme.from_dict(artifact.scheme)
-    name, bits = (artifact.dtype, 16.0) if scheme.weights is None else (scheme.weights.name, bits_of(scheme.weights))
-    cache = (f"{part} {format}" for part, format in scheme.attention.to_dict().items() if part != "window")
-    format = ", ".join([f"{name}, mixed" if scheme.overrides else name, *cache])
-    return Variant(ON_DEVICE, format, artifact.method or NO_METHOD, bits, scheme)
+    config = ModelConfig.from_dict(dict(artifact.model))
+    format = format_name(config, scheme, unquantized=artifact.dtype)
+    return Variant(ON_DEVICE, format, artifact.method or NO_METHOD, _bits(config, scheme), scheme, name)
+
+
+def _bits(config: ModelConfig, scheme: Scheme) -> float:
+    """Bits of one number, without scales; of a mix of formats, the average with scales."""
+    formats = {format for module, format in scheme.chosen(config).items() if module not in TABLES}
+    return bits_of(formats.pop()) if len(formats) == 1 else round(average_bits(config, scheme), 3)
 
 
 def bits_of(format: Format) -> float:

@@ -99,7 +99,7 @@ def accuracy(results: Mapping[str, Any]) -> str:
         perplexity, kl, agreement = row["perplexity"], row["kl"], row["agreement"]
         rows.append(
             (
-                row["model"],
+                row.get("name", row["model"]),  # of a quantized model that was compared as it is, its folder's
                 row["format"] if row["what"] in ("none", "weights") else f"{row['what']} {row['format']}",
                 "-" if row["method"] == "none" else row["method"],
                 _interval(perplexity, "{:.4g}"),

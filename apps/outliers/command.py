@@ -28,7 +28,7 @@ EXAMPLES = {"outliers": ("diffbit outliers out/demo/diff_v1 out/demo/softmax --p
 
 def outliers(
     models: Annotated[list[Path], typer.Argument(help="Checkpoints, float or quantized.")],
-    data: Data = "stdlib",
+    data: Data = "mix",
     field: Field = "text",
     max_windows: MaxWindows = 32,
     length: Length = None,

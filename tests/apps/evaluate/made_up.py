@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from itertools import combinations
+from types import MappingProxyType
 from typing import Any
 
 FORMATS = {"int8": (8, 8.05), "int4_g64": (4, 4.25), "int2_g64": (2, 2.25), "ternary": (1.585, 2.0)}
@@ -36,7 +39,11 @@ def comparison(
     repeats: int = 5,
     runs: int = 1,
     arithmetic: str = "artifact",
+    folders: Mapping[str, float] = MappingProxyType({"onnx": 1.0}),
+    swept: bool = True,
 ) -> dict[str, Any]:
+    """folders: {the end of a quantized folder's name: its loss, as a share of int4_g64's}; swept: whether the models
+    are rounded to formats, too."""
     models = [
         {
             "name": name, "path": f"out/{name}", "sha256": "ab" * 32, "attention": "diff_v1", "parameters": 1234567,
@@ -49,15 +56,17 @@ def comparison(
         factor = 1 + 0.5 * index
 
         def add(
-            what: str, format: str, bits: float, per_weight: float, loss: float, method: str = "none", name: str = name
-        ) -> None:
+            what: str, format: str, bits: float, per_weight: float, loss: float, method: str = "none", name: str = name,
+            folder: str = "",
+        ) -> None:  # fmt: skip
             share = METHODS.get(method, 1.0)
             loss = loss * share
             results.append(
                 {
-                    "model": name, "what": what, "format": format, "method": method, "bits": bits,
-                    "bits_per_weight": per_weight, "recovered": estimate(1 - share, 0.05) if share < 1 else None,
-                    "nbytes": int(1e5 * per_weight), "perplexity": estimate(20 * math.exp(loss), 1.0),
+                    "model": name, "name": folder or name, "what": what, "format": format, "method": method,
+                    "bits": bits, "bits_per_weight": per_weight,
+                    "recovered": estimate(1 - share, 0.05) if share < 1 else None, "nbytes": int(1e5 * per_weight),
+                    "perplexity": estimate(20 * math.exp(loss), 1.0),
                     "ratio": ratio(loss) if loss else estimate(1.0, 0.0), "kl": estimate(abs(loss), 0.1 * abs(loss)),
                     "repeats": repeats if what == "weights" else 1,
                     "agreement": estimate(math.exp(-abs(loss)), 0.001), "cache_bytes": 384.0, "cost": cost(per_weight),
@@ -72,12 +81,15 @@ def comparison(
             )  # fmt: skip
 
         add("none", "16", 16.0, 16.0, 0.0)
-        for format, (bits, per_weight) in FORMATS.items():
+        for format, (bits, per_weight) in FORMATS.items() if swept else ():
             for method in methods:
                 add("weights", format, bits, per_weight, factor * LOSSES[format], method)
-        for bits in (8, 4, 3):
+        for bits in (8, 4, 3) if swept else ():
             add("logits", f"{bits}-bit", bits, 16.0, factor * 0.5**bits)
-        add("artifact", "int4_g64", 4, 4.25, factor * LOSSES["int4_g64"], "gptq")
+        for folder, share in folders.items():
+            what = "artifact" if folder.endswith("onnx") else "checkpoint"
+            loss = share * factor * LOSSES["int4_g64"]
+            add(what, "int4_g64", 4, 4.25, loss, "gptq", folder=f"{name}-{folder}")
         for bits in (8, 4, 2) if needles else ():
             add("kv", f"int{bits}", bits, 16.0, factor * 0.4**bits)
     for name in names[1:]:
@@ -92,6 +104,22 @@ def comparison(
                         "retrieval": [estimate(-0.011, 0.005) for _ in needles],
                     }
                 )  # fmt: skip
+    given = [result for result in results if result["name"] != result["model"]]
+    pairs = [
+        {
+            "model": one["model"], "name": one["name"], "against": against["name"], "loss": estimate(0.0, 0.01),
+            "kl": estimate(one["kl"]["value"] - against["kl"]["value"], 0.002), "agreement": estimate(0.0, 0.01),
+        }
+        for against, one in combinations(given, 2)
+        if one["model"] == against["model"]
+    ]  # fmt: skip
+    quantized = [
+        {
+            "name": result["name"], "path": f"out/{result['name']}", "sha256": "cd" * 32, "what": result["what"],
+            "model": result["model"], "found_by": "hash",
+        }
+        for result in given
+    ]  # fmt: skip
     text = {"source": "stdlib", "sha256": "cd" * 32, "windows": 16, "length": 128, "scored_tokens": 2032}
     calibration = {
         "source": "stdlib",
@@ -102,7 +130,8 @@ def comparison(
         "samples": repeats,
     }
     return {
-        "models": models, "results": results, "contrasts": contrasts, "confidence": 0.95, "text": text,
+        "models": models, "results": results, "contrasts": contrasts, "quantized": quantized, "pairs": pairs,
+        "confidence": 0.95, "text": text,
         "arithmetic": arithmetic, "calibration": calibration if len(methods) > 1 else None, "skipped": [],
         "needles": [
             {"length": length, "needles": 6, "queries": 2, "rows": 32, "source": "stdlib", "sha256": "ab" * 32}

@@ -108,7 +108,7 @@ def test_every_part_is_there(page: Page) -> None:
         "Findings", "Models", "Activation outliers", "Accuracy against bit-width", "Error of each layer", "Artifacts",
         "How this was made",
     ]  # fmt: skip
-    assert page.tags.count("img") == 8
+    assert page.tags.count("img") == 9
     assert "torch" in page.text and "diffbit compare a b -o out && echo <done>" in page.text
 
 
@@ -124,8 +124,9 @@ def test_nothing_is_loaded_and_every_link_leads_somewhere(source: str, page: Pag
 
 
 def test_every_figure_tells_its_numbers(page: Page) -> None:
-    assert len(page.alternatives) == 8
+    assert len(page.alternatives) == 9
     told = " ".join(page.alternatives)
+    assert "KL against size: diff-onnx 0.012 nats at 0.425 MB, plain-onnx 0.018 nats at 0.425 MB." in told
     assert "Hidden states by layer. diff: largest value 1.00 in the first layer, 3.00 in the last, 3.00 at most" in told
     assert "Weights: increase of perplexity. diff: int8 -0.01%, int4_g64 3.05%, int2_g64 232%" in told
     assert "diff at int4_g32, relative error of outputs: worst model.layers.2.self_attn.q_proj.weight at 6.00%" in told
@@ -141,7 +142,7 @@ def test_the_tables_hold_the_numbers(page: Page) -> None:
         row[:2] == ["int4_g64", "plain − diff"] and row[3] == "diff loses less than plain, 5 roundings of each"
         for row in rows
     )
-    assert ["diff", "int4_g64", "gptq"] in [row[:3] for row in rows]  # on ONNX Runtime
+    assert ["diff-onnx", "diff", "int4_g64", "gptq", "ONNX Runtime"] in [row[:5] for row in rows]
     assert ["diff-onnx", "int4_g32", "2.5 MB", "10 MB", "4.00×"] in rows
     assert ["integer codes", "2,000,000", "80.0%", "4,000,000", "4.00"] in rows
     assert ["graph", "500,000", "20.0%", "–", "–"] in rows
@@ -155,7 +156,7 @@ def test_what_a_token_costs(page: Page) -> None:
 def test_findings_say_what_the_intervals_allow(page: Page) -> None:
     findings = page.text[page.text.index("Findings") : page.text.index("The models")]
     assert "+3.05% vs +4.60%" in findings and "diff loses less than plain, 5 roundings of each." in findings
-    assert "5×" in findings and "Largest hidden state: plain 15.0, diff 3.00" in findings
+    assert "12.0× vs 60.0×" in findings and "Largest hidden state over the median, diff vs plain" in findings
     assert "4.0× smaller" in findings
     unsure = ReportData(comparison=made_up.comparison(told_apart=False))
     text = Page(render(unsure)).text
@@ -167,6 +168,39 @@ def test_findings_say_what_the_intervals_allow(page: Page) -> None:
     assert f"perplexity of diff vs plain; {told}." in text and " loses less than " not in text
     rows = [[cell.strip() for cell in row] for row in Page(render(unsure)).cells]
     assert next(row for row in rows if row[:2] == ["int4_g64", "plain − diff"])[3] == told
+
+
+def test_tiles_have_the_same_side_first() -> None:
+    """Also where the second model, or the second artifact, loses less."""
+    comparison = made_up.comparison(("large", "small"), folders={"a": 1.0, "b-onnx": 0.5})
+    for result in comparison["results"]:
+        if result["model"] == "small" and result["what"] == "weights":
+            result["ratio"] = made_up.ratio(0.001)
+    outliers = [shared.outliers("large", 5.0), shared.outliers("small")]
+    page = Page(render(ReportData(comparison=comparison, outliers=outliers)))
+    findings = page.text[page.text.index("Findings") : page.text.index("The models")]
+    assert "+3.05% vs +0.10%" in findings and "perplexity of large vs small" in findings
+    assert "60.0× vs 12.0×" in findings and "over the median, large vs small" in findings
+    assert findings.index("KL of large-a") < findings.index("KL of large-b-onnx") < findings.index("KL of small-a")
+
+
+def test_quantized_models_as_given() -> None:
+    """A float model, and what was made of it: rows by folder, and a sentence that says which loses less."""
+    comparison = made_up.comparison(("whole",), folders={"rtn": 1.0, "gptq": 0.5, "gptq-onnx": 0.5}, swept=False)
+    comparison["results"][1]["format"] = "mix, 4.3 bits"
+    page = Page(render(ReportData(comparison=comparison)))
+    rows = [[cell.strip() for cell in row] for row in page.cells]
+    assert ["whole-rtn", "mix, 4.3 bits", "gptq", "torch", "0.0120 [0.0108, 0.0132]"] in [row[:5] for row in rows]
+    assert ["whole-gptq-onnx", "int4_g64", "gptq", "ONNX Runtime"] in [row[:4] for row in rows]
+    pair = next(row for row in rows if row[0] == "whole-gptq − whole-rtn")
+    assert pair[1] == "−0.00600 [−0.00800, −0.00400]"
+    assert pair[-1] == "whole-gptq loses less than whole-rtn"
+    pair = next(row for row in rows if row[0] == "whole-gptq-onnx − whole-gptq")
+    assert pair[-1] == "no difference established between whole-gptq-onnx and whole-gptq"
+    assert "is rounded from its float checkpoint" not in page.text
+    page = Page(render(ReportData(comparison=made_up.comparison(("whole",), folders={"a": 1, "b": 0.5}, swept=False))))
+    findings = page.text[page.text.index("Findings") : page.text.index("The models")]
+    assert "KL of whole-a from whole" in findings and "whole-b loses 0.00600" in findings
 
 
 def test_several_methods() -> None:
@@ -197,7 +231,8 @@ def test_needles_beside_perplexity() -> None:
     pair = next(row for row in rows if row[:2] == ["int4", "plain − diff"])
     assert pair[4:] == ["−1.1 [−1.6, −0.6]"] * 2
     assert "32 rows a setting" in page.text and "KV cache at int4: perplexity of diff vs plain" in page.text
-    assert page.tags.count("img") == 3 * (2 + 2)  # of weights, logits and cache: perplexity, KL and two sets
+    # of weights, logits and cache: perplexity, KL and two sets; of the artifacts: KL and size
+    assert page.tags.count("img") == 3 * (2 + 2) + 1
 
 
 def test_layer_without_attention_has_no_logits() -> None:
