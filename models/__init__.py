@@ -9,7 +9,7 @@ block = models.load_block(checkpoint, 0)
 """
 
 from .checkpoint.read import Checkpoint, load, load_block
-from .checkpoint.write import CheckpointWriter, save
+from .checkpoint.write import CheckpointWriter, save, save_adapter
 from .config import LayerSpec, ModelConfig, NumLayers, attention_options, variants
 from .decoder import Block, Decoder, num_parameters, rope_for, rope_tables
 from .layers.masks import causal_mask
@@ -20,5 +20,5 @@ from .torch_cache import KVCache
 __all__ = [
     "Block", "Checkpoint", "CheckpointWriter", "Decoder", "KVCache", "LayerCache", "LayerSpec", "ModelConfig",
     "NumLayers", "RopeScaling", "attention_options", "causal_mask", "load", "load_block", "num_parameters", "rope_for",
-    "rope_tables", "save", "variants",
+    "rope_tables", "save", "save_adapter", "variants",
 ]  # fmt: skip

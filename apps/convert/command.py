@@ -14,7 +14,7 @@ EXAMPLES = {
         "diffbit convert examples/pico/softmax -o out/differential",
         "diffbit convert examples/pico/softmax --start rotated -o out/rotated",
         "diffbit convert examples/pico/softmax --start rotated --lambda 0.2 -o out/subtracting",
-        "diffbit convert MODEL --adapter ADAPTER -o out/merged",
+        "diffbit convert examples/pico/softmax --adapter out/adapter -o out/merged",
     )
 }
 

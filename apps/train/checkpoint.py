@@ -19,6 +19,7 @@ saved.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,14 @@ ANEW = "start the run again with --overwrite"
 
 
 def save_checkpoint(
-    out: Path, model: Decoder, optimizer: torch.optim.Optimizer, tokenizer: Path, training: dict[str, Any]
+    out: Path,
+    model: Decoder,
+    optimizer: torch.optim.Optimizer,
+    tokenizer: Mapping[str, bytes],
+    training: dict[str, Any],
 ) -> None:
-    """Write the checkpoint after step `training["step"]` of the run in `out`, then delete earlier ones."""
+    """Write the checkpoint after step `training["step"]` of the run in `out`, then delete earlier ones. tokenizer: its
+    files by name."""
     folder = out / FOLDER / f"step-{training['step']:08}"
     tensors, saved = {}, folded(model)
     stored = dict(saved.named_parameters())

@@ -22,11 +22,13 @@ from ...cli import (
     print_table,
 )
 from ...io import plugins
+from ...io.errors import DiffbitError
 
 EXAMPLES = {
     "train": (
         "diffbit train --preset tiny --attention diff_v1 --steps 300 -o out/diff_v1",
         "diffbit train --preset tiny --qat ternary -o out/b158",
+        "diffbit train --init examples/pico/softmax --lora 16 --data chats.jsonl --field messages -o out/tuned",
         "diffbit train --init out/demo/diff_v1 --qat ternary --distill out/demo/diff_v1 --steps 300 -o out/distilled",
         "torchrun --nproc-per-node 8 -m diffbit train --preset base --attention diff_v1 -o out/base",
     )
@@ -43,8 +45,11 @@ def _list_presets(is_given: bool) -> None:
 
 Output = Annotated[Path, typer.Option("--output", "-o", help="Output folder: the model, its log and checkpoints.")]
 Preset = Annotated[
-    Literal["pico", "tiny", "yoco", "nano", "small", "base"],
-    typer.Option(help="Model size and training recipe; see --list-presets."),
+    Literal["pico", "tiny", "yoco", "nano", "small", "base"] | None,
+    typer.Option(
+        help="Model size and training recipe; see --list-presets. Default: tiny; with --init, a recipe that fine-tunes "
+        "that model: three passes over the text, in at most 300 steps."
+    ),
 ]
 Attention = Annotated[
     str | None,
@@ -55,11 +60,18 @@ Attention = Annotated[
         "of --init.",
     ),
 ]
-Init = Annotated[Path | None, typer.Option(help="Checkpoint to start from: its weights, sizes and tokenizer.")]
+Init = Annotated[
+    Path | None,
+    typer.Option(
+        help="Model to start from, a folder or a GGUF file: its weights, sizes, tokenizer, chat template and "
+        "generation settings."
+    ),
+]
 Context = Annotated[
     int | None,
     typer.Option(
-        help="Context length in tokens, of the model and its training rows; default: the preset's or --init's."
+        help="Tokens of a training row; default: the preset's or --init's context, at most 512 to fine-tune. A model's "
+        "context grows with it, but --init's does not shrink."
     ),
 ]
 TokenizerFile = Annotated[
@@ -76,19 +88,29 @@ Activations = Annotated[
     Literal["int8", "int4"],
     typer.Option(help="Activation format for --qat ternary; int4 applies a Hadamard transform first (BitNet v2)."),
 ]
+Lora = Annotated[
+    int | None,
+    typer.Option(
+        metavar="RANK",
+        min=1,
+        help="Train low-rank adapters of this rank (LoRA), such as 16, and not the weights of --init. They are merged "
+        "into the result, and OUTPUT/adapter has them in PEFT's layout. With --qat: --trainable lora.",
+    ),
+]
 Trainable = Annotated[
     Literal["all", "scales", "lora"],
     typer.Option(
-        help="What --qat trains. all: every weight; scales: scales and norms, the codes stay (E2E-QP of EfficientQAT); "
-        "lora: scales, norms and low-rank adapters, which are added to the weights before they are rounded."
+        help="What is trained. all: every weight; lora: what --lora trains, of rank 32. With --qat, scales: scales and "
+        "norms, the codes stay (E2E-QP of EfficientQAT); lora: scales, norms and low-rank adapters, which are added to "
+        "the weights before they are rounded."
     ),
 ]
 Only = Annotated[
     str | None,
     typer.Option(
         metavar="NAMES",
-        help="Train only these tensors, and leave the others as they are: names with *, separated by commas, such as "
-        "'*.q_proj.*,*.o_proj.*,*lambda*'.",
+        help="Train only these tensors (with --lora: their adapters), and leave the others as they are: names with *, "
+        "separated by commas, such as '*.q_proj.*,*.o_proj.*,*lambda*'.",
     ),
 ]
 Distill = Annotated[
@@ -135,14 +157,23 @@ NoiseRatio = Annotated[
 Needles = Annotated[
     float, typer.Option(help="Fraction of the training rows that contain key-value needles and queries for them.")
 ]
-Steps = Annotated[int | None, typer.Option(help="Training steps; default: the preset's.")]
-BatchSize = Annotated[int | None, typer.Option(help="Rows per forward pass of one process; default: the preset's.")]
+Steps = Annotated[
+    int | None,
+    typer.Option(help="Training steps; default: the preset's; to fine-tune, three passes over the text, at most 300."),
+]
+BatchSize = Annotated[
+    int | None, typer.Option(help="Rows per forward pass of one process; default: the preset's, 4 to fine-tune.")
+]
 Accumulate = Annotated[
-    int | None, typer.Option(help="Forward passes per step (gradient accumulation); default: the preset's.")
+    int | None,
+    typer.Option(help="Forward passes per step (gradient accumulation); default: the preset's, 2 to fine-tune."),
 ]
 LearningRate = Annotated[
     float | None,
-    typer.Option(help="Peak learning rate; default: the preset's, higher for --qat ternary, lower for --qat --init."),
+    typer.Option(
+        help="Peak learning rate; default: that of the preset, or of the one nearest in size to --init; higher for "
+        "--qat ternary, lower for --qat --init, a third for --lora, a twentieth to fine-tune all weights."
+    ),
 ]
 Schedule = Annotated[
     Literal["cosine", "two_stage"] | None,
@@ -169,7 +200,7 @@ ListPresets = Annotated[
 
 def train(
     output: Output,
-    preset: Preset = "tiny",
+    preset: Preset = None,
     attention: Attention = None,
     init: Init = None,
     context: Context = None,
@@ -178,6 +209,7 @@ def train(
     tokenizer: TokenizerFile = None,
     qat: Qat = None,
     activations: Activations = "int8",
+    lora: Lora = None,
     trainable: Trainable = "all",
     only: Only = None,
     distill: Distill = None,
@@ -206,7 +238,7 @@ def train(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train a Differential Transformer, or a plain Transformer of equal size.
+    """Train a Differential Transformer, or a plain Transformer of equal size; or fine-tune a model (--init).
 
     Runs with the same preset, data and seed see the same batches, whatever their attention. Under torchrun each
     process trains on its share of every batch.
@@ -214,13 +246,17 @@ def train(
     from .presets import train_config
     from .trainer import train as run_training
 
+    if lora is not None:
+        if trainable == "scales":
+            raise DiffbitError("--lora trains adapters, and --trainable scales does not; leave out one of them")
+        trainable = "lora"
     changes: dict[str, Any] = dict(
         context=context, init=init, mlp=mlp, sub_norms=sub_norms, head_norm=head_norm, lambda_bias=lambda_bias,
         noise_ratio=noise_ratio, source=data, field=field, tokenizer=tokenizer, needles=needles, qat=qat,
-        activations=activations, trainable=trainable, only=only, distill=distill, distill_weight=distill_weight,
-        steps=steps, batch_size=batch_size, accumulate=accumulate, learning_rate=learning_rate, schedule=schedule,
-        optimizer=optimizer, seed=seed, eval_every=eval_every, checkpoint_every=checkpoint_every, device=device,
-        compile=compiled, precision=precision,
+        activations=activations, trainable=trainable, rank=lora, only=only, distill=distill,
+        distill_weight=distill_weight, steps=steps, batch_size=batch_size, accumulate=accumulate,
+        learning_rate=learning_rate, schedule=schedule, optimizer=optimizer, seed=seed, eval_every=eval_every,
+        checkpoint_every=checkpoint_every, device=device, compile=compiled, precision=precision,
     )  # fmt: skip
     settings = {name: value for name, value in changes.items() if value is not None}
     settings |= {name: str(value) for name, value in settings.items() if isinstance(value, Path)}

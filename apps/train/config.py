@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from dataclasses import asdict, dataclass, fields
+import math
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, Any
 
 from ...formats import parse_format
@@ -29,10 +30,11 @@ class TrainConfig:
     """
 
     model: ModelConfig
-    steps: Count
+    steps: Count  # at most, if there are `passes`
     length: Annotated[int, bounds(2)]  # tokens of a row, which is the context in training
     batch_size: Annotated[int, bounds(1, 1 << 20)] = 16  # rows per forward pass and process
     accumulate: Count = 1  # forward passes per step
+    passes: Positive | None = None  # over the text, which give the number of steps; None: `steps`
     learning_rate: Positive = 3e-3  # the highest, reached after `warmup` steps; then the schedule lowers it
     warmup: AtLeast0 = 50
     weight_decay: NotNegative = 0.1  # of matrices; norms and lambda vectors have none
@@ -48,7 +50,8 @@ class TrainConfig:
     lambda_bias: LambdaBias | None = None  # initial bias of diff_v2's lambda; None: it has none, or init's
     qat: str | None = None  # format of the linear layers, such as "ternary"; None: float
     activations: Activations = "int8"  # of ternary layers: int8, or int4 after a Hadamard transform (BitNet v2)
-    trainable: Annotated[str, one_of(*TRAINABLE)] = "all"  # of a model with qat: see qat.py
+    trainable: Annotated[str, one_of(*TRAINABLE)] = "all"  # scales: with qat; lora: adapters (qat.py, lora.py)
+    rank: Count = 32  # of adapters
     only: str | None = None  # names of the tensors to train, with *, separated by commas; None: all
     schedule: Annotated[str, one_of(*SCHEDULES)] = "cosine"  # of the learning rate, or "two_stage"
     distill: str | None = None  # a checkpoint, float or quantized: the teacher (distill.py); None: no teacher
@@ -67,7 +70,12 @@ class TrainConfig:
         format = None if self.qat is None else parse_format(self.qat)
         fits = self.activations == "int8" or (format is not None and self.activations in format.activations)
         self._require("activations", fits, "int8 unless qat is ternary")
-        self._require("trainable", self.trainable == "all" or self.qat is not None, "all without qat")
+        fits = self.trainable != "scales" or self.qat is not None
+        self._require("trainable", fits, "all or lora without --qat: float weights have no scales to train")
+        if self.adapts_floats:
+            advice = "a trained model to start from (--init): adapters change a model that stays as it is"
+            self._require("init", self.init is not None, advice)
+            self._require("head_gain", self.head_gain is None, "none with --lora, which trains nothing but adapters")
         self._require("only", self.only is None or self.qat is None, "none with qat, which has trainable")
         fits = self.distill is not None or self.distill_weight == TrainConfig.distill_weight
         self._require("distill_weight", fits, f"{TrainConfig.distill_weight} without distill")
@@ -85,6 +93,18 @@ class TrainConfig:
         self._require("warmup", self.warmup <= self.steps, f"at most the {self.steps} steps of the run")
         longest = self.model.max_position
         self._require("length", self.length <= longest, f"2 to {longest}, the model's max_position")
+
+    @property
+    def adapts_floats(self) -> bool:
+        """Whether adapters of float weights are trained (lora.py)."""
+        return self.trainable == "lora" and self.qat is None
+
+    def scheduled(self, rows: int, batch: int) -> TrainConfig:
+        """Return the run with the number of steps that `passes` over so many rows take, `batch` of them a step."""
+        if self.passes is None:
+            return self
+        steps = min(self.steps, max(1, math.ceil(self.passes * rows / batch)))
+        return replace(self, steps=steps, warmup=min(self.warmup, max(1, steps // 10)))
 
     def trains(self, name: str) -> bool:
         """Whether a tensor of this name is trained."""

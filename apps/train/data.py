@@ -15,14 +15,17 @@ where it stopped.
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from ...calib_data import VALUE, Corpus, Needles, load_tokenizer
+from ...calib_data import VALUE, Corpus, Needles, TextTokenizer, load_tokenizer
 from ...io.errors import DiffbitError
+from ...io.tokenizer_files import TOKENIZER, open_tokenizer, tokenizer_files
 from .config import TrainConfig
-from .new_tokenizer import save_tokenizer, train_tokenizer
+from .new_tokenizer import files_of, trained
 
 
 class TrainingRows:
@@ -77,22 +80,38 @@ class TrainingRows:
         return int(self._starts[index])
 
 
-def prepare_tokenizer(config: TrainConfig, text: Corpus, folder: Path) -> None:
-    """Save the run's tokenizer in `folder`: the given one, or one trained on the text. Raises DiffbitError for one that
-    does not fit the vocabulary."""
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """The tokenizer files of a run's model by name, and the id of its eos token."""
+
+    files: dict[str, bytes]
+    eos_id: int
+
+    def open(self, path: Path) -> TextTokenizer:
+        """path: for messages."""
+        data = self.files[TOKENIZER]
+        return TextTokenizer(open_tokenizer(data, path), self.eos_id, hashlib.sha256(data).hexdigest(), path)
+
+
+def prepare_tokenizer(config: TrainConfig, text: Corpus) -> TokenizerFiles:
+    """Return the run's tokenizer: one trained on the text, or the given one, whose eos token is also bos. A model that
+    training starts from keeps all its tokenizer files: chat template, special tokens, generation settings. Raises
+    DiffbitError for one that does not fit the vocabulary."""
     vocab_size = config.model.vocab_size
     if config.tokenizer is None:
-        size = train_tokenizer(text.documents, vocab_size, folder).vocab_size
-        if size < vocab_size:
+        new = TokenizerFiles(trained(text.documents, vocab_size), 0)
+        if (size := new.open(Path(TOKENIZER)).vocab_size) < vocab_size:
             raise DiffbitError(
                 f"{config.source}: too little text for a vocabulary of {vocab_size} ids, it is enough for {size}; "
                 "use more text or a smaller vocabulary"
             )
-        return
+        return new
     tokenizer = load_tokenizer(config.tokenizer)
     if tokenizer.vocab_size > vocab_size:
         raise DiffbitError(
             f"{config.tokenizer}: the tokenizer has {tokenizer.vocab_size} ids, more than the model's vocabulary of "
             f"{vocab_size}; set the model's vocabulary to that size"
         )
-    save_tokenizer(tokenizer, folder)
+    if config.init is not None:
+        return TokenizerFiles(tokenizer_files(Path(config.tokenizer)), tokenizer.eos_id)
+    return TokenizerFiles(files_of(tokenizer.backend, tokenizer.eos_id), tokenizer.eos_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from .qat import weights
 
 LOG = "log.jsonl"
 MASTER = "master"
+ADAPTER = "adapter"
 METHOD = "qat"  # in the quantization_config of the trained model
 
 
@@ -117,9 +118,16 @@ def _smooth(steps: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return steps[width - 1 :], np.convolve(losses, np.ones(width) / width, mode="valid")
 
 
-def place_model(model: Decoder, out: Path, tokenizer: Path, scheme: Scheme | None) -> None:
+def place_model(
+    model: Decoder,
+    out: Path,
+    tokenizer: Mapping[str, bytes],
+    scheme: Scheme | None,
+    write_adapter: Callable[[Path], None] | None = None,
+) -> None:
     """Save the trained model in `out` and delete the run's temporary files. config.json is written last: it marks the
-    model as complete. A model trained for a scheme is saved quantized, with its float weights in the folder MASTER."""
+    model as complete. A model trained for a scheme is saved quantized, with its float weights in the folder MASTER.
+    write_adapter: writes the adapters that are merged into the model to a folder, ADAPTER."""
     folder = out / ".model"
     shutil.rmtree(folder, ignore_errors=True)
     if scheme is None:
@@ -127,10 +135,13 @@ def place_model(model: Decoder, out: Path, tokenizer: Path, scheme: Scheme | Non
     else:
         save_quantized(weights(model), folder, model.config, scheme, method=METHOD, tokenizer_from=tokenizer)
         save(model, folder / MASTER, dtype=torch.float32, tokenizer_from=tokenizer)
-    # A run that was killed here may have left it, and os.replace cannot replace a folder that is not empty
-    shutil.rmtree(out / MASTER, ignore_errors=True)
+    if write_adapter is not None:
+        write_adapter(folder / ADAPTER)
+    for name in (MASTER, ADAPTER):
+        # A run that was killed here may have left it, and os.replace cannot replace a folder that is not empty
+        shutil.rmtree(out / name, ignore_errors=True)
     for file in sorted(folder.iterdir(), key=lambda file: file.name == "config.json"):
         os.replace(file, out / file.name)
     durable.sync(out)
-    for leftover in (folder, tokenizer, out / FOLDER):
+    for leftover in (folder, out / FOLDER):
         shutil.rmtree(leftover, ignore_errors=True)

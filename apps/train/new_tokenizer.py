@@ -3,6 +3,7 @@ and no unknown token, so decoding restores every byte."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,17 +12,25 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ...calib_data import END_OF_TEXT, TextTokenizer, load_tokenizer
 from ...io.errors import DiffbitError
-from ...io.files import write_atomic, write_json
+from ...io.files import write_atomic
 
 MIN_SIZE = 257  # 256 bytes and END_OF_TEXT
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int, folder: str | Path) -> TextTokenizer:
-    """Train a tokenizer with `vocab_size` ids and return it.
+    """Train a tokenizer as `trained` does, write its files into `folder`, and return it."""
+    for name, data in trained(documents, vocab_size).items():
+        with write_atomic(Path(folder, name)) as temporary:
+            temporary.write_bytes(data)
+    return load_tokenizer(folder)
 
-    `folder` gets tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer and onnxruntime-genai
-    read; END_OF_TEXT (id 0) is both bos and eos. The same documents give the same file. A corpus that is too small
-    gives fewer ids (`.vocab_size`). Raises DiffbitError for a vocabulary below MIN_SIZE.
+
+def trained(documents: Iterable[str], vocab_size: int) -> dict[str, bytes]:
+    """Train a tokenizer with `vocab_size` ids, and return its files by name.
+
+    They are tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer and onnxruntime-genai read;
+    END_OF_TEXT (id 0) is both bos and eos. The same documents give the same files. A corpus that is too small gives
+    fewer ids. Raises DiffbitError for a vocabulary below MIN_SIZE.
     """
     if vocab_size < MIN_SIZE:
         raise DiffbitError(f"a byte-level vocabulary of {vocab_size} ids is too small; pass {MIN_SIZE} or more")
@@ -35,15 +44,13 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, folder: str | Pat
         show_progress=False,
     )
     backend.train_from_iterator(documents, trainer)
-    save_tokenizer(TextTokenizer(backend, eos_id=0, sha256="", path=Path(folder)), folder)
-    return load_tokenizer(folder)
+    return files_of(backend, 0)
 
 
-def save_tokenizer(tokenizer: TextTokenizer, folder: str | Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json, with the eos token also as bos."""
-    with write_atomic(Path(folder, "tokenizer.json")) as temporary:
-        temporary.write_text(tokenizer.backend.to_str(), encoding="utf-8")
+def files_of(backend: tokenizers.Tokenizer, eos_id: int) -> dict[str, bytes]:
+    """Return a tokenizer's files by name, with the eos token also as bos."""
     options: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    options |= dict.fromkeys(("bos_token", "eos_token"), tokenizer.backend.id_to_token(tokenizer.eos_id))
+    options |= dict.fromkeys(("bos_token", "eos_token"), backend.id_to_token(eos_id))
     options |= dict.fromkeys(("add_bos_token", "add_eos_token", "clean_up_tokenization_spaces"), False)
-    write_json(Path(folder, "tokenizer_config.json"), options)
+    texts = {"tokenizer.json": backend.to_str(), "tokenizer_config.json": json.dumps(options, indent=2) + "\n"}
+    return {name: text.encode() for name, text in texts.items()}

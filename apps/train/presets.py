@@ -21,6 +21,7 @@ and values of all tokens, and those after it have only queries (`keys_of`). Its 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,12 @@ TERNARY_RATE = 2.0  # learning rate of ternary weights, relative to that of floa
 # more bits hardly at all
 FEW_BITS_FROM_CHECKPOINT = 0.5
 FROM_CHECKPOINT = 0.025
-ATTENTION = "diff_v1"  # the default
+# Fine-tuning, which is training from a checkpoint without a preset: rates relative to those of the preset that is
+# nearest in size, and what a step is made of
+FINE_TUNED, ADAPTED = 0.05, 1 / 3  # of all weights; of adapters
+FINE_TUNING = {"steps": 300, "passes": 3.0, "batch_size": 4, "accumulate": 2, "warmup": 30}
+LONGEST_ROW = 512  # tokens
+DEFAULT, ATTENTION = "tiny", "diff_v1"  # preset and attention
 HEAD_NORMS = ("learned", "fixed", "none")
 SAME_SIZE = 0.01  # the variants of a preset have as many parameters as the plain model, within this fraction
 WIDTH_STEP = 4  # of the MLP, which is made narrower or wider for it
@@ -130,7 +136,7 @@ def _caches_once(model: ModelConfig, window: int) -> ModelConfig:
 
 
 def train_config(
-    preset: str,
+    preset: str | None = None,
     attention: str | None = None,
     *,
     vocab_size: int | None = None,
@@ -144,8 +150,10 @@ def train_config(
 ) -> TrainConfig:
     """The training run of a preset; `changes` replace fields of TrainConfig.
 
+    preset: None: "tiny"; with `init`, a run to fine-tune that model: three passes over the text, in at most 300 steps
+    of 8 rows of at most 512 tokens.
     vocab_size: default: that of `changes["tokenizer"]` if given, else the preset's.
-    context: of the model and of the rows; default: that of `init`, else the preset's.
+    context: of the rows, and of the model, unless that of `init` is longer; default: that of `init`, else the preset's.
     init: a checkpoint to start from. The run uses its model and tokenizer; `attention` must agree with it.
     mlp, sub_norms: of the model (models/config.py); default: those of `init`, else swiglu, and sub-norms only with
     ternary `qat`. Sub-norms can be added to the model of `init`.
@@ -158,10 +166,15 @@ def train_config(
     adapters are trained, a fortieth otherwise.
     Raises DiffbitError for unknown names, and for a checkpoint that does not fit.
     """
-    size, qat = _preset(preset), changes.get("qat")
+    qat = changes.get("qat")
     format = None if qat is None else parse_format(qat)
     ternary = format is not None and format.trained
-    rate, schedule = size.learning_rate, "cosine"
+    schedule = "cosine"
+    fine_tunes = preset is None and init is not None
+    if preset is None:
+        preset = DEFAULT if init is None else _nearest(num_parameters(Checkpoint(init).config))
+    size = _preset(preset)
+    rate = size.learning_rate
     if head_norm not in (None, *HEAD_NORMS):
         raise DiffbitError(f"head_norm {head_norm!r} is unknown; choose one of {', '.join(HEAD_NORMS)}")
     if init is not None:
@@ -169,7 +182,9 @@ def train_config(
             raise DiffbitError(f"noise_ratio is {noise_ratio}, wanted none with init, whose heads are what they are")
         model = _model_of(init, attention, mlp, sub_norms, changes.get("trainable") == "scales")
         changes = {"tokenizer": init, **changes}
-        if format is not None:
+        if fine_tunes and format is None:
+            rate *= ADAPTED if changes.get("trainable") == "lora" else FINE_TUNED
+        elif format is not None:
             far = format.bits == 2 or changes.get("trainable", "all") != "all"
             rate *= FEW_BITS_FROM_CHECKPOINT if far else FROM_CHECKPOINT
     else:
@@ -190,17 +205,27 @@ def train_config(
             f"head_norm is {head_norm}, but the heads of this model ({model.attention}) have "
             f"{'a norm' if model.head_norm else 'no norm'}; omit --head-norm"
         )
-    if context is not None:
-        model = replace(model, max_position=context)
-    warmup = min(size.warmup, max(1, changes.get("steps", size.steps) // 10))  # at most a tenth of a short run
+    if context is None:
+        context = min(model.max_position, LONGEST_ROW) if fine_tunes else model.max_position
+    model = replace(model, max_position=context if init is None else max(context, model.max_position))
     options: dict[str, Any] = {
-        "steps": size.steps, "length": model.max_position, "batch_size": size.batch_size,
-        "accumulate": size.accumulate, "learning_rate": rate, "schedule": schedule, "warmup": warmup,
+        "steps": size.steps, "length": context, "batch_size": size.batch_size, "accumulate": size.accumulate,
+        "learning_rate": rate, "schedule": schedule, "warmup": size.warmup,
     }  # fmt: skip
+    if fine_tunes:
+        options |= FINE_TUNING | ({"passes": None} if "steps" in changes else {})
+    steps = changes.get("steps", options["steps"])
+    options["warmup"] = min(options["warmup"], max(1, steps // 10))  # at most a tenth of a short run
     if head_norm == "learned":
         of_new_model = {"head_gain": size.head_gain, "o_proj_init": size.head_gain}
         options |= of_new_model if init is None else {"head_gain": 1.0}
     return TrainConfig(model=model, init=init, **options | changes)
+
+
+def _nearest(parameters: int) -> str:
+    """The preset whose plain model is nearest in size."""
+    counts = {name: num_parameters(model_config(name, "softmax")) for name in PRESETS if name != "yoco"}
+    return min(counts, key=lambda name: abs(math.log(counts[name] / parameters)))
 
 
 def _preset(name: str) -> Preset:

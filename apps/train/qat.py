@@ -39,7 +39,6 @@ from ...quantize import Scheme
 from ...quantize.calibration import search
 
 MIN_SCALE = 2.0**-24  # the smallest number above 0 in fp16
-RANK = 32  # of adapters
 
 
 class QATLinear(nn.Linear):
@@ -58,6 +57,7 @@ class QATLinear(nn.Linear):
         rounding: Rounding | None,
         trainable: str = "all",
         quantized: QTensor | None = None,
+        rank: int = 32,
     ) -> None:
         with torch.device("meta"):
             super().__init__(linear.in_features, linear.out_features, bias=False)
@@ -72,8 +72,8 @@ class QATLinear(nn.Linear):
         self.fixed = trainable == "scales"
         self.down: nn.Parameter | None = None
         if trainable == "lora":
-            self.down = nn.Parameter(torch.empty(RANK, self.in_features, device=self.weight.device))
-            self.up = nn.Parameter(torch.zeros(self.out_features, RANK, device=self.weight.device))
+            self.down = nn.Parameter(torch.empty(rank, self.in_features, device=self.weight.device))
+            self.up = nn.Parameter(torch.zeros(self.out_features, rank, device=self.weight.device))
             nn.init.kaiming_uniform_(self.down, 5**0.5)
         self.gathers, self.gathered = False, None
         self.codes: Tensor  # uint8 [N, K]
@@ -212,11 +212,15 @@ class _LearnedScale(torch.autograd.Function):
 
 
 def prepare(
-    model: Decoder, scheme: Scheme, trainable: str = "all", quantized: Mapping[str, QTensor] = MappingProxyType({})
+    model: Decoder,
+    scheme: Scheme,
+    trainable: str = "all",
+    quantized: Mapping[str, QTensor] = MappingProxyType({}),
+    rank: int = 32,
 ) -> list[QATLinear]:
     """Replace the layers that the scheme quantizes with QATLinears with the same weights, and return them; freeze the
-    parameters that are not `trainable`. quantized: codes and scales to start from, by module, if there are any. Raises
-    DiffbitError for a scheme that training does not support."""
+    parameters that are not `trainable`. quantized: codes and scales to start from, by module, if there are any. rank:
+    of adapters. Raises DiffbitError for a scheme that training does not support."""
     if trainable != "all":
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.ndim < 2)
@@ -238,7 +242,7 @@ def prepare(
         assert isinstance(linear, nn.Linear)
         rounding = format.device_rounding(format.rounding(name, linear.in_features, scheme.activations))
         start = None if start is None else start.to(linear.weight.device)
-        layer = QATLinear(linear, format, rounding, trainable, start)
+        layer = QATLinear(linear, format, rounding, trainable, start, rank)
         model.set_submodule(name, layer)
         layers.append(layer)
     if not layers:

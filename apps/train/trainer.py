@@ -17,6 +17,7 @@ Files in `out`, the folder of a run:
     loss.png         plot of these losses
     training.json    the options, the hashes of text and tokenizer, and the result
     master/          with qat: the float master weights, a model folder from which training can continue
+    adapter/         with trainable "lora" and no qat: the adapters that are merged into the model, in PEFT's layout
     checkpoints/     during the run: see checkpoint.py
 
 Under torchrun every process takes its share of each batch, and gradients are averaged (DistributedDataParallel).
@@ -41,7 +42,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ...calib_data import Corpus, Needles, TextTokenizer, Windows, load_text, load_tokenizer, shares_of, stream, windows
+from ...calib_data import Corpus, Needles, Windows, load_text, shares_of, stream, windows
 from ...formats import QTensor
 from ...io import plugins
 from ...io.drawing import require_matplotlib
@@ -49,19 +50,20 @@ from ...io.errors import DiffbitError, MissingDependency
 from ...io.files import check_apart, locked, write_json
 from ...io.processes import Processes, processes
 from ...io.progress import track
-from ...models import Checkpoint, Decoder
+from ...models import Checkpoint, Decoder, save_adapter
 from ...models.attention import Attention
 from ...models.checkpoint import shapes
 from ...models.mixers import Mixer
 from .checkpoint import FOLDER, last_checkpoint, read_training, restore, save_checkpoint
 from .config import TrainConfig
-from .data import TrainingRows, prepare_tokenizer
+from .data import TokenizerFiles, TrainingRows, prepare_tokenizer
 from .distill import Teacher
 from .folder import LOG, begin_run, check_folder, log_state, place_model, plot_losses, read_log, rewind_log
 from .head_norm import add_gains
 from .initialize import initialize, insert_sub_norms, load_start
+from .lora import add_adapters, merge_adapters
 from .loss import Objective
-from .qat import prepare, refresh
+from .qat import QATLinear, prepare, refresh
 
 BETAS = (0.9, 0.95)
 FINAL_RATE = 0.1  # learning rate at the last step, relative to the highest
@@ -109,25 +111,26 @@ def train(
     here = processes(config.device)
     here.wait()  # every process checks the folder before the first process writes there
     try:
+        run = _prepared(config, out, here, render)  # reads all that goes into the run, and writes nothing
         with locked(out) if here.first else nullcontext():
-            return _train(config, out, here, resume, render)
+            return _train(run, resume)
     except BaseException as error:
         if not isinstance(error, Exception) and any((out / FOLDER).glob("step-*")):  # interrupted, such as by Ctrl-C
             error.add_note(f"{last_checkpoint(out)} is complete: the same command with --resume continues from it")
         raise
 
 
-def _train(
-    config: TrainConfig, out: Path, here: Processes, resume: bool, render: Callable[[Any], str] | None
-) -> TrainResult:
+def _prepared(config: TrainConfig, out: Path, here: Processes, render: Callable[[Any], str] | None) -> _Run:
     text = load_text(config.source, "train", field=config.field, limit=config.limit, render=render)
     held_out = load_text(config.source, "eval", field=config.field, render=render)
-    if here.first:
-        if not resume:
-            begin_run(out)
-        prepare_tokenizer(config, text, out / "tokenizer")
+    return _Run(config, out, here, text, held_out, here.on_first(lambda: prepare_tokenizer(config, text)))
+
+
+def _train(run: _Run, resume: bool) -> TrainResult:
+    config, out, here = run.config, run.out, run.here
+    if here.first and not resume:
+        begin_run(out)
     here.wait()
-    run = _Run(config, out, here, text, held_out, load_tokenizer(out / "tokenizer"))
     done = run.resume() if resume else 0
     start = time.perf_counter()
     run.steps(done)
@@ -144,15 +147,18 @@ class _Run:
     """A run's text, model and optimizer, in one process."""
 
     def __init__(
-        self, config: TrainConfig, out: Path, here: Processes, text: Corpus, held_out: Corpus, tokenizer: TextTokenizer
+        self, config: TrainConfig, out: Path, here: Processes, text: Corpus, held_out: Corpus, files: TokenizerFiles
     ) -> None:
+        self.out, self.here, self.tokenizer_files = out, here, files.files
+        tokenizer = files.open(Path(config.tokenizer or out))
         eos = tokenizer.eos_id
-        self.out, self.here = out, here
-        self.config = replace(config, model=replace(config.model, bos_token_id=eos, eos_token_ids=(eos,)))
         self.batch = config.batch_size * config.accumulate * here.count  # rows per step
         tokens, _ = stream(tokenizer.encode(text.documents), eos)
         needles = Needles.of(tokenizer) if config.needles else None
         self.rows = TrainingRows(tokens, config.length, config.seed, needles, config.needles)
+        if config.init is None or config.tokenizer != config.init or not config.model.eos_token_ids:
+            config = replace(config, model=replace(config.model, bos_token_id=eos, eos_token_ids=(eos,)))
+        self.config = config = config.scheduled(self.rows.per_epoch, self.batch)
         ids = tokenizer.encode(held_out.documents)
         self.held_out = windows(ids, config.length, eos_id=eos, max_windows=config.eval_windows, source=config.source)
         self.about: dict[str, Any] = {
@@ -175,6 +181,10 @@ class _Run:
             source, quantized = load_start(config.init)
             if self.config.model.sub_norms == source.config.sub_norms:
                 self.model.load_state_dict(source.state_dict())
+            elif config.adapts_floats:
+                raise DiffbitError(
+                    "sub-norms have to be trained, and --lora trains nothing but adapters; leave them out"
+                )
             else:
                 insert_sub_norms(source, self.model, torch.from_numpy(self.rows.take(0, CALIBRATION_ROWS)[0][:, :-1]))
         self.model.to(here.device)
@@ -182,7 +192,10 @@ class _Run:
             add_gains(self.model, config.head_gain)
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(config.trains(name))
-        self.layers = [] if config.scheme is None else prepare(self.model, config.scheme, config.trainable, quantized)
+        self.layers: list[QATLinear] = []
+        if config.scheme is not None:
+            self.layers = prepare(self.model, config.scheme, config.trainable, quantized, config.rank)
+        self.adapters = add_adapters(self.model, config) if config.adapts_floats else {}
         if here.device.type in KERNEL_DEVICES:
             plugins.load("diffbit.apps.train.kernels", here.device.type).use_kernels(self.model)
         self.teacher = Teacher(self.config, tokenizer, here.device) if config.distill else None
@@ -235,7 +248,7 @@ class _Run:
                 log.flush()
                 if config.checkpoint_every and step % config.checkpoint_every == 0 and step < config.steps:
                     state = {"step": step, **self.about, "log": log_state(self.out)}
-                    save_checkpoint(self.out, self.model, self.optimizer, self.out / "tokenizer", state)
+                    save_checkpoint(self.out, self.model, self.optimizer, self.tokenizer_files, state)
 
     def step(self, step: int) -> dict[str, Any]:
         """Train on the batch of a step (1 ... steps): forward, backward, update. Returns the step's line of the log."""
@@ -294,7 +307,15 @@ class _Run:
         write_json(self.out / "training.json", {**self.about, "result": result})
         for layer in self.layers:
             layer.fold()
-        place_model(self.model, self.out, self.out / "tokenizer", self.config.scheme)
+        write_adapter = None
+        if self.adapters:
+            assert self.config.init is not None
+            halves = {
+                name: (layer.down.detach().cpu(), layer.up.detach().cpu()) for name, layer in self.adapters.items()
+            }
+            write_adapter = partial(save_adapter, base=Checkpoint(self.config.init), adapters=halves)
+            merge_adapters(self.model)
+        place_model(self.model, self.out, self.tokenizer_files, self.config.scheme, write_adapter)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

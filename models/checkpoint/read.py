@@ -153,7 +153,7 @@ class Checkpoint:
     def _adapted(self, adapter: Adapter) -> dict[str, tuple[LowRank, Stored]]:
         """Return {canonical name: (what the adapter adds, where that is)}. Raises DiffbitError for an adapter of
         another model."""
-        places = {name: self._names_in_transformers.stored(self.config, name) for name in self._places}
+        places = {name: self.in_transformers(name) for name in self._places}
         added = {
             name: (adapter.added[candidate], place)
             for name, place in places.items()
@@ -237,6 +237,17 @@ class Checkpoint:
     def is_float(self, name: str) -> bool:
         """Are its numbers floats of 16 or 32 bits?"""
         return self._entries[name].dtype in FLOATS
+
+    def in_transformers(self, name: str) -> Stored:
+        """Return where transformers has this parameter, in a folder; a GGUF file has other names and row orders."""
+        return self._names_in_transformers.stored(self.config, name)
+
+    def norm_in(self, name: str) -> Tensor | None:
+        """Return the norm's weight that is folded into this projection [E, K], float32 [K]; None: there is none."""
+        place = self._places[name]
+        if place.folded is None:
+            return None
+        return self._stored[place.folded].read().float().repeat(self.shape(name)[1] // place.folded_width)
 
     def is_adapted(self, name: str) -> bool:
         """Whether the adapter adds something to this parameter, which is then read as float32."""

@@ -20,8 +20,9 @@ from ...io.tokenizer_files import tokenizer_files
 from ..config import ModelConfig
 from ..decoder import Decoder, num_parameters
 from ..families import family_for, write_config
-from .folder import INDEX, SINGLE
-from .names import layer_of, linear_of, reorder, shapes, stays_float32
+from .adapter import PREFIX, A, B
+from .folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, SINGLE
+from .names import is_linear, layer_of, linear_of, reorder, shapes, stays_float32
 from .read import Checkpoint
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -154,3 +155,45 @@ def save(
         for name in shapes(decoder.config):  # during training a model may have other parameters, too
             parameter = decoder.get_parameter(name)
             writer.add(name, parameter.to(torch.float32 if stays_float32(name) else dtype))
+
+
+def save_adapter(folder: str | Path, base: Checkpoint, adapters: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Write a LoRA adapter in PEFT's layout (adapter.py): what to add to the weights of `base`.
+
+    adapters: {module: (A [r, K], B [N, r])}, of canonical names and row order; the weight becomes W + B A. Modules that
+    transformers has as one, such as queries, keys and values of some families, get one adapter of their ranks' sum.
+    """
+    halves: dict[str, list[tuple[Tensor, Tensor, int, int]]] = {}
+    for module, (down, up) in adapters.items():
+        place, norm = base.in_transformers(f"{module}.weight"), base.norm_in(f"{module}.weight")
+        up = reorder(up, None if place.rows is None else torch.argsort(place.rows)) / place.times
+        down = down if norm is None else down / norm
+        rows = place.of_rows or len(up)
+        halves.setdefault(place.names[0].removesuffix(".weight"), []).append((down, up, place.first, rows))
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    for there, parts in halves.items():
+        ranks[there] = sum(len(down) for down, *_ in parts)
+        whole, column = parts[0][1].new_zeros(parts[0][3], ranks[there]), 0
+        for down, up, first, _ in parts:
+            whole[first : first + len(up), column : column + len(down)] = up
+            column += len(down)
+        tensors[f"{PREFIX}{there}.{A}"] = torch.cat([down for down, *_ in parts]).contiguous()
+        tensors[f"{PREFIX}{there}.{B}"] = whole
+    rank = min(ranks.values())
+    others = {module: count for module, count in ranks.items() if count != rank}
+    linears = {
+        base.in_transformers(name).names[0].removesuffix(".weight") for name in shapes(base.config) if is_linear(name)
+    }
+    ends = {module.rpartition(".")[2] for module in ranks}
+    are_all = all(module in ranks for module in linears if module.rpartition(".")[2] in ends)
+    values = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base.path),
+        "inference_mode": True, "r": rank, "lora_alpha": rank, "lora_dropout": 0.0, "bias": "none",
+        "use_rslora": False, "use_dora": False, "fan_in_fan_out": False, "init_lora_weights": True,
+        "target_modules": sorted(ends if are_all else ranks), "rank_pattern": others, "alpha_pattern": others,
+        "modules_to_save": None,
+    }  # fmt: skip
+    with files.new_folder(folder) as temporary:
+        write_tensors(temporary / ADAPTER_WEIGHTS, tensors, {"format": "pt"})
+        files.write_json(temporary / ADAPTER_CONFIG, values)

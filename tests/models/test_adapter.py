@@ -237,3 +237,23 @@ def test_a_folder_with_an_adapter_is_not_read_without_a_word(tmp_path: Path) -> 
     assert Checkpoint(base, base).is_adapted("model.layers.0.mlp.up_proj.weight")
     (base / "adapter_model.safetensors").unlink()  # a config alone changes nothing
     assert Checkpoint(base).config.vocab_size == 61
+
+
+def test_adapters_of_parts_of_fused_tensors_are_written_as_one(tmp_path: Path) -> None:
+    """What `save_adapter` writes for queries, keys and values adds the same as theirs."""
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps(phi.PHI))
+    save_file({name: tensor.contiguous() for name, tensor in phi.weights(phi.PHI).items()}, base / "model.safetensors")
+    checkpoint = Checkpoint(base)
+    generator = torch.Generator().manual_seed(3)
+    adapters = {}
+    for index, name in enumerate(name for name in checkpoint.names if name.endswith("_proj.weight")):
+        (rows, columns), rank = checkpoint.shape(name), 1 + index % 3
+        halves = (torch.randn(shape, generator=generator) for shape in ((rank, columns), (rows, rank)))
+        adapters[name.removesuffix(".weight")] = tuple(halves)
+    models.save_adapter(tmp_path / "adapter", checkpoint, adapters)  # type: ignore[arg-type]
+    merged = Checkpoint(base, tmp_path / "adapter")
+    for module, (down, up) in adapters.items():
+        name = f"{module}.weight"
+        torch.testing.assert_close(merged.read(name), checkpoint.read(name) + up @ down, rtol=0, atol=1e-5)

@@ -399,7 +399,7 @@ def test_bad_input_is_refused(text: str) -> None:
         ({"qat": "fp8"}, "'fp8' is not a number format"),
         ({"qat": "ternary", "activations": "int2"}, "activations is 'int2', wanted one of int8, int4"),
         ({"qat": "int4_g32", "activations": "int4"}, "activations is 'int4', wanted int8 unless qat is ternary"),
-        ({"trainable": "scales"}, "trainable is 'scales', wanted all without qat"),
+        ({"trainable": "scales"}, "trainable is 'scales', wanted all or lora without --qat: float weights"),
         ({"qat": "int4_g32", "trainable": "norms"}, "trainable is 'norms', wanted one of all, scales, lora"),
         ({"schedule": "linear"}, "schedule is 'linear', wanted one of cosine, two_stage"),
     ):
