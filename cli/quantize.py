@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..io.files import parse_size
+from ..io.processes import speaks
 from .options import Json, Overwrite, Quiet, TorchDevice, with_settings
 from .output import attention_name, print_json, print_table, remark
 from .scheme_options import MaxMemory, MethodOptions, Model, SchemeOptions
 
 if TYPE_CHECKING:
-    from ..calib_data import Windows
     from ..quantize import Report, WeightReport
 
 # the options that people use first; --help shows the others below them
-FIRST = ("output", "weights", "method", "calibrate", "kv", "scheme_file", "overwrite")
+FIRST = ("output", "size", "bits", "weights", "fast", "calibrate", "kv", "overwrite")
 EXAMPLES = (
+    "diffbit quantize out/demo/diff_v1 -o out/diff-low",
+    "diffbit quantize out/demo/diff_v1 --bits 4 -o out/diff-small",
     "diffbit quantize out/demo/diff_v1 --weights int4_g32 -o out/diff-int4",
-    "diffbit quantize out/demo/diff_v1 --weights int2_g64 --method gptq --max-windows 64 -o out/diff-gptq",
+    "diffbit quantize out/demo/diff_v1 --weights int2_g64 --method gptq --calibrate stdlib -o out/diff-gptq",
     "diffbit quantize out/demo/diff_v1 --weights int2_g64 --override 'model.layers.0.*=int8' -o out/diff-int2",
     "torchrun --nproc-per-node 2 -m diffbit quantize out/demo/diff_v1 --weights int4_g32 --method gptq -o out/diff-two",
     "diffbit quantize out/demo/diff_v1 --weights int4_g32 --kv int4 --qk int8 -o out/diff-int4-kv4",
@@ -47,6 +47,27 @@ ListMethods = Annotated[
 Layers = Annotated[
     bool, typer.Option("--layers", help="Print a row for each weight instead of one for all q_proj, all down_proj, ...")
 ]
+Bits = Annotated[
+    float | None,
+    typer.Option(
+        "--bits", help="Choose a format for each layer, of so many bits per weight on average, scales included."
+    ),
+]
+Size = Annotated[
+    str | None,
+    typer.Option(
+        "--size", metavar="SIZE", help="Choose a format for each layer, for an artifact of at most 90MB, 1.2GB, ..."
+    ),
+]
+Fast = Annotated[
+    bool, typer.Option("--fast", help="Round to nearest, weighted by each layer's inputs, in one pass over the text.")
+]
+Measure = Annotated[
+    bool,
+    typer.Option(
+        "--measure/--no-measure", help="Compare the result with the float model on 2,048 tokens of held-out text."
+    ),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run, if there is one.")]
 
 
@@ -57,6 +78,10 @@ def quantize(
     output: Output,
     options: SchemeOptions,
     rounding: MethodOptions,
+    size: Size = None,
+    bits: Bits = None,
+    fast: Fast = False,
+    measure: Measure = True,
     list_methods: ListMethods = False,
     layers: Layers = False,
     device: TorchDevice = "cpu",
@@ -68,43 +93,33 @@ def quantize(
 ) -> None:
     """Quantize a checkpoint: its weights, layer by layer, its KV cache and its attention products.
 
-    With low-bit weights, embedding and head are int8 unless --embedding and --head set another format. Norms stay
-    float, and so does lambda unless --override names it. Under torchrun, processes on one machine or on several share
-    the work; the result is the same to the bit. --device cuda computes on a GPU, whose result differs slightly, because
-    it sums in another order.
-    """
-    from ..io.processes import processes
-    from ..quantize import quantize_checkpoint
-    from ..quantize.methods import parse_recipe
+    Without options, each layer gets a format so that the model loses least at 5 bits per weight on average, and the
+    method is the best that fits in memory; --size and --bits choose how large the result is. With --weights, all layers
+    get one format, and embedding and head are int8 unless --embedding and --head set another. Norms stay float, and so
+    does lambda unless --override names it. The result is compared with the float model on held-out text.
 
-    here, method = processes(device), rounding.method
-    calibrated = parse_recipe(method).calibrated
-    scheme = options.scheme()
-    text = here.on_first(partial(rounding.text, model, method if calibrated else None))
-    report = quantize_checkpoint(
-        model, output, scheme, method=method, **_calibration(text), overwrite=overwrite, resume=resume,
-        max_memory=None if max_memory is None else parse_size(max_memory), here=here,
+    Under torchrun, processes on one machine or on several share the work; the result is the same to the bit. --device
+    cuda computes on a GPU, whose result differs slightly, because it sums in another order.
+    """
+    from .automatic import quantize_model, summary, values
+
+    done = quantize_model(
+        model, output, options, rounding, bits=bits, size=size, fast=fast, measure=measure, device=device,
+        resume=resume, overwrite=overwrite, max_memory=max_memory,
     )  # fmt: skip
-    if not here.first:
+    if not speaks():
         return
-    values = report.to_dict()
-    for warning in report.warnings:
+    for warning in done.report.warnings:
         remark(f"warning: {warning}")
     if as_json:
-        print_json({"output": str(output), **values})
+        print_json({"output": str(output), **values(done)})
     else:
-        _show(report, output, layers)
+        _show(done.report, layers)
+        remark(summary(done, output))
 
 
-def _calibration(text: Windows | None) -> dict[str, Any]:
-    if text is None:
-        return {}
-    about = {"source": text.source, "sha256": text.sha256}
-    return {"calibration": text.ids, "calibration_mask": text.mask, "calibration_text": about}
-
-
-def _show(report: Report, output: Path, by_weight: bool) -> None:
-    """Print tables of the weights and the KV cache, and the size of the model."""
+def _show(report: Report, by_weight: bool) -> None:
+    """Print tables of the weights and of the KV cache."""
     if report.weights:
         print_table(_weight_rows(report.weights, by_weight))
     before, after = report.before, report.after
@@ -117,10 +132,6 @@ def _show(report: Report, output: Path, by_weight: bool) -> None:
             }
             for name, size in (("before", before), (attention_name(attention), after))
         )
-    remark(
-        f"{output}: {after.nbytes / 1e6:,.2f} MB of weights in an fp32 artifact, {after.bits_per_weight:.2f} bits per "
-        f"weight (before: {before.nbytes / 1e6:,.2f} MB, {before.bits_per_weight:.2f})"
-    )
 
 
 def _weight_rows(weights: Sequence[WeightReport], by_weight: bool) -> list[dict[str, Any]]:
@@ -136,7 +147,6 @@ def _weight_rows(weights: Sequence[WeightReport], by_weight: bool) -> list[dict[
     def error(weight: WeightReport) -> float:
         return weight.weight_error if weight.output_error is None else weight.output_error
 
-    calibrated = any(weight.proxy_loss is not None for weight in weights)
     groups: dict[tuple[str, str], list[WeightReport]] = {}
     for weight in weights:
         groups.setdefault((weight.name if by_weight else weight.name.rpartition(".")[2], weight.format), []).append(
@@ -150,8 +160,6 @@ def _weight_rows(weights: Sequence[WeightReport], by_weight: bool) -> list[dict[
             "weight error": percent(mean(weight.weight_error for weight in group)),
             "output error": percent(mean(weight.output_error for weight in group)),
         }
-        if calibrated:
-            row |= {"proxy loss": mean(weight.proxy_loss for weight in group)}
         if not by_weight:
             worst = max(group, key=error)
             place = worst.name.removeprefix("model.").rpartition(".")[0]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MaxMemory", "MethodOptions", "Model", "SchemeOptions", "window_length"]
 
+AUTO = "auto"  # the method is chosen (automatic.py)
 MEASURING_WINDOWS = 16  # default for text that only measures errors
 KV_FORMATS = ("fp16", "int8", "int4", "int2", "none")
 # outside of the classes, whose annotations are evaluated without this file's names
@@ -151,9 +152,9 @@ class MethodOptions:
             metavar="METHOD",
             autocompletion=COMPLETE_METHOD,
             help="Quantization method, or several joined by +: gptq, rotate+gptq, learned:50 (steps); see "
-            "--list-methods.",
+            "--list-methods. auto: the best that fits in memory (guided, else gptq; rtn for 8 bits and more).",
         ),
-    ] = "rtn"
+    ] = AUTO
     calibrate: Annotated[
         str | None,
         typer.Option(
@@ -165,7 +166,7 @@ class MethodOptions:
     field: Field = "text"
     max_windows: Annotated[
         int | None,
-        typer.Option(help="Maximum number of windows of text; default: 128, or 16 with a method that needs no text."),
+        typer.Option(help="Maximum number of windows of text; default: 24, or 16 with a method that needs no text."),
     ] = None
     length: Length = None
 
@@ -178,13 +179,17 @@ class MethodOptions:
         source = self.calibrate
         if source is None and needed_by is not None:
             source = "mix"
-            remark(
-                f"{needed_by} is calibrated on mix (prose, twelve languages, dialogues and code); with --calibrate, "
-                "pass text similar to what the model will be used on"
-            )
+            if self.method != AUTO:
+                remark(
+                    f"{needed_by} is calibrated on mix (prose, twelve languages, dialogues and code); with "
+                    "--calibrate, pass text similar to what the model will be used on"
+                )
         if source is None:
             if self.max_windows is not None or self.length is not None:
-                raise DiffbitError("--max-windows and --length are of calibration text; pass --calibrate, too")
+                raise DiffbitError(
+                    "--max-windows and --length describe calibration text, and this method reads none; pass --calibrate "
+                    "TEXT, too"
+                )
             return None
         most = self.windows(needed_by is not None)
         return read_windows(model, source, self.field, most, self.length, "calib")

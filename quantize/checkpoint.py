@@ -63,7 +63,7 @@ def quantize_checkpoint(
     CPU. Raises DiffbitError for a checkpoint or scheme
     that does not fit, and if memory or disk do not suffice (memory.py).
     """
-    checkpoint = _opened(source, output if here.first else None, overwrite)
+    checkpoint = open_float(source, output if here.first else None, overwrite)
     config = checkpoint.config
     recipe = parse_recipe(method)
     stored = stored_config(config, scheme, recipe)
@@ -157,7 +157,7 @@ def _written(
     return rows
 
 
-def _opened(source: str | Path | Checkpoint, output: str | Path | None, overwrite: bool) -> Checkpoint:
+def open_float(source: str | Path | Checkpoint, output: str | Path | None, overwrite: bool) -> Checkpoint:
     """Open the float checkpoint; check that it can be quantized into `output` (None: another process writes)."""
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
     if output is not None:

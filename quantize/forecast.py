@@ -1,4 +1,5 @@
-"""The memory and disk space that quantizing a checkpoint takes at most, from the table of sizes (sizes.py).
+"""The memory and disk space that quantizing a checkpoint takes at most, from the table of sizes (sizes.py), and about
+how long it takes.
 
 Memory is in addition to what Python and its libraries take at the start. Only one layer is in memory at a time, so the
 largest determines it: a table (embedding, head), or a decoder layer,
@@ -12,11 +13,14 @@ largest determines it: a table (embedding, head), or a decoder layer,
 
 and, with calibration text, the tokens' hidden states, unless they are on disk. docs/memory.md compares this with
 measurements: a run took up to 1.12 times as much.
+
+Time is extrapolated from a timed matrix product; other work on the machine makes it longer.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -31,13 +35,15 @@ from .calibration.tokens import LOSS_TOKENS, MEASURED_TOKENS
 from .layer import TABLE_PART
 from .methods import Recipe
 from .methods.gptq import PRECISE
-from .scheme import Scheme
+from .scheme import HEAD_MODULE, Scheme, linear_shapes
 from .sizes import TensorSize, sizes
 
 SLACK = 32 << 20  # upper bound of what the allocator keeps of blocks that it does not map separately
 TEXT = 40 << 20  # for reading calibration text, with the libraries for it
 SHARD_FROM = 256 << 20  # bytes of the float model from which on the output has one file per layer
 MARGIN = 1.15  # of --max-memory over the estimate
+ROUNDED = 8e7  # weights per second on one thread
+GPTQ_PRODUCTS = 10  # products of a weight with a [K, K] matrix while it is rounded by GPTQ
 
 
 class Demand(NamedTuple):
@@ -142,3 +148,35 @@ def must_spill(
             f"{on_disk / 1e9:.2f} GB at its peak; allow that much, or use another method"
         )
     return limit is not None and in_memory > limit
+
+
+def quantize_seconds(config: ModelConfig, recipe: Recipe, text: tuple[int, int] | None) -> float:
+    """Return about how many seconds `quantize_checkpoint` takes on this machine's CPU, without other work on it.
+
+    text: windows of calibration text and their length, or None. The text passes through each layer about three times,
+    and five times if the float model's outputs on all of it are needed; if tokens are weighed, it passes through the
+    whole model and back.
+    """
+    seconds = num_parameters(config) / ROUNDED / torch.get_num_threads()
+    if text is None:
+        return seconds
+    operations, back = 0.0, recipe.rounding.token_weights is not None
+    windows, length = text
+    for module, (rows, columns) in linear_shapes(config).items():
+        operations += 2 * rows * columns * length * windows * 2 * back
+        if module == HEAD_MODULE:
+            continue
+        operations += 2 * rows * columns * length * windows * (5 if recipe.exact else 3)
+        operations += columns**2 * length * windows / 2  # Gram matrices, each shared by a few layers
+        operations += 2 * rows * columns**2 * GPTQ_PRODUCTS * recipe.calibrated
+    return seconds + operations * (3 if recipe.exact else 1) / operations_per_second()
+
+
+def operations_per_second() -> float:
+    """Measure the floating-point operations per second of a matrix product."""
+    a = torch.ones(768, 768)
+    torch.mm(a, a)
+    begin = time.perf_counter()
+    for _ in range(3):
+        torch.mm(a, a)
+    return 3 * 2 * 768**3 / (time.perf_counter() - begin)

@@ -137,7 +137,16 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
     "weights of an artifact": (["run", "nano", "x", "--quantize", "int4_g32"], ["is an artifact", "--quantize"]),
     "chats without a template": (["run", "nano", "-i", "--chat"], ["has no chat template"]),
     "unknown format": (["quantize", "{checkpoint}", "--weights", "int4_g33", "-o", "{out}/q"], ["int4_g33"]),
-    "no format at all": (["quantize", "{checkpoint}", "-o", "{out}/q"], ["--weights"]),
+    "no format at all": (["quantize", "{checkpoint}", "--weights", "none", "-o", "{out}/q"], ["--weights"]),
+    "two choices of formats": (
+        ["quantize", "{checkpoint}", "--weights", "int8", "--bits", "4", "-o", "{out}/q"],
+        ["--weights and --bits"],
+    ),
+    "a size that cannot be": (["quantize", "{checkpoint}", "--size", "1kB", "-o", "{out}/q"], ["0.00 MB", "artifact"]),
+    "fast, and a slow method": (
+        ["quantize", "{checkpoint}", "--fast", "--method", "gptq", "-o", "{out}/q"],
+        ["--fast", "gptq"],
+    ),
     "unknown method": (
         ["quantize", "{checkpoint}", "--weights", "int8", "--method", "gptqq", "-o", "{out}/q"],
         ["gptqq", "gptq, ", "rtn"],

@@ -204,6 +204,7 @@ def test_what_the_demo_prints_can_be_copied(tmp_path: Path) -> None:
         pytest.param(line, marks=[pytest.mark.slow] * any(word in line for word in LONG))
         for line in EXAMPLES
         if not line.startswith(("diffbit serve", "diffbit web"))  # the one does not end, the other needs npm
+        if " hf:" not in line  # which needs the network
     ],
 )
 def test_the_example_works(
@@ -273,6 +274,7 @@ def test_the_same_seed_writes_the_same_text(workplace: Path, capfd: pytest.Captu
 
 def test_prompts_from_stdin_and_interactive(workplace: Path) -> None:
     command = [sys.executable, "-m", "diffbit", "run", str(workplace / "out/demo/diff_v1-onnx"), "--max-tokens", "4"]
+    command += ["--temperature", "0"]
     piped = subprocess.run(command, input="def", capture_output=True, text=True, cwd=ROOT)
     assert piped.returncode == 0 and piped.stdout.strip(), piped.stderr
     asked = subprocess.run([*command, "--interactive"], input="def\n\nclass", capture_output=True, text=True, cwd=ROOT)
@@ -288,12 +290,11 @@ def test_a_checkpoint_is_exported_on_the_way(
     demo, outputs = workplace / "out" / "demo", []
     for model in ("diff_v1-int4", "diff_v1-onnx"):
         with pytest.raises(SystemExit) as stopped:
-            main(["run", str(demo / model), "def", "--max-tokens", "8"])
+            main(["run", str(demo / model), "def", "--max-tokens", "8", "--temperature", "0"])
         assert stopped.value.code == 0
         outputs.append(capfd.readouterr())
     assert outputs[0].out == outputs[1].out
-    assert f"to keep the artifact: diffbit export {demo}/diff_v1-int4 -o" in outputs[0].err
-    assert "export" not in outputs[1].err
+    assert "kept in " in outputs[0].err and "--quantize" not in outputs[0].err and "kept in" not in outputs[1].err
     size = ["--prompt-tokens", "8", "--new-tokens", "4", "--repeats", "1", "--json", "--quiet"]
     with pytest.raises(SystemExit):
         main(["bench", str(demo / "diff_v1-int4"), str(demo / "diff_v1-onnx"), *size])
@@ -387,7 +388,8 @@ def test_a_method_that_calibrates_takes_a_text_and_says_so(
     captured = capfd.readouterr()
     assert stopped.value.code == 0, captured.err
     assert "gptq is calibrated on mix" in captured.err and "--calibrate" in captured.err
-    assert "proxy loss" in captured.out
+    assert "output error" in captured.out
+    assert "KL" in captured.err and "bits per weight" in captured.err
     entry = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
     assert entry["method"] == "gptq"
     assert entry["calibration"]["source"] == "mix" and entry["calibration"]["tokens"] == 2 * 128

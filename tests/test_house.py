@@ -40,7 +40,7 @@ SAME_FILES = {"diffbit"}  # of one name in the core: a family and a layout, foun
 # What apps import beside the rooms' faces: that of quantize is too wide to take these in
 DEEP = {
     "diffbit.quantize.sizes": {"TYPICAL_GRAPH", "overhead", "tokenizer_bytes"},
-    "diffbit.quantize.forecast": {"must_spill", "quantize_demand"},
+    "diffbit.quantize.forecast": {"must_spill", "quantize_demand", "quantize_seconds"},
 }  # fmt: skip
 # (importer, imported): the imports that close a circle
 CIRCLES = {}

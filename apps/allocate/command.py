@@ -20,6 +20,7 @@ from ...cli import (
     torch_device,
     with_settings,
 )
+from ...cli.automatic import resolve_method
 from ...cli.scheme_options import MaxMemory, MethodOptions, Model, SchemeOptions, window_length
 from ...devices import dtype_for
 from ...io.drawing import check_plot
@@ -83,9 +84,10 @@ def plan(
     elif checkpoint.quantization is not None:
         raise DiffbitError(f"{model}: is quantized already; leave out the options of a scheme, or pass the float model")
     else:
-        scheme, recipe = options.scheme(), parse_recipe(rounding.method)
-        text = _text_shape(model, checkpoint.config.max_position, rounding, recipe.calibrated)
+        scheme = options.scheme()
         limit = None if max_memory is None else parse_size(max_memory)
+        recipe = parse_recipe(resolve_method(checkpoint, scheme, rounding, limit))
+        text = _text_shape(model, checkpoint.config.max_position, rounding, recipe.calibrated)
         steps["quantize"] = plan_quantize(checkpoint, scheme, recipe, text, limit)
     steps["export"] = plan_export(checkpoint, scheme, dtype or dtype_for(device))
     free = available_memory()
@@ -168,8 +170,11 @@ def allocate(
     _check(bits, size, output, plot, overwrite)
     nbytes = None if size is None else parse_size(size)
     scheme = options.scheme(weights_later=True)
-    text = _text(model, rounding, measure)
+    from ...models import Checkpoint
     from ...quantize.allocation import allocate as choose
+
+    method = resolve_method(Checkpoint(model), scheme, rounding, is_mix=True)
+    text = _text(model, rounding, measure)
 
     allocation = choose(
         model,
@@ -178,7 +183,7 @@ def allocate(
         scheme=scheme,
         candidates=None if candidates is None else candidates.split(","),
         tables=not measure and options.embedding is None and options.head is None,
-        method=rounding.method,
+        method=method,
         calibration=text.ids,
         calibration_mask=text.mask,
         measuring=measure,

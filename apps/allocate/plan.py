@@ -6,24 +6,21 @@ extrapolated from a timed matrix product; other work on the machine makes it lon
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import torch
 
 from ...export import export_demand
 from ...io.resources import resident_memory
-from ...models import Checkpoint, ModelConfig, num_parameters
-from ...quantize import HEAD_MODULE, Scheme, linear_shapes, sizes
-from ...quantize.forecast import must_spill, quantize_demand
+from ...models import Checkpoint, num_parameters
+from ...quantize import Scheme, sizes
+from ...quantize.forecast import must_spill, quantize_demand, quantize_seconds
 from ...quantize.methods import Recipe
 from ...quantize.sizes import TYPICAL_GRAPH, overhead, tokenizer_bytes
 
 CONFIGURATION = 16 << 10  # bytes beside the weights of a checkpoint
-ROUNDED = 8e7  # weights per second on one thread
 WRITTEN = 3e8  # bytes per second
 COMPUTED = 4e8  # weights per second, for the golden prompt
-GPTQ_PRODUCTS = 10  # products of a weight with a [K, K] matrix while it is rounded by GPTQ
 
 
 @dataclass(frozen=True)
@@ -53,9 +50,7 @@ def plan_quantize(
     memory, disk = quantize_demand(checkpoint, scheme, recipe, text, spilled)
     weights = sizes(checkpoint.config, scheme, stored=getattr(torch, checkpoint.dtype)).checkpoint_bytes
     others = CONFIGURATION + tokenizer_bytes(checkpoint)
-    seconds = num_parameters(checkpoint.config) / ROUNDED / torch.get_num_threads()
-    if text is not None:
-        seconds += _operations(checkpoint.config, *text, recipe) / speed()
+    seconds = quantize_seconds(checkpoint.config, recipe, text)
     return Forecast(resident_memory() + memory, disk + others, weights + others, seconds, spilled)
 
 
@@ -65,27 +60,3 @@ def plan_export(checkpoint: Checkpoint, scheme: Scheme | None, dtype: str) -> Fo
     output = weights + overhead(checkpoint, checkpoint.config, TYPICAL_GRAPH)
     seconds = output / WRITTEN + num_parameters(checkpoint.config) / COMPUTED
     return Forecast(resident_memory() + memory, output, output, seconds)
-
-
-def _operations(config: ModelConfig, windows: int, length: int, recipe: Recipe) -> float:
-    """Return the floating-point operations on a text. It passes through each layer about three times, and five times if
-    the float model's outputs on all of it are needed; if tokens are weighed, it passes the whole model and back."""
-    operations, back = 0.0, recipe.rounding.token_weights is not None
-    for module, (rows, columns) in linear_shapes(config).items():
-        operations += 2 * rows * columns * length * windows * 2 * back
-        if module == HEAD_MODULE:
-            continue
-        operations += 2 * rows * columns * length * windows * (5 if recipe.exact else 3)
-        operations += columns**2 * length * windows / 2  # Gram matrices, each shared by a few layers
-        operations += 2 * rows * columns**2 * GPTQ_PRODUCTS * recipe.calibrated
-    return operations * (3 if recipe.exact else 1)
-
-
-def speed() -> float:
-    """Measure the floating-point operations per second of a matrix product."""
-    a = torch.ones(768, 768)
-    torch.mm(a, a)
-    begin = time.perf_counter()
-    for _ in range(3):
-        torch.mm(a, a)
-    return 3 * 2 * 768**3 / (time.perf_counter() - begin)

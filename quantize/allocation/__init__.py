@@ -9,6 +9,6 @@ sensitivity  losses as they are estimated, from one forward and one backward pas
 losses       losses as they are measured, and the divergence of two models
 """
 
-from .mixed import Allocation, LayerChoice, allocate
+from .mixed import Allocation, LayerChoice, allocate, allocation_demand
 
-__all__ = ["Allocation", "LayerChoice", "allocate"]
+__all__ = ["Allocation", "LayerChoice", "allocate", "allocation_demand"]

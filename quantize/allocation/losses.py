@@ -12,22 +12,20 @@ passes through the head.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...formats import Format, QuantLinear
 from ...io.progress import track
 from ...models import Decoder
 from ..calibration import CalibStats, Passes, Tokens
 from ..calibration.gradients import forward
+from ..calibration.predictions import divergence, predictions
 from ..methods import Layer, Method, find, quantize_weight
 from ..scheme import Scheme
-
-CHUNK = 1 << 23  # logits computed at a time
 
 Losses = dict[str, dict[str, float]]  # {linear layer: {candidate: nats per token that the model loses with it}}
 Formats = Mapping[str, Mapping[str, Format | None]]  # {linear layer: {candidate: format, None: float}}
@@ -83,24 +81,3 @@ def rounding_error(weight: Tensor, format: Format | None, stats: CalibStats | No
         return 0.0
     lost = (weight.float() - find("rtn").rounds(weight, format).dequantize()).square_().sum(0)
     return float(lost.sum() if stats is None else lost @ stats.gram.diagonal())
-
-
-def divergence(exact: Iterable[Tensor], other: Iterable[Tensor], text: Tokens) -> float:
-    """Return KL(exact || other), nats per token, of two models' `predictions` of a text."""
-    pairs = zip(exact, other, strict=True)
-    return sum((p.exp() * (p - q)).sum(dtype=torch.float64).item() for p, q in pairs) / text.count
-
-
-@torch.no_grad()
-def predictions(decoder: Decoder, text: Tokens, layers: Iterable[nn.Module] | None = None) -> Iterator[Tensor]:
-    """Yield log-probabilities fp32 [t, V] of the tokens that count, some tokens at a time.
-
-    layers: run the text's hidden states through these and the head of `decoder`; None: run the whole `decoder`.
-    """
-    if layers is None:
-        text.embed(decoder.embed)
-        layers = list(decoder.model.layers)
-    for batch in text.batches():
-        states = forward(layers, batch)[batch.counted]  # [T, E]
-        for rows in states.split(max(1, CHUNK // decoder.config.vocab_size)):
-            yield F.log_softmax(decoder.head(rows).float(), dim=-1)

@@ -38,11 +38,12 @@ from ...io.files import size_text
 from ...io.resources import available_memory
 from ...models import Checkpoint, Decoder, ModelConfig, load, num_parameters
 from ..calibration import Tokens
+from ..calibration.predictions import divergence, predictions
 from ..layerwise import apply, stored_config
 from ..methods import Method, Recipe, find, parse_recipe
 from ..scheme import EMBEDDING_MODULE, HEAD_MODULE, Scheme, linear_shapes
 from ..sizes import overhead, sizes
-from .losses import Losses, divergence, measure, predictions
+from .losses import Losses, measure
 from .sensitivity import estimate
 
 # by default: of each width, the format that loses least for its bytes
@@ -354,14 +355,17 @@ class _Space:
         return replace(scheme, head=self.formats[choice[HEAD_MODULE]]) if HEAD_MODULE in choice else scheme
 
 
+def allocation_demand(config: ModelConfig, windows: int, length: int, copies: int = 1) -> int:
+    """Return the bytes of memory that `allocate` takes for a text of so many windows; copies: of the float model."""
+    sample = min(SAMPLE, windows * length)
+    numbers = num_parameters(config) * copies + 2 * config.hidden_size * (windows * length + sample)
+    activations = length * (2 * sum(map(sum, linear_shapes(config).values())) + 2 * config.vocab_size)
+    return 4 * (numbers + max(activations, 2 * sample * config.vocab_size)) + num_parameters(config)
+
+
 def _check_memory(checkpoint: Checkpoint, windows: Tokens, copies: int) -> None:
     """Raise an error if the float model does not fit in memory, before the process is killed halfway."""
-    config, free = checkpoint.config, available_memory()
-    count, length = windows.ids.shape
-    sample = min(SAMPLE, count * length)
-    numbers = num_parameters(config) * copies + 2 * config.hidden_size * (count * length + sample)
-    activations = length * (2 * sum(map(sum, linear_shapes(config).values())) + 2 * config.vocab_size)
-    needed = 4 * (numbers + max(activations, 2 * sample * config.vocab_size)) + num_parameters(config)
+    needed, free = allocation_demand(checkpoint.config, *windows.ids.shape, copies), available_memory()
     if free is not None and needed > free:
         raise DiffbitError(
             f"{checkpoint.path}: mixed precision needs the float model in memory, about {size_text(needed)}, and "

@@ -1,0 +1,265 @@
+"""Quantizes a model as well as it can without being told how: the formats, the method and the text that are not given
+are chosen here, and the result is measured.
+
+    formats   a mix of 5 bits per weight on average, a format for each layer (quantize/allocation); int4_g32 if the
+              float model does not fit in memory with its gradients, or without time for it
+    method    guided; gptq if the float model does not fit in memory; rtn for 8 bits and more, where methods differ
+              little, and for a model without a tokenizer, which cannot read text
+    text      mix: prose, twelve languages, dialogues and code
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..io.errors import DiffbitError
+from ..io.files import parse_size, size_text
+from ..io.processes import Processes, processes
+from ..io.resources import available_memory
+from .options import read_windows, window_length
+from .output import remark
+from .scheme_options import AUTO, MethodOptions, SchemeOptions
+
+if TYPE_CHECKING:
+    from ..calib_data import Windows
+    from ..models import Checkpoint
+    from ..quantize import Report, Scheme
+    from ..quantize.quality import Quality
+
+__all__ = ["QuantizedModel", "quantize_model", "resolve_method", "summary", "values"]
+
+BITS = 5.0  # per weight, of a mix
+UNIFORM = "int4_g32"  # without a mix
+TEXT = "mix"
+PLAIN_BITS = 8  # from which on rounding to nearest suffices
+ESTIMATE = (16, 256)  # windows of text for the choice of formats, and their length
+WORTH_SAYING = 5  # seconds
+HELD_OUT = (8, 256)  # the same for measuring the result
+
+
+@dataclass(frozen=True)
+class QuantizedModel:
+    """The report of a quantized checkpoint, how close it is to the float model (None: not measured), and the seconds
+    that it took."""
+
+    report: Report
+    quality: Quality | None
+    seconds: float
+
+
+def quantize_model(
+    model: Path,
+    output: Path,
+    options: SchemeOptions = SchemeOptions(),  # noqa: B008 (frozen)
+    rounding: MethodOptions = MethodOptions(),  # noqa: B008 (frozen)
+    *,
+    bits: float | None = None,
+    size: str | None = None,
+    fast: bool = False,
+    measure: bool = True,
+    device: str = "cpu",
+    resume: bool = False,
+    overwrite: bool = False,
+    max_memory: str | None = None,
+) -> QuantizedModel:
+    """Quantize a checkpoint into a new folder, choose what the options leave open, and say what was done.
+
+    bits, size: the average bits per weight, or the size of the artifact, within which each layer gets its format.
+    fast: round in one pass over the text. measure: compare the result with the float model on held-out text.
+    """
+    from ..quantize.checkpoint import open_float, quantize_checkpoint
+    from ..quantize.methods import parse_recipe
+
+    start = time.monotonic()
+    here = processes(device)
+    checkpoint = open_float(model, output if here.first else None, overwrite)  # refuses before work begins
+    limit = None if max_memory is None else parse_size(max_memory)
+    if fast:
+        rounding = _fast(rounding, checkpoint)
+    if options == SchemeOptions() and bits is None and size is None:
+        if fast or not can_mix(checkpoint, rounding, limit):
+            options = replace(options, weights=UNIFORM)
+        else:
+            bits = BITS
+    is_mix = bits is not None or size is not None
+    if is_mix and (options.weights is not None or options.scheme_file is not None):
+        given = "--weights" if options.weights is not None else "--scheme"
+        raise DiffbitError(
+            f"{given} and {'--bits' if size is None else '--size'} both choose formats; pass one of them"
+        )
+    scheme = options.scheme(weights_later=is_mix)
+    method = resolve_method(checkpoint, scheme, rounding, limit, is_mix)
+    recipe = parse_recipe(method)
+    about = f"{_formats(scheme, bits, size)}, method {method}"
+    if recipe.calibrated or rounding.calibrate is not None:
+        about += f", calibrated on {rounding.calibrate or 'mix (prose, twelve languages, dialogues and code)'}"
+    _announce(checkpoint, about, method, rounding, is_mix, here)
+    if is_mix:
+        tables = options.embedding is None and options.head is None
+        scheme = here.on_first(partial(_allocated, model, method, rounding, scheme, bits, size, tables, device))
+    text = here.on_first(partial(rounding.text, model, method if recipe.calibrated else None))
+    report = quantize_checkpoint(
+        model, output, scheme, method=method, **calibration(text), overwrite=overwrite, resume=resume,
+        max_memory=limit, here=here,
+    )  # fmt: skip
+    quality = _measured(model, output, checkpoint, limit) if measure and here.first and report.weights else None
+    return QuantizedModel(report, quality, time.monotonic() - start)
+
+
+def calibration(text: Windows | None) -> dict[str, Any]:
+    """Return the arguments of `quantize_checkpoint` for a text."""
+    if text is None:
+        return {}
+    about = {"source": text.source, "sha256": text.sha256}
+    return {"calibration": text.ids, "calibration_mask": text.mask, "calibration_text": about}
+
+
+def resolve_method(
+    checkpoint: Checkpoint,
+    scheme: Scheme,
+    rounding: MethodOptions,
+    max_memory: int | None = None,
+    is_mix: bool = False,
+) -> str:
+    """Return the method to use: that of the options, or the best for the scheme that fits in memory.
+
+    is_mix: the formats are chosen later.
+    """
+    from ..formats import parse_format
+    from ..quantize.forecast import quantize_demand
+    from ..quantize.methods import parse_recipe
+
+    if rounding.method != AUTO:
+        return rounding.method
+    if is_mix:
+        scheme = replace(scheme, weights=parse_format(UNIFORM))
+    formats = scheme.formats(checkpoint.config).values()
+    if scheme.activations == "int4" or not any(format.bits < PLAIN_BITS for format in formats):
+        return "rtn"
+    if not checkpoint.tokenizer_files:
+        remark(f"{checkpoint.path}: has no tokenizer for calibration text, so the weights are rounded to nearest")
+        return "rtn"
+    free = available_memory() if max_memory is None else max_memory
+    shape = text_shape(checkpoint, rounding)
+    for method in ("guided", "gptq"):
+        if free is None or quantize_demand(checkpoint, scheme, parse_recipe(method), shape, True).memory < free:
+            return method
+    return "rtn"
+
+
+def text_shape(checkpoint: Checkpoint, rounding: MethodOptions) -> tuple[int, int]:
+    """Return the number of windows that calibration text has at most, and their length."""
+    length = window_length(Path(checkpoint.path), checkpoint.config.max_position, rounding.length)
+    return rounding.windows(True), length
+
+
+def can_mix(checkpoint: Checkpoint, rounding: MethodOptions, max_memory: int | None) -> bool:
+    """Whether formats can be chosen for each layer: the model reads text, and fits in memory with its gradients."""
+    from ..quantize.allocation import allocation_demand
+
+    free = available_memory() if max_memory is None else max_memory
+    if not checkpoint.tokenizer_files or rounding.method not in (AUTO, "guided", "gptq", "rtn"):
+        return False
+    return free is None or allocation_demand(checkpoint.config, *_short(checkpoint, ESTIMATE)) < free
+
+
+def _fast(rounding: MethodOptions, checkpoint: Checkpoint) -> MethodOptions:
+    if rounding.method not in (AUTO, "rtn"):
+        raise DiffbitError(f"--fast rounds to nearest, and --method is {rounding.method}; leave out one of them")
+    readable = rounding.calibrate is None and checkpoint.tokenizer_files
+    return replace(rounding, method="rtn", calibrate=TEXT if readable else rounding.calibrate)
+
+
+def _short(checkpoint: Checkpoint, shape: tuple[int, int]) -> tuple[int, int]:
+    return shape[0], min(shape[1], checkpoint.config.max_position)
+
+
+def _allocated(
+    model: Path, method: str, rounding: MethodOptions, scheme: Scheme, bits: float | None, size: str | None,
+    tables: bool, device: str,
+) -> Scheme:  # fmt: skip
+    """Return the scheme whose formats lose least within the budget."""
+    from ..models import Checkpoint
+    from ..quantize.allocation import allocate
+    from .options import torch_device
+
+    windows, length = _short(Checkpoint(model), ESTIMATE)
+    text = replace(rounding, max_windows=windows, length=length, calibrate=rounding.calibrate or TEXT).text(model, None)
+    assert text is not None
+    return allocate(
+        model, bits=bits, nbytes=None if size is None else parse_size(size), scheme=scheme, tables=tables,
+        method=method, calibration=text.ids, calibration_mask=text.mask, device=torch_device(device),
+    ).scheme  # fmt: skip
+
+
+def _formats(scheme: Scheme, bits: float | None, size: str | None) -> str:
+    if size is not None:
+        return f"a mix of formats for an artifact of at most {size}"
+    if bits is not None:
+        return f"a mix of formats of {bits:g} bits per weight"
+    return f"{scheme.weights or 'float'} weights"
+
+
+def _announce(
+    checkpoint: Checkpoint, about: str, method: str, rounding: MethodOptions, is_mix: bool, here: Processes
+) -> None:
+    """Say what is about to be done, and about how long it takes, if that is more than a moment."""
+    from ..models import num_parameters
+    from ..quantize.forecast import operations_per_second, quantize_seconds
+    from ..quantize.methods import parse_recipe
+
+    if not here.first:
+        return
+    recipe = parse_recipe(method)
+    reads = recipe.calibrated or rounding.calibrate is not None
+    seconds = quantize_seconds(checkpoint.config, recipe, text_shape(checkpoint, rounding) if reads else None)
+    if is_mix:  # a pass forward and back, and gradients of weights
+        tokens = ESTIMATE[0] * _short(checkpoint, ESTIMATE)[1]
+        seconds += 10 * num_parameters(checkpoint.config) * tokens / operations_per_second()
+    if seconds > WORTH_SAYING:
+        remark(f"{checkpoint.path}: {about}; this takes about {_duration(seconds)}")
+
+
+def _duration(seconds: float) -> str:
+    return f"{max(1, round(seconds))} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+
+
+def _measured(model: Path, output: Path, checkpoint: Checkpoint, max_memory: int | None) -> Quality | None:
+    """Compare the quantized model with the float one on held-out text, if there is a tokenizer and enough memory."""
+    from ..models import load as load_float
+    from ..quantize import load
+    from ..quantize.quality import quality, quality_demand
+
+    if not checkpoint.tokenizer_files:
+        return None
+    windows, length = _short(checkpoint, HELD_OUT)
+    needed, free = quality_demand(checkpoint.config, windows * length), available_memory()
+    free = max_memory if max_memory is not None else free
+    if free is not None and needed > free:
+        remark(
+            f"the quality was not measured: both models take {size_text(needed)} of memory, {size_text(free)} are free"
+        )
+        return None
+    text = read_windows(model, TEXT, "text", windows, length)
+    return quality(load_float(checkpoint), load(output), text.ids, text.mask)
+
+
+def summary(done: QuantizedModel, output: Path) -> str:
+    """Say in a sentence what a model takes now, and how close it is to the float model."""
+    before, after = done.report.before, done.report.after
+    size = (
+        f"{output}: {after.nbytes / 1e6:,.2f} MB of weights on the device ({before.nbytes / 1e6:,.2f} MB in float32), "
+        f"{after.bits_per_weight:.2f} bits per weight, in {_duration(done.seconds)}"
+    )
+    return size if done.quality is None else f"{size}; {done.quality}"
+
+
+def values(done: QuantizedModel) -> Mapping[str, Any]:
+    """Return the result as plain JSON."""
+    quality = None if done.quality is None else vars(done.quality)
+    return {**done.report.to_dict(), "quality": quality, "seconds": round(done.seconds, 1)}
