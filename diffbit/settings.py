@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from .devices import ANY, DEVICES, DeviceName
 from .io.fields import Rule, bounds, check
 
-CALIBRATION_WINDOWS = 128  # of text, by default, for methods that need it
+CALIBRATION_WINDOWS = 24  # of text, by default, for methods that need it
 MAX_THREADS = 512  # ONNX Runtime does not limit the number, and hangs with too many
 
 
@@ -106,12 +106,22 @@ class Sampling:
 
     @classmethod
     def of_model(cls, settings: Mapping[str, Any], **changes: Any) -> Sampling:
-        """Return the settings of a model's generation_config.json as transformers reads them, except `changes`
-        that are not None. Without do_sample it is greedy."""
+        """Return the settings of a model's generation_config.json, except `changes` that are not None.
+
+        What the file leaves out has transformers' defaults. "do_sample": false means greedy. A file that does not say
+        do_sample, such as one with token ids only, samples, with UNSAID for what it leaves out.
+        """
         values = {name: settings[name] for name in OF_MODEL if settings.get(name) is not None}
-        greedy = {} if values.pop("do_sample", False) is True else {"temperature": 0.0}
+        samples = values.pop("do_sample", None)
         defaults = {option.name: option.metadata["model"] for option in fields(cls) if "model" in option.metadata}
-        return cls(**defaults | values | greedy | {name: value for name, value in changes.items() if value is not None})
+        unsaid = UNSAID if samples is None else {}
+        greedy = {} if samples in (None, True) else {"temperature": 0.0}
+        chosen = {name: value for name, value in changes.items() if value is not None}
+        return cls(**defaults | unsaid | values | greedy | chosen)
+
+
+UNSAID: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.9}
+"""How a model samples whose files do not say it. Greedy texts of small models end in loops."""
 
 
 OF_MODEL = ("do_sample", *(option.name for option in fields(Sampling) if "model" in option.metadata))

@@ -14,14 +14,17 @@ from .bench import bench
 from .chat import Chat
 from .constraint import Constraint, Grammars
 from .generate import MAX_TOKENS, FinishReason, Generation, Pieces, TextOutput, generate
+from .loops import LoopGuard
 from .sampler import Sampler
 from .session import Logits, Session, slowdowns
-from .template import ChatTemplate, Message, NoTemplate
+from .template import RESERVED_VARIABLES, THINKING_SWITCHES, ChatTemplate, Message, NoTemplate
+from .thinking import ThinkingReader, begins_thinking
 from .tokenizer import TextStream, Tokenizer
 from .verify import Verification, verify
 
 __all__ = [
-    "FILE_BYTES", "MANIFEST", "MAX_TOKENS", "Artifact", "Chat", "ChatTemplate", "Constraint", "FinishReason",
-    "Generation", "Grammars", "Logits", "Message", "NoTemplate", "Pieces", "Sampler", "Session", "SessionOptions",
-    "TextOutput", "TextStream", "Tokenizer", "Verification", "bench", "generate", "slowdowns", "verify",
+    "FILE_BYTES", "MANIFEST", "MAX_TOKENS", "RESERVED_VARIABLES", "THINKING_SWITCHES", "Artifact", "Chat",
+    "ChatTemplate", "Constraint", "FinishReason", "Generation", "Grammars", "Logits", "LoopGuard", "Message",
+    "NoTemplate", "Pieces", "Sampler", "Session", "SessionOptions", "TextOutput", "TextStream", "ThinkingReader",
+    "Tokenizer", "Verification", "begins_thinking", "bench", "generate", "slowdowns", "verify",
 ]  # fmt: skip

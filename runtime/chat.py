@@ -40,9 +40,11 @@ class Chat:
         reply.text, reply.finish_reason, reply.prompt_tokens, reply.cached_tokens
 
     Tokenizer, template and sampler default to the model's own: `Sampler.of` reads generation_config.json.
-    An answer ends after `max_tokens`, at one of the model's end tokens, the tokenizer's eos_token or a `stop` string.
-    `sampler`, `max_tokens`, `system` and `turns` can be changed between messages. Raises DiffbitError for a model
-    without a chat template.
+    An answer ends after `max_tokens`, at one of the model's end tokens, the tokenizer's eos_token or a `stop` string,
+    and, unless `allow_loops`, when it repeats the same tokens again and again (loops.py). think: whether a model that
+    can do both thinks before it answers; None: as its template has it. `sampler`, `max_tokens`, `system`, `think` and
+    `turns` can be changed between messages. Raises DiffbitError for a model without a chat template, or `think` for one
+    whose template has no switch for it.
     """
 
     def __init__(
@@ -55,6 +57,8 @@ class Chat:
         sampler: Choose | None = None,
         max_tokens: int = MAX_TOKENS,
         stop: str | Sequence[str] = (),
+        think: bool | None = None,
+        allow_loops: bool = False,
     ) -> None:
         artifact = session.artifact
         self.session = session
@@ -63,9 +67,20 @@ class Chat:
         self.system = system
         self.turns: list[Message] = []
         self.sampler = Sampler.of(artifact) if sampler is None else sampler
-        self.max_tokens, self._stop = max_tokens, stop
+        self.max_tokens, self._stop, self._allow_loops = max_tokens, stop, allow_loops
+        self.think = think
         self.end_tokens = self.template.end_tokens(artifact, self.tokenizer)
         self._halted = False
+
+    @property
+    def think(self) -> bool | None:
+        """Whether the model thinks before it answers; None: as its template has it."""
+        return self._think
+
+    @think.setter
+    def think(self, think: bool | None) -> None:
+        self.variables = self.template.thinking(think)  # of the template
+        self._think = think
 
     @property
     def messages(self) -> list[Message]:
@@ -97,7 +112,8 @@ class Chat:
             turns, token_ids = self._fitting(before)
             pieces = generate(
                 self.session, token_ids, max_tokens=self.max_tokens, stop=self._stop, sampler=self.sampler,
-                tokenizer=self.tokenizer, end_tokens=self.end_tokens, reuse=True, interrupted=lambda: self._halted,
+                tokenizer=self.tokenizer, end_tokens=self.end_tokens, allow_loops=self._allow_loops,
+                reuse=True, interrupted=lambda: self._halted,
             )  # fmt: skip
             for piece in pieces:
                 if on_text is not None:
@@ -128,7 +144,8 @@ class Chat:
 
     def _encoded(self, turns: list[Message]) -> list[int]:
         # the template writes the special tokens itself, bos included
-        return self.tokenizer.encode(self.template.render(self._with_system(turns)), add_special_tokens=False)
+        text = self.template.render(self._with_system(turns), variables=self.variables)
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _with_system(self, turns: list[Message]) -> list[Message]:
         return ([] if self.system is None else [Message(role="system", content=self.system)]) + turns

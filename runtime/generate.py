@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ..io.errors import DiffbitError
 from ..settings import Sampling
 from .artifact import TOKENIZER, Artifact
+from .loops import LoopGuard
 from .sampler import Sampler
 from .session import Session
 from .template import ChatTemplate, Message
@@ -21,8 +22,8 @@ from .tokenizer import Tokenizer
 
 MAX_TOKENS = 512  # of a text, unless more are asked for
 
-# a stop string, an end token, max_tokens reached, context full, ended by `interrupted`
-FinishReason = Literal["stop", "eos", "length", "context", "interrupted"]
+# a stop string, an end token, max_tokens reached, context full, the same again and again (loops.py), `interrupted`
+FinishReason = Literal["stop", "eos", "length", "context", "loop", "interrupted"]
 Choose = Callable[[NDArray[np.floating], Sequence[int]], int]  # (logits [V], token ids so far) -> token id
 OnText = Callable[[str], None]
 
@@ -84,7 +85,9 @@ def generate(
     sampler: Choose | None = None,
     tokenizer: Tokenizer | None = None,
     template: ChatTemplate | None = None,
+    think: bool | None = None,
     end_tokens: Collection[int] | None = None,
+    allow_loops: bool = False,
     reuse: bool = False,
     interrupted: Callable[[], bool] = lambda: False,
     **sampling: Any,
@@ -99,9 +102,12 @@ def generate(
     prompt: a text to continue; messages to answer, which the model's chat template turns into text; or token ids.
     max_tokens, stop: the text ends after so many tokens, before a stop string, or at one of the model's end tokens.
     sampling: fields of `Sampling`, such as temperature, top_p and seed; those left out are the model's own, of its
-        generation_config.json. temperature=0 always takes the most likely token.
+        generation_config.json (`Sampling.of_model`). temperature=0 always takes the most likely token.
     sampler: a function (logits [V], token ids so far) -> token id, in place of these fields.
     tokenizer, template, end_tokens: default to the model's own.
+    think: whether a model that can do both thinks before it answers messages; default: as its template has it.
+    allow_loops: go on with a text that repeats the same tokens again and again; else it ends with finish_reason "loop"
+        (loops.py), unless a constraint says what may follow.
     reuse: keep the tokens in the session's cache that the prompt begins with; else the session is reset.
     interrupted: is called before each run of the model; if it returns True, the text ends there.
 
@@ -127,14 +133,18 @@ def generate(
     tokenizer = Tokenizer(artifact.file(TOKENIZER)) if tokenizer is None else tokenizer
     if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
         template = ChatTemplate.read(artifact) if template is None else template
-        text = template.render(cast(Sequence[Message], prompt))
+        text = template.render(cast(Sequence[Message], prompt), variables=template.thinking(think))
         prompt = tokenizer.encode(text, add_special_tokens=False)  # the template writes the special tokens itself
         end_tokens = template.end_tokens(artifact, tokenizer) if end_tokens is None else end_tokens
     prompt_ids = _prompt_ids(session, tokenizer, cast(str | Sequence[int], prompt))
     chosen = Sampler.of(artifact, **sampling) if sampler is None else sampler
     ends = artifact.eos_token_ids if end_tokens is None else end_tokens
+    is_free = not (isinstance(chosen, Sampler) and chosen.constraint is not None)
+    guard = LoopGuard(tokenizer.decode) if is_free and not allow_loops else None
     took = time.perf_counter() - started
-    return Pieces(_generated(session, tokenizer, prompt_ids, max_tokens, stops, chosen, ends, reuse, interrupted, took))
+    return Pieces(
+        _generated(session, tokenizer, prompt_ids, max_tokens, stops, chosen, ends, guard, reuse, interrupted, took)
+    )
 
 
 def _generated(
@@ -145,6 +155,7 @@ def _generated(
     stops: Sequence[str],
     choose: Choose,
     end_tokens: Collection[int],
+    guard: LoopGuard | None,
     reuse: bool,
     interrupted: Callable[[], bool],
     took: float,
@@ -181,6 +192,8 @@ def _generated(
             reason = "length"
         elif len(token_ids) > session.capacity:
             reason = "context"
+        elif guard is not None and guard.push(token):
+            reason = "loop"
         yield from final
         final.clear()
         if reason is None and interrupted():

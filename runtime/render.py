@@ -5,7 +5,8 @@ files, but does not limit time and memory ("x" * 10**10, nested loops). So this 
 parent kills it after a while. It imports nothing from diffbit, so it starts fast and stays small.
 
 Stdin has lines of JSON: first {"template": source, "variables": {...}}, then {"messages": [...], ...} for each
-rendering. Each rendering writes a line {"text": ...} or {"error": ...} to stdout.
+rendering. Each rendering writes a line {"text": ...} or {"error": ...} to stdout. The request "names" gets
+{"names": [...]}, the variables that the template reads.
 
 The Jinja environment is that of transformers (utils/chat_template_utils.py), for which published templates are written.
 """
@@ -15,9 +16,13 @@ from __future__ import annotations
 import json
 import sys
 from datetime import datetime
+from functools import cache
 from math import ceil
 from time import process_time
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    import jinja2
 
 MEMORY = 512 << 20  # bytes of address space
 CPU_SECONDS = 60  # of a rendering; it ends this process even if the parent was killed
@@ -33,9 +38,13 @@ def main() -> None:
     for line in sys.stdin:
         _limit("RLIMIT_CPU", ceil(process_time()) + CPU_SECONDS)
         try:
+            request = json.loads(line)
+            if request == "names":
+                print(json.dumps({"names": names(first["template"])}), flush=True)
+                continue
             if template is None:
                 template = compiled(first["template"])
-            text = template.render(first["variables"] | json.loads(line))  # type: ignore[attr-defined]
+            text = template.render(first["variables"] | request)  # type: ignore[attr-defined]
             answer = {"text": text}
             if len(text) > MOST_CHARACTERS:
                 answer = {"error": f"it renders {len(text)} characters, wanted at most {MOST_CHARACTERS}"}
@@ -48,8 +57,21 @@ def main() -> None:
         print(json.dumps(answer), flush=True)
 
 
-def compiled(source: str) -> object:
-    """A jinja2.Template in the environment of transformers."""
+def names(source: str) -> list[str]:
+    """The variables that a template reads and does not set."""
+    from jinja2.meta import find_undeclared_variables
+
+    return sorted(find_undeclared_variables(environment().parse(source)))
+
+
+def compiled(source: str) -> jinja2.Template:
+    """A template in the environment of transformers."""
+    return environment().from_string(source)
+
+
+@cache
+def environment() -> jinja2.Environment:
+    """Jinja's sandbox with what transformers adds to it."""
     import jinja2
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
@@ -77,13 +99,11 @@ def compiled(source: str) -> object:
         """Unlike Jinja's own filter, this one does not escape HTML characters."""
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(source)
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
+    made.filters["tojson"] = tojson
+    made.globals["raise_exception"] = raise_exception
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return made
 
 
 def _limit(name: str, limit: int) -> None:

@@ -27,6 +27,9 @@ from .tokenizer import Tokenizer
 FILE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+RESERVED_VARIABLES = frozenset(("messages", "tools", "documents", "add_generation_prompt", *SPECIAL_TOKENS))
+"""Variables of templates that `ChatTemplate` sets."""
+THINKING_SWITCHES = frozenset(("enable_thinking", "thinking"))  # variables of templates: whether the model thinks
 SECONDS = 10.0  # of one rendering
 MOST_BYTES = 1 << 20  # of a template
 
@@ -39,6 +42,7 @@ class Message(TypedDict):
     tool_calls: NotRequired[list[dict[str, Any]]]  # of an assistant: {"function": {"name": ..., "arguments": {...}}}
     tool_call_id: NotRequired[str]  # of a tool's result
     name: NotRequired[str]
+    reasoning_content: NotRequired[str]  # what an assistant thought
 
 
 class NoTemplate(DiffbitError):
@@ -58,6 +62,7 @@ class ChatTemplate:
         self.special_tokens = special_tokens or {}
         self.source = source
         self._lock = threading.Lock()
+        self._names: frozenset[str] | None = None
         self._process: subprocess.Popen[str] | None = self._start()  # it imports Jinja while a model is loaded
 
     @classmethod
@@ -94,9 +99,11 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of a conversation. `add_generation_prompt` appends the beginning of the model's answer. `tools`:
-        functions that the model may call, as in OpenAI's interface.
+        functions that the model may call, as in OpenAI's interface. `variables`: further ones that the template reads,
+        such as enable_thinking.
 
         Raises DiffbitError if the template refuses the conversation, fails, or takes too much time or memory.
         """
@@ -104,6 +111,45 @@ class ChatTemplate:
             "messages": list(messages), "tools": None if tools is None else list(tools), "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }  # fmt: skip
+        if taken := sorted((variables or {}).keys() & RESERVED_VARIABLES):
+            raise DiffbitError(f"{taken[0]} is given to the template by diffbit; leave it out of the variables")
+        return str(self._answer({**(variables or {}), **request}, "cannot render this conversation")["text"])
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The variables that the template reads, such as messages, tools and enable_thinking."""
+        if self._names is None:
+            self._names = frozenset(self._answer("names", "cannot be read")["names"])
+        return self._names
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the template knows of thinking between <think> and </think>."""
+        return "think>" in self.source
+
+    def thinking(self, on: bool | None) -> dict[str, bool]:
+        """The variables that turn the model's thinking on or off; none for None.
+
+        Raises DiffbitError if the template has no such variable, unless the model does not think, and is not to.
+        """
+        switches = THINKING_SWITCHES & self.names if on is not None else frozenset()
+        if on is None or not (switches or on or self.thinks):
+            return {}
+        if not switches:
+            always = "its model always thinks" if self.thinks else "its model does not think"
+            raise DiffbitError(
+                f"{self.name}: has no switch for thinking ({' or '.join(sorted(THINKING_SWITCHES))}): {always}; leave "
+                "the option out"
+            )
+        return dict.fromkeys(sorted(switches), on)
+
+    def end_tokens(self, artifact: Artifact, tokenizer: Tokenizer) -> set[int]:
+        """The tokens that end an answer: the model's, and the tokenizer's eos_token."""
+        eos = tokenizer.token_id(self.special_tokens.get("eos_token", ""))
+        return {*artifact.eos_token_ids, *(() if eos is None else (eos,))}
+
+    def _answer(self, request: object, failure: str) -> dict[str, Any]:
+        """What the process answers. Raises DiffbitError, with `failure` and the reason, for an error."""
         with self._lock:
             try:
                 answer = self._ask(json.dumps(request))
@@ -111,13 +157,8 @@ class ChatTemplate:
                 self._end()
                 raise
         if "error" in answer:
-            raise DiffbitError(f"{self.name}: cannot render this conversation ({answer['error']})")
-        return str(answer["text"])
-
-    def end_tokens(self, artifact: Artifact, tokenizer: Tokenizer) -> set[int]:
-        """The tokens that end an answer: the model's, and the tokenizer's eos_token."""
-        eos = tokenizer.token_id(self.special_tokens.get("eos_token", ""))
-        return {*artifact.eos_token_ids, *(() if eos is None else (eos,))}
+            raise DiffbitError(f"{self.name}: {failure} ({answer['error']})")
+        return answer
 
     def _ask(self, request: str) -> dict[str, Any]:
         process = self._process if self._process is not None and self._owner == os.getpid() else self._start()

@@ -152,7 +152,21 @@ def from_gguf(header: GGUF) -> dict[str, bytes]:
     texts = {TOKENIZER: backend.to_str(pretty=True), "tokenizer_config.json": json.dumps(options, indent=2)}
     if template:
         texts["chat_template.jinja"] = template
+    if sampling := _sampling(header):
+        texts["generation_config.json"] = json.dumps(sampling, indent=2)
     return {name: text.encode() for name, text in texts.items()}
+
+
+def _sampling(header: GGUF) -> dict[str, Any]:
+    """How the model's authors sample from it, as a generation_config.json says it; empty if the file does not say."""
+    kinds = {"temp": float, "top_k": int, "top_p": float, "min_p": float, "penalty_repeat": float}
+    names = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+    with located(header.file):
+        values = {names.get(key, key): header.get(f"general.sampling.{key}", kind) for key, kind in kinds.items()}
+    given = {name: value for name, value in values.items() if value is not None}
+    if given.get("top_k", 0) < 0:  # llama.cpp's word for no limit
+        given["top_k"] = 0
+    return {"do_sample": True, **given} if given else {}
 
 
 def _byte_level(header: GGUF) -> tuple[Tokenizer, bool]:

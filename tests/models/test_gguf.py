@@ -32,6 +32,7 @@ from diffbit.models.families._gguf import NAMES
 from diffbit.models.families._huggingface import common_fields
 from diffbit.quantize import Scheme, quantize_checkpoint
 from diffbit.runtime import verify
+from diffbit.settings import Sampling
 
 HIDDEN, FFN, HEADS, KV, WIDTH, LAYERS, VOCABULARY = 256, 512, 8, 4, 32, 2, 300
 TEXT = Path(__file__).read_text()
@@ -297,6 +298,21 @@ def test_byte_level_tokens(pre: str, tmp_path: Path) -> None:
             other(text, add_special_tokens=False).input_ids for text in odd_strings()
         ]
     assert load_tokenizer(file).eos_id == 0
+
+
+def test_settings_of_sampling(tmp_path: Path) -> None:
+    """What the file says of sampling, by llama.cpp's keys, is what a generation_config.json says by transformers'."""
+    train_tokenizer([TEXT], 500, tmp_path)
+    tokenizer = of_byte_level(tmp_path, "gpt-2")
+    assert "generation_config.json" not in tokenizer_files(write(tmp_path / "plain.gguf", tokenizer=tokenizer))
+    keys = {"temp": 0.5, "top_k": -1, "top_p": 0.75, "min_p": 0.25, "penalty_repeat": 1.5, "penalty_last_n": 64}
+    others = {f"general.sampling.{key}": value for key, value in keys.items()}
+    files = tokenizer_files(write(tmp_path / "m.gguf", tokenizer=tokenizer, others=others))
+    sampling = Sampling.of_model(json.loads(files["generation_config.json"]))
+    assert sampling == Sampling(0.5, top_k=0, top_p=0.75, min_p=0.25, repetition_penalty=1.5)
+    wrong = write(tmp_path / "wrong.gguf", tokenizer=tokenizer, others={"general.sampling.temp": "hot"})
+    with pytest.raises(DiffbitError, match=r"wrong\.gguf: general\.sampling\.temp is 'hot', wanted a number"):
+        tokenizer_files(wrong)
 
 
 def test_sentencepiece_tokens(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from diffbit.io.errors import DiffbitError
 from diffbit.runtime import Artifact, Chat, ChatTemplate, Sampler, Session, Tokenizer, generate
+from diffbit.runtime.loops import PLAIN_TOKENS
 
 from .toy import VOCAB, Toy, follows, random_toy, seal
 
@@ -22,8 +23,8 @@ TRIMMING = SIMPLE.replace("m.content", "m.content | trim")
 
 
 def write_chat_model(folder: Path, toy: Toy, template: str = SIMPLE, **options: Any) -> Path:
-    """An artifact with a chat template and, as `generation`, settings of sampling."""
-    generation = options.pop("generation", {})
+    """An artifact with a chat template and, as `generation`, settings of sampling; greedy by default."""
+    generation = options.pop("generation", {"do_sample": False})
     toy.write(folder, **options)
     (folder / "chat_template.jinja").write_text(template)
     (folder / "tokenizer_config.json").write_text('{"bos_token": "<bos>", "eos_token": "<eos>"}')
@@ -93,7 +94,7 @@ def test_low_bit_caches_give_the_same_answers(kv: str, checkpoint: Path, tmp_pat
     quantize_checkpoint(checkpoint, tmp_path / "q", scheme)
     (tmp_path / "q" / "chat_template.jinja").write_text(SIMPLE)
     session = Counted(export_artifact(tmp_path / "q", tmp_path / "a"), threads=1)
-    chat = Chat(session, max_tokens=6)
+    chat = Chat(session, max_tokens=6, sampler=Sampler())
     cached = check_turns(chat, Session(session.artifact, threads=1), [*MESSAGES, "now a longer text, beyond 64 tokens"])
     assert session.length > 64 and (any(cached) or not session.native)
     fresh, kept = Session(session.artifact, threads=1), set()
@@ -200,7 +201,10 @@ def test_the_models_settings_are_the_defaults(tmp_path: Path) -> None:
     assert settings(of_model) == (0.6, 50, 0.9, 1.1)  # top_k as in transformers
     assert settings(of_model, temperature=0.0, top_k=0) == (0.0, 0, 0.9, 1.1)
     assert settings(of_model | {"do_sample": False}) == (0.0, 50, 0.9, 1.1)
-    assert settings({}) == (0.0, 50, 1.0, 1.0)
+    unsaid = {"bos_token_id": 1, "eos_token_id": 2, "do_sample": None}
+    assert settings({}) == settings(unsaid) == (0.7, 50, 0.9, 1.0)
+    assert settings({"top_p": 0.8}) == (0.7, 50, 0.8, 1.0)
+    assert settings(unsaid, temperature=0) == (0.0, 50, 0.9, 1.0)
     assert settings({"top_p": None}, temperature=1, top_p=0.5)[2] == 0.5
     with pytest.raises(DiffbitError, match=r"generation_config\.json: top_k is 'all', wanted 0 \(no limit\) or above"):
         settings({"top_k": "all"})
@@ -214,7 +218,10 @@ def test_a_model_without_a_template(tmp_path: Path) -> None:
     with pytest.raises(DiffbitError, match="has no chat template"):
         Chat(session)
     tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))
-    assert Chat(session, tokenizer, ChatTemplate("u:{{ messages[-1].content }}", "T")).send("a:").text == "bcd"
+    assert (
+        Chat(session, tokenizer, ChatTemplate("u:{{ messages[-1].content }}", "T"), sampler=Sampler()).send("a:").text
+        == "bcd"
+    )
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -227,3 +234,41 @@ def test_end_tokens(named: bool, tmp_path: Path) -> None:
         manifest = json.loads((folder / "diffbit.json").read_text())
         seal(folder, {key: value for key, value in manifest.items() if key != "files"})
     assert Chat(Session(folder, threads=1)).send("x").finish_reason == "eos"
+
+
+def test_an_answer_in_a_loop_ends(tmp_path: Path) -> None:
+    """The toy repeats seven letters, which are fewer words than a loop of prose has."""
+    folder = write_chat_model(tmp_path / "a", follows(":bcdefgh", places=900), context=900)
+    session = Session(folder, threads=1)
+    reply = Chat(session, max_tokens=600).send("x")
+    assert (reply.finish_reason, len(reply.token_ids)) == ("loop", PLAIN_TOKENS)
+    assert "stopped by loop" in reply.summary()
+    assert Chat(session, max_tokens=600, allow_loops=True).send("x").finish_reason == "length"
+    assert Chat(session, max_tokens=PLAIN_TOKENS - 1).send("x").finish_reason == "length"
+    assert generate(session, "x", max_tokens=500, allow_loops=True, temperature=0).result().finish_reason == "length"
+    assert generate(session, "x", max_tokens=500, temperature=0).result().finish_reason == "loop"
+
+
+SWITCHED = (
+    SIMPLE + "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
+    "<think></think>{% endif %}"
+)
+
+
+def test_thinking_is_switched(tmp_path: Path) -> None:
+    folder = write_chat_model(tmp_path / "a", follows(":>bcd", end=257), SWITCHED, context=60)
+    session = Session(folder, threads=1)
+    chat = Chat(session)
+    lengths = []
+    for think in (None, True, False):
+        chat.think = think
+        chat.reset()
+        lengths.append(chat.send("x").prompt_tokens)
+    assert lengths[0] == lengths[1] == lengths[2] - len("<think></think>")
+    assert Chat(session, think=False).send("x").prompt_tokens == lengths[2]
+    told = generate(session, [{"role": "user", "content": "x"}], think=False).result()
+    assert told.prompt_tokens == lengths[2]
+    plain = Session(write_chat_model(tmp_path / "b", follows(":bcd", end=257), context=60), threads=1)
+    assert Chat(plain, think=False).send("x").text == "bcd"  # it does not think
+    with pytest.raises(DiffbitError, match=r"no switch for thinking .* does not think"):
+        Chat(plain, think=True)

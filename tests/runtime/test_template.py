@@ -215,3 +215,39 @@ def test_a_fork_leaves_the_renderer_alone() -> None:
     assert forks.run(drops, seconds=30).code == 0
     assert process.poll() is None and template._process is process
     assert template.render(hello) == "hello"
+
+
+QWEN3 = """{%- for message in messages %}{{ message.role }}: {{ message.content.split('</think>')[-1] }}
+{% endfor %}
+{%- if add_generation_prompt %}
+    {{- 'assistant: ' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
+CHANGED = "{% if not thinking is defined %}{% set thinking = true %}{% endif %}{{ thinking }}{{ messages | length }}"
+
+
+def test_variables_of_a_template() -> None:
+    template = ChatTemplate(QWEN3, "q")
+    assert {"messages", "add_generation_prompt", "enable_thinking"} <= template.names
+    assert "thinking" in ChatTemplate(CHANGED, "c").names and "thinking" not in template.names
+    conversation: list[Message] = [{"role": "user", "content": "hi"}]
+    assert template.render(conversation).endswith("assistant: ")
+    assert template.render(conversation, variables={"enable_thinking": False}).endswith("<think>\n\n</think>\n\n")
+    assert ChatTemplate(CHANGED, "c").render(conversation, variables={"thinking": 7}) == "71"
+    for name in ("messages", "bos_token"):
+        with pytest.raises(DiffbitError, match=f"{name} is given to the template"):
+            template.render(conversation, variables={name: "x"})
+    with pytest.raises(DiffbitError, match=r"broken: cannot be read .line 1"):
+        _ = ChatTemplate("{% if %}", "broken").names
+
+
+def test_the_switch_for_thinking() -> None:
+    assert ChatTemplate(QWEN3, "q").thinking(False) == {"enable_thinking": False}
+    assert ChatTemplate(CHANGED, "c").thinking(True) == {"thinking": True}
+    assert ChatTemplate(QWEN3, "q").thinking(None) == ChatTemplate(CHATML, "m").thinking(False) == {}
+    always = "{{ messages[0].content }}<think>"
+    for source, on, words in ((always, False, "always thinks"), (always, True, "always"), (CHATML, True, "not think")):
+        with pytest.raises(DiffbitError, match=f"no switch for thinking .*{words}"):
+            ChatTemplate(source, "t").thinking(on)

@@ -203,13 +203,14 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def follows(text: str, *, bos: bool = True, end: int | None = None) -> Toy:
-    """A model that goes round `text` (distinct bytes): each byte predicts the next, the last one `end` or the first."""
+def follows(text: str, *, bos: bool = True, end: int | None = None, places: int = 64) -> Toy:
+    """A model that goes round `text` (distinct bytes): each byte predicts the next, the last one `end` or the first.
+    places: tokens that a text has at most."""
     ids = byte_tokenizer().encode(text).ids
     assert len(set(ids)) == len(ids)
     out = np.zeros((VOCAB, VOCAB), np.float32)
     out[BOS, ids[0]] = 1
     for here, there in zip(ids, [*ids[1:], ids[0] if end is None else end], strict=True):
         out[here, there] = 1
-    toy = Toy(np.eye(VOCAB, dtype=np.float32), np.zeros((64, VOCAB), np.float32), out, heads=3, gain=0.0)
+    toy = Toy(np.eye(VOCAB, dtype=np.float32), np.zeros((places, VOCAB), np.float32), out, heads=3, gain=0.0)
     return replace(toy, bos=BOS if bos else None, eos=(EOS,))

@@ -10,12 +10,14 @@ const WHOLE = ["topK", "seed"];
 const PLAIN = { temperature: 0, topK: 0, topP: 1, minP: 0, repetitionPenalty: 1, frequencyPenalty: 0, presencePenalty: 0, logitBias: {} };
 const SNAKE = Object.keys(PLAIN).map((name) => [name, name.replace(/[A-Z]/g, (letter) => `_${letter.toLowerCase()}`)]);
 
-// The settings of a generation_config.json as transformers reads them, except `changes` that are neither null nor
-// undefined. Without do_sample it is greedy. Throws a RangeError for a value out of range, with its name.
+// The settings of a generation_config.json, except `changes` that are neither null nor undefined, as Python's
+// Sampling.of_model reads them: "do_sample": false is greedy, and without do_sample temperature and topP default to 0.7
+// and 0.9. Throws a RangeError for a value out of range, with its name.
 export function samplingOf(config = {}, changes = {}) {
-  const settings = { ...PLAIN, temperature: 1, topK: 50 };
+  const unsaid = (config.do_sample ?? null) === null;
+  const settings = { ...PLAIN, temperature: unsaid ? 0.7 : 1, topK: 50, topP: unsaid ? 0.9 : 1 };
   for (const [name, snake] of SNAKE) if (name !== "logitBias") settings[name] = config[snake] ?? settings[name];
-  if (config.do_sample !== true) settings.temperature = 0;
+  if (!unsaid && config.do_sample !== true) settings.temperature = 0;
   for (const name of [...Object.keys(PLAIN), "seed"]) settings[name] = changes[name] ?? settings[name];
   for (const [name, [least, most]] of Object.entries(RANGES)) {
     const value = settings[name];
