@@ -2,7 +2,8 @@
 are chosen here, and the result is measured.
 
     formats   a mix of 5 bits per weight on average, a format for each layer (quantize/allocation); int4_g32 if the
-              float model does not fit in memory with its gradients, or without time for it
+              float model does not fit in memory with its gradients; int5_g32_s8 with --fast, because rounding to
+              nearest loses much at 4 bits
     method    guided; gptq if the float model does not fit in memory; rtn for 8 bits and more, where methods differ
               little, and for a model without a tokenizer, which cannot read text
     text      mix: prose, twelve languages, dialogues and code
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["QuantizedModel", "quantize_model", "resolve_method", "summary", "values"]
 
 BITS = 5.0  # per weight, of a mix
-UNIFORM = "int4_g32"  # without a mix
+UNIFORM, FAST = "int4_g32", "int5_g32_s8"  # without a mix
 TEXT = "mix"
 PLAIN_BITS = 8  # from which on rounding to nearest suffices
 ESTIMATE = (16, 256)  # windows of text for the choice of formats, and their length
@@ -83,7 +84,7 @@ def quantize_model(
         rounding = _fast(rounding, checkpoint)
     if options == SchemeOptions() and bits is None and size is None:
         if fast or not can_mix(checkpoint, rounding, limit):
-            options = replace(options, weights=UNIFORM)
+            options = replace(options, weights=FAST if fast else UNIFORM)
         else:
             bits = BITS
     is_mix = bits is not None or size is not None

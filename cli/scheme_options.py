@@ -48,7 +48,8 @@ class SchemeOptions:
     weights: Annotated[
         str | None,
         of_formats(
-            "Weight format: int8, int4_g32, int4_g128_asym, int3_g64, int2_g64, nf4, ternary, ..., or none (float)."
+            "One format for the weights of all layers: int8_g32 (hardly a loss), int4_g32, int3_g64, nf4, ternary, "
+            "..., or none (float)."
         ),
     ] = None
     embedding: Annotated[
@@ -119,7 +120,7 @@ class SchemeOptions:
                 "FORMAT, --override or --scheme FILE"
             )
         weights = None if self.weights in (None, "none") else parse_format(self.weights)
-        embedding, head = table_formats(weights_later or weights is not None, self.embedding, self.head)
+        embedding, head = table_formats(weights_later or weights is not None, self.embedding, self.head, weights)
         return Scheme(
             weights=weights,
             embedding=embedding,
@@ -187,8 +188,8 @@ class MethodOptions:
         if source is None:
             if self.max_windows is not None or self.length is not None:
                 raise DiffbitError(
-                    "--max-windows and --length describe calibration text, and this method reads none; pass --calibrate "
-                    "TEXT, too"
+                    "--max-windows and --length describe calibration text, and this method reads none; pass "
+                    "--calibrate TEXT, too"
                 )
             return None
         most = self.windows(needed_by is not None)

@@ -44,6 +44,7 @@ from ..ops.cache import Buffer
 from ..ops.kv_cache import BITS, BLOCK
 
 TABLE_FORMAT = "int8"  # default of embedding and head with low-bit weights; docs/accuracy.md compares others
+FINE_TABLES = ("int8_g32", "int8_g64", "int8_g128")  # weights of these formats have embedding and head of the same
 LOGIT_BITS = range(2, 17)
 ACTIVATIONS = ("int8", "int4")
 QK = ("int8", "int4")
@@ -293,14 +294,16 @@ class Scheme:
         with located(path):
             scheme = cls.from_dict(values)
             low_bit = scheme.weights is not None
-            embedding, head = table_formats(low_bit, values.get("embedding"), values.get("head"))
+            embedding, head = table_formats(low_bit, values.get("embedding"), values.get("head"), scheme.weights)
             return replace(scheme, embedding=embedding, head=head)
 
 
-def table_formats(low_bit: bool, embedding: str | None, head: str | None) -> tuple[Format | None, Format | None]:
-    """Return the formats of embedding and head from the user's names. None means the default: TABLE_FORMAT if the
-    weights are low-bit, else float."""
-    default = TABLE_FORMAT if low_bit else None
+def table_formats(
+    low_bit: bool, embedding: str | None, head: str | None, weights: Format | None = None
+) -> tuple[Format | None, Format | None]:
+    """Return the formats of embedding and head from the user's names. None means the default: that of the weights if
+    it is one of FINE_TABLES, else TABLE_FORMAT if the weights are low-bit, else float."""
+    default = None if not low_bit else str(weights) if str(weights) in FINE_TABLES else TABLE_FORMAT
     return (
         _format(default if embedding is None else embedding, "embedding"),
         _format(default if head is None else head, "head"),
