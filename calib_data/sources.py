@@ -19,6 +19,8 @@ depends on the document alone, so it is the same on every machine and in every o
   release moves no file to another split.
 - Fewer than 200 documents: every document is cut into its first 90 % of characters (train), the next 5 % (calib) and
   the last 5 % (eval), each cut moved to the end of its line.
+- Fewer than 200 conversations: none is cut, for the end of an answer is what a model must learn. In the order of their
+  hashes the first 5 % are eval, the next 5 % calib (at least one each), the others train. One or two are cut as texts.
 - A Hugging Face dataset with a "test" or "validation" split, if the source names no split: all of that split is eval,
   and the same two rules divide its "train" split into train (18 of 19) and calib.
 - Several sources: each is divided by itself. Of a text that is longer than its share, the end is left out.
@@ -62,7 +64,13 @@ STDLIB_SKIPPED = frozenset((
 # fmt: on
 STDLIB_SKIPPED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize", "config-")
 
+SHAREGPT = {"human": "user", "gpt": "assistant"}  # {sender: role}
+
 Keyed = tuple[str, str]  # (key that decides the split, text)
+
+
+class _Conversation(str):
+    """The text of a conversation, which is not cut."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,7 @@ def load_text(
     """Read one split of a source (see the module's docstring for sources and splits).
 
     `field` is the key of a .jsonl or .json row or the column of a .parquet file or dataset; a field in the source takes
-    precedence; a value may be a conversation, a list of {"role", "content"}. `limit` stops after that many UTF-8 bytes
+    precedence; a value may be a conversation, a list of {"role", "content"} or of ShareGPT's {"from", "value"}. `limit` stops after that many UTF-8 bytes
     of the split and truncates the last document there. `render` converts conversations to text, such as with the
     model's chat template; default: mix.plain. Raises DiffbitError if the source cannot be read or decoded, has no such
     field, or leaves the split empty.
@@ -173,14 +181,27 @@ def _of_split(keyed: Iterable[Keyed], split: str, roles: tuple[str, ...]) -> Ite
     first = list(islice(iterator, BY_HASH_FROM))
     if len(first) == BY_HASH_FROM:
         for key, text in chain(first, iterator):
-            digest = hashlib.sha256(key.encode("utf-8", errors="surrogatepass")).digest()
-            if roles[int.from_bytes(digest[:8], "big") % len(roles)] == split:
+            if roles[_hash(key) % len(roles)] == split:
                 yield text
+        return
+    held_out = [role for role in dict.fromkeys(roles) if role != "train"] if "train" in roles else []
+    if len(first) > len(held_out) and all(isinstance(text, _Conversation) or not text for _, text in first):
+        order = sorted(range(len(first)), key=lambda index: (_hash(first[index][0]), index))
+        places = {}
+        for role in held_out:
+            count = max(1, len(first) * roles.count(role) // len(roles))
+            places[role], order = order[:count], order[count:]
+        chosen = set(places.get(split, order))
+        yield from (text for index, (_, text) in enumerate(first) if index in chosen)
         return
     begin = sum(ORDER.index(role) < ORDER.index(split) for role in roles)
     end = begin + roles.count(split)
     for _, text in first:
         yield text[_line_end(text, begin, len(roles)) : _line_end(text, end, len(roles))]
+
+
+def _hash(key: str) -> int:
+    return int.from_bytes(hashlib.sha256(key.encode("utf-8", errors="surrogatepass")).digest()[:8], "big")
 
 
 def _line_end(text: str, numerator: int, denominator: int) -> int:
@@ -320,11 +341,23 @@ def _parquet(path: Path, column: str, render: Render) -> Iterator[str]:
 
 def _text(value: object, place: str, render: Render) -> str:
     if isinstance(value, list):
+        value = [_message(message) for message in value]
         for index, message in enumerate(value):
             for key in ("role", "content"):
                 read(str, message.get(key) if isinstance(message, dict) else message, f"{place}[{index}].{key}")
-        return render(value) if value else ""
+        return _Conversation(render(value)) if value else ""
     return read(str | None, value, place) or ""  # null is counted as an empty document
+
+
+def _message(message: object) -> object:
+    """A message of {"role", "content"}; ShareGPT's are {"from": "human" or "gpt", "value"}."""
+    if not isinstance(message, dict) or "from" not in message or "role" in message:
+        return message
+    sender = message["from"]
+    return {
+        "role": SHAREGPT.get(sender, sender) if isinstance(sender, str) else sender,
+        "content": message.get("value"),
+    }
 
 
 def _no_field(where: str, field: str, fields: Iterable[str]) -> DiffbitError:

@@ -129,6 +129,27 @@ def test_parquet_equals_jsonl(tmp_path: Path) -> None:
         assert texts(tmp_path / "a.parquet", field=field) == texts(tmp_path / "a.jsonl", field=field)
 
 
+@pytest.mark.parametrize("count", [3, 7, 60, 199])
+def test_a_few_conversations_are_divided_but_not_cut(count: int, tmp_path: Path) -> None:
+    """A model that never saw the end of an answer would not end its own."""
+    rows = [{"conversations": [{"from": "human", "value": str(number)}, {"from": "gpt", "value": f"It is {number}."}]}
+            for number in range(count)]  # fmt: skip
+
+    def render(messages: Any) -> str:
+        return "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    whole = [render([{"role": "user", "content": number}, {"role": "assistant", "content": f"It is {number}."}])
+             for number in range(count)]  # fmt: skip
+    splits = texts(tmp_path / "a.jsonl", field="conversations", render=render)
+    assert sorted(itertools.chain(*splits.values())) == sorted(whole)
+    assert len(splits["eval"]) == len(splits["calib"]) == max(1, count // 20)
+    write_jsonl(tmp_path / "b.jsonl", rows[::-1])
+    assert {
+        name: set(part) for name, part in texts(tmp_path / "b.jsonl", field="conversations", render=render).items()
+    } == {name: set(part) for name, part in splits.items()}
+
+
 def test_conversations_become_text(tmp_path: Path) -> None:
     """As the model's template has them, or in plain text; beside rows of text, and the same from each kind of file."""
     talk = [{"role": "user", "content": "Hello " * 9}, {"role": "assistant", "content": "Bye " * 9}]
