@@ -90,10 +90,10 @@ def load_text(
     """Read one split of a source (see the module's docstring for sources and splits).
 
     `field` is the key of a .jsonl or .json row or the column of a .parquet file or dataset; a field in the source takes
-    precedence; a value may be a conversation, a list of {"role", "content"} or of ShareGPT's {"from", "value"}. `limit` stops after that many UTF-8 bytes
-    of the split and truncates the last document there. `render` converts conversations to text, such as with the
-    model's chat template; default: mix.plain. Raises DiffbitError if the source cannot be read or decoded, has no such
-    field, or leaves the split empty.
+    precedence; a value may be a conversation, a list of {"role", "content"} or of ShareGPT's {"from", "value"}. `limit`
+    stops after that many UTF-8 bytes of the split and truncates the last document there. `render` converts
+    conversations to text, such as with the model's chat template; default: mix.plain. Raises DiffbitError if the source
+    cannot be read or decoded, has no such field, or leaves the split empty.
     """
     if split not in get_args(Split):
         raise DiffbitError(f"split {split!r} is unknown; choose one of {', '.join(get_args(Split))}")
@@ -354,10 +354,8 @@ def _message(message: object) -> object:
     if not isinstance(message, dict) or "from" not in message or "role" in message:
         return message
     sender = message["from"]
-    return {
-        "role": SHAREGPT.get(sender, sender) if isinstance(sender, str) else sender,
-        "content": message.get("value"),
-    }
+    role = SHAREGPT.get(sender, sender) if isinstance(sender, str) else sender
+    return {"role": role, "content": message.get("value")}
 
 
 def _no_field(where: str, field: str, fields: Iterable[str]) -> DiffbitError:
