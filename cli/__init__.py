@@ -12,9 +12,10 @@ so `diffbit run` needs no torch. Commands of apps live with them (apps/NAME/comm
     quantize.py, run.py, ...  one command each, with its EXAMPLES
 """
 
-from .artifacts import Quantize, as_artifacts
+from .artifacts import AUTO, Quantize, as_artifacts
 from .options import (
     Adapter,
+    AllowLoops,
     ArtifactPath,
     ArtifactPaths,
     Data,
@@ -26,18 +27,21 @@ from .options import (
     Overwrite,
     Quiet,
     Seed,
+    Think,
     TorchDevice,
     chat_template,
     completion,
     of_formats,
     read_windows,
+    think_of,
     torch_device,
     with_settings,
 )
 from .output import json_of, print_error, print_json, print_table, remark
 
 __all__ = [
-    "Adapter", "ArtifactPath", "ArtifactPaths", "Data", "Field", "Json", "JsonSchema", "Length", "MaxWindows",
-    "Overwrite", "Quantize", "Quiet", "Seed", "TorchDevice", "as_artifacts", "chat_template", "completion", "json_of",
-    "of_formats", "print_error", "print_json", "print_table", "read_windows", "remark", "torch_device", "with_settings",
+    "AUTO", "Adapter", "AllowLoops", "ArtifactPath", "ArtifactPaths", "Data", "Field", "Json", "JsonSchema", "Length",
+    "MaxWindows", "Overwrite", "Quantize", "Quiet", "Seed", "Think", "TorchDevice", "as_artifacts", "chat_template",
+    "completion", "json_of", "of_formats", "print_error", "print_json", "print_table", "read_windows", "remark",
+    "think_of", "torch_device", "with_settings",
 ]  # fmt: skip

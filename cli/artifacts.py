@@ -1,8 +1,10 @@
-"""A command that runs artifacts also takes checkpoints: `as_artifacts` exports them, or quantizes them and keeps the
-artifact in the user's cache folder.
+"""A command that runs artifacts also takes models: `as_artifacts` quantizes and exports them, and keeps the artifact in
+the user's cache folder.
 
-    ~/.cache/diffbit/KEY/       an artifact; KEY hashes the checkpoint's files, the format and diffbit's version
-    ~/.cache/diffbit/hashes/    the hashes of large files, which take seconds to compute
+    ~/.cache/diffbit/KEY/NAME/        the artifact of a model; KEY hashes the model's files and name, the format, the
+                                      device and diffbit's version
+    ~/.cache/diffbit/KEY/made.json    what was done, in words, for the next start
+    ~/.cache/diffbit/hashes/          the hashes of large files, which take seconds to compute
 """
 
 from __future__ import annotations
@@ -11,36 +13,62 @@ import hashlib
 import json
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ..devices import device_of, dtype_for
 from ..io.errors import DiffbitError, how_to_install
-from ..io.files import folder_name, locked, make_folder, resolved, sha256_file, write_atomic
+from ..io.fields import get
+from ..io.files import (
+    Busy,
+    folder_name,
+    locked,
+    make_folder,
+    read_json,
+    resolved,
+    sha256_file,
+    size_text,
+    write_atomic,
+    write_json,
+)
 from ..io.hub import is_read
 from ..version import __version__
 from .options import of_formats
 from .output import remark
-from .scheme_options import SchemeOptions
+from .scheme_options import AUTO, MethodOptions, SchemeOptions
+
+if TYPE_CHECKING:
+    from ..models import Checkpoint
+    from ..quantize import Report, Scheme
 
 LARGE = 1 << 24  # bytes of a file whose hash is kept
+NONE = "none"
+PATIENCE = 600  # seconds: a model for which the best method takes longer is rounded quickly
+QUICK = "int4_g32"  # the format that is quick to round to
+MADE = "made.json"
+WAIT = 0.5  # seconds between two looks whether another process has made the artifact
 
 Quantize = Annotated[
-    str | None,
+    str,
     of_formats(
-        "Quantize a checkpoint to this format, such as int4_g32, and keep the artifact in the user's cache folder; the "
-        "next start loads it from there."
+        "Format for the weights of a float model: auto (about 5 bits that lose little), int4_g32, int8, ..., or none "
+        "(float). The artifact is kept in the user's cache folder, from where the next start loads it."
     ),
 ]
 
 
 @contextmanager
 def as_artifacts(paths: Sequence[Path], device: str, quantize: str | None = None) -> Iterator[list[Path]]:
-    """Yield the artifacts. Checkpoints among `paths` are exported to a temporary folder while the command runs, or,
-    with a format to `quantize` them to, to the cache folder."""
+    """Yield the artifacts of models.
+
+    quantize: the format for float models: auto, a format, or none. Their artifacts are kept in the cache folder; those
+    of quantized checkpoints, too, in their own formats. None: all models stay as they are, and their artifacts go when
+    the command ends.
+    """
     from ..io.gguf import find_gguf
     from ..runtime.artifact import MANIFEST, artifact_folder
 
@@ -49,60 +77,135 @@ def as_artifacts(paths: Sequence[Path], device: str, quantize: str | None = None
         artifacts = []
         for index, path in enumerate(paths):
             is_artifact = (artifact_folder(path) / MANIFEST).is_file()
-            if is_artifact and quantize is not None:
+            if is_artifact and quantize not in (None, AUTO, NONE):
                 raise DiffbitError(f"{path}: is an artifact, whose formats stay as they are; leave out --quantize")
             if is_artifact or not (any(path.glob("*.safetensors")) or find_gguf(path)):
                 artifacts.append(path)  # any other folder raises an error when it is opened
                 continue
             try:
                 if quantize is not None:
-                    artifacts.append(_quantized(path, quantize, target))
+                    artifacts.append(_kept(path, quantize, target))
                     continue
-                from ..export import export_artifact
+                artifact = Path(folder) / str(index) / folder_name(path)
+                _export(path, artifact, target)
+                command = f"diffbit export {path} -o FOLDER{'' if target == 'cpu' else f' --target {target}'}"
+                remark(f"{path}: is a checkpoint, exported to a temporary folder; to keep the artifact: {command}")
+                artifacts.append(artifact)
             except ModuleNotFoundError as error:
                 raise DiffbitError(
                     f"{path}: is a checkpoint, and exporting it needs {error.name}, which is not installed: "
                     f"{how_to_install('lab')}, or run `diffbit export {path} -o ARTIFACT` on another machine and pass "
                     "ARTIFACT"
                 ) from None
-            artifact = Path(folder) / str(index) / folder_name(path)
-            export_artifact(path, artifact, dtype=dtype_for(target), kv=kv_for(path, target), target=target)
-            command = f"diffbit export {path} -o FOLDER{'' if target == 'cpu' else f' --target {target}'}"
-            remark(
-                f"{path}: is a checkpoint, exported to a temporary folder; to keep the artifact: {command}; for a "
-                "smaller and faster one, kept for the next time: --quantize int4_g32"
-            )
-            artifacts.append(artifact)
         yield artifacts
 
 
-def _quantized(checkpoint: Path, format: str, target: str) -> Path:
-    """The artifact of a checkpoint with weights in a format, from the cache folder, where it is written if need be."""
+def recipe(checkpoint: Checkpoint, format: str, target: str) -> dict[str, Any]:
+    """Return the arguments of `quantize_model` for a model that is about to be run: what to do unasked.
+
+    format: auto, or that of the weights. auto is what `diffbit quantize --fast` does, because somebody waits. With a
+    format, a small model is rounded by the best method, one for which that would take longer than PATIENCE in one pass
+    over a little text, and one for which even this would, without text.
+    """
+    from ..quantize.forecast import quantize_seconds
+    from ..quantize.methods import parse_recipe
+    from .automatic import FAST, text_shape
+
+    if format == AUTO and target != "cpu":  # whose operators know some of a mix's formats only
+        format = QUICK
+    options = SchemeOptions() if format == AUTO else SchemeOptions(weights=format)
+    best = MethodOptions()
+    if not checkpoint.tokenizer_files:
+        return {"options": options, "rounding": best, "fast": format == AUTO}
+    seconds = quantize_seconds(checkpoint.config, parse_recipe("guided"), text_shape(checkpoint, best))
+    if format != AUTO and seconds < PATIENCE:
+        return {"options": options, "rounding": best}
+    short = MethodOptions(max_windows=8, length=min(256, checkpoint.config.max_position), calibrate="mix")
+    is_quick = quantize_seconds(checkpoint.config, parse_recipe("rtn"), text_shape(checkpoint, short)) < PATIENCE
+    if is_quick:
+        return {"options": options, "rounding": short, "fast": True}
+    options = SchemeOptions(weights=FAST) if format == AUTO else options
+    return {"options": options, "rounding": MethodOptions(method="rtn"), "measure": False}
+
+
+def _kept(path: Path, format: str, target: str) -> Path:
+    """The artifact of a model in the cache folder, which is written if need be."""
     cache = _cache()
-    sources = [[file.name, _sha256(file, cache)] for file in _sources(checkpoint)]
-    about = {"sources": sources, "weights": format, "target": target, "diffbit": __version__}
-    folder = cache / hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
+    sources = [[file.name, _sha256(file, cache)] for file in _sources(path)]
+    name = re.sub(r"\.gguf$", "", folder_name(path), flags=re.IGNORECASE) + (f"-{format}" if format != AUTO else "")
+    about = {"sources": sources, "name": name, "weights": format, "target": target, "diffbit": __version__}
+    folder = cache / hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16] / name
     if not _is_whole(folder):
-        with locked(folder):
+        with _locked(folder):
             if not _is_whole(folder):  # else another process has written it since
-                _write(checkpoint, format, target, folder)
+                write_json(folder.parent / MADE, {"made": _write(path, format, target, folder)})
+    remark(f"{path}: {_made(folder)}kept in {folder}")
     return folder
 
 
-def _write(checkpoint: Path, format: str, target: str, folder: Path) -> None:
-    from ..export import export_artifact
-    from ..quantize import quantize_checkpoint
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder; wait while another process writes it."""
+    with ExitStack() as stack:
+        is_waiting = False
+        while True:
+            try:
+                stack.enter_context(locked(folder))
+                break
+            except Busy as busy:
+                if not is_waiting:
+                    remark(f"waiting: {busy}")
+                is_waiting = True
+                time.sleep(WAIT)
+        yield
 
-    if format == "none":
-        raise DiffbitError("--quantize is none, wanted a format, such as int4_g32; leave it out for float weights")
-    scheme = SchemeOptions(weights=format).scheme()
+
+def _made(folder: Path) -> str:
+    """What was done to make an artifact; empty if it is not known."""
+    try:
+        return get(read_json(folder.parent / MADE), "made", str) + "; "
+    except DiffbitError:
+        return ""
+
+
+def _write(path: Path, format: str, target: str, folder: Path) -> str:
+    """Write the artifact of a model. Returns what was done, in words."""
+    from ..models import Checkpoint
+    from .automatic import quantize_model
+
+    checkpoint = Checkpoint(path)
+    if checkpoint.quantization is not None or format == NONE:
+        if format not in (AUTO, NONE):
+            raise DiffbitError(f"{path}: is quantized already, so that --quantize {format} is too late; leave it out")
+        _export(path, folder, target)
+        return f"{'float' if checkpoint.quantization is None else 'in its own formats'}, {_size(folder)}"
     with TemporaryDirectory(prefix="diffbit-") as temporary:
-        name = re.sub(r"\.gguf$", "", folder_name(checkpoint), flags=re.IGNORECASE)
-        quantized = Path(temporary) / f"{name}-{format}"
-        quantize_checkpoint(checkpoint, quantized, scheme)
-        kv = kv_for(quantized, target)
-        export_artifact(quantized, folder, dtype=dtype_for(target), kv=kv, target=target, overwrite=True)
-    remark(f"{checkpoint}: quantized to {format}; the artifact is kept in {folder}")
+        quantized = Path(temporary) / folder.name
+        done = quantize_model(path, quantized, **recipe(checkpoint, format, target))
+        _export(quantized, folder, target)
+    same = "" if done.quality is None else f", {done.quality.same_tokens:.0%} of the tokens as in float"
+    rounded = "" if done.quality is not None else f", by method {done.report.method}, not compared with float"
+    return f"{_formats(done.report)}, {_size(folder)}{same}{rounded}"
+
+
+def _export(checkpoint: Path, folder: Path, target: str) -> None:
+    from ..export import export_artifact
+
+    kv = kv_for(checkpoint, target)
+    export_artifact(checkpoint, folder, dtype=dtype_for(target), kv=kv, target=target, overwrite=True)
+
+
+def _formats(report: Report) -> str:
+    scheme: Scheme = report.scheme
+    if scheme.overrides:
+        return f"a mix of formats, {report.after.bits_per_weight:.1f} bits per weight"
+    return str(scheme.weights)
+
+
+def _size(artifact: Path) -> str:
+    from ..runtime import Artifact
+
+    return size_text(Artifact.open(artifact).nbytes)
 
 
 def kv_for(checkpoint: Path, target: str, layout: str = "plain") -> str | None:

@@ -37,6 +37,11 @@ Quiet = Annotated[
 ]
 
 
+def think_of(think: str | None) -> bool | None:
+    """The value of --think."""
+    return None if think is None else think == "on"
+
+
 def _seed(value: int) -> int:
     if not 0 <= value < 2**63:
         raise DiffbitError(f"seed is {value}, wanted 0 or more, below 2**63")
@@ -45,6 +50,14 @@ def _seed(value: int) -> int:
 
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the output folder, which stays until the new one is complete.")
+]
+Think = Annotated[
+    Literal["on", "off"] | None,
+    typer.Option("--think", help="Whether a model that can do both thinks before it answers; default: the model's."),
+]
+AllowLoops = Annotated[
+    bool,
+    typer.Option("--allow-loops", help="Go on with a text that repeats the same words again and again; else it ends."),
 ]
 JsonSchema = Annotated[
     Path | None,
@@ -68,7 +81,7 @@ Data = Annotated[
     typer.Option(
         "--data",
         metavar="TEXT",
-        help="Text: stdlib (the Python standard library), mix (prose, languages, dialogues, code), a file or folder as "
+        help="Text: mix (prose, languages, dialogues, code), stdlib (the Python standard library), a file or folder as "
         "PATH[:FIELD], or a Hugging Face dataset as hf:NAME[:CONFIG][:SPLIT][:FIELD]. Several texts: each with its "
         "weight, as in a.jsonl=3,stdlib=1.",
     ),
@@ -106,11 +119,11 @@ def with_settings(
             settings = {options[name].name: _read(options[name], values.pop(name)) for name in options}
             settings = {name: value for name, value in settings.items() if value is not None}
             try:
-                chosen = settings if of_model else kind(**settings)
+                chosen = kind(**settings)
             except FieldError as error:  # its sentence begins with the field
                 option = error.place.replace("_", "-")
                 raise DiffbitError(f"--{option}{str(error).removeprefix(error.place)}") from None
-            command(**values, **{parameter: chosen})
+            command(**values, **{parameter: settings if of_model else chosen})
 
         parameters: list[inspect.Parameter] = []
         for one in signature.parameters.values():

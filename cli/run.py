@@ -10,41 +10,45 @@ import typer
 
 from ..io.errors import DiffbitError
 from ..settings import Sampling, SessionOptions
-from .artifacts import Quantize, as_artifacts
-from .options import ArtifactPath, Json, JsonSchema, Quiet, with_settings
+from .artifacts import AUTO, Quantize, as_artifacts
+from .options import AllowLoops, ArtifactPath, Json, JsonSchema, Quiet, Think, think_of, with_settings
 from .output import print_error, print_json, remark
 
 EXAMPLES = (
     'diffbit run out/demo/diff_v1-onnx "def main(" --temperature 0.8 --seed 1',
     'diffbit run examples/pico/diff_v1 "def __init__(self"',
-    'diffbit run examples/pico/diff_v1 "def __init__(self" --quantize int4_g32',
+    'diffbit run examples/pico/diff_v1 "def __init__(self" --quantize int4_g32 --temperature 0',
     'diffbit run out/demo/diff_v1-onnx "def main(" --device webgpu --max-tokens 16',
 )
 
 
-@with_settings(Sampling, "sampling")
+@with_settings(Sampling, "sampling", of_model=True)
 @with_settings(SessionOptions, "settings")
 def run(
     artifact: ArtifactPath,
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; - or nothing: read it from stdin.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum number of tokens to generate.")] = 64,
-    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    sampling: dict[str, Any] | None = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop when this text has been generated; repeatable.")] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Send the prompt as a message to a chat model; for more, see `diffbit chat`.")
     ] = False,
+    think: Think = None,
+    allow_loops: AllowLoops = False,
     json_schema: JsonSchema = None,
     interactive: Annotated[
         bool, typer.Option("--interactive", "-i", help="Ask for prompts until the end of input (Ctrl-D).")
     ] = False,
-    quantize: Quantize = None,
+    quantize: Quantize = AUTO,
     settings: SessionOptions = SessionOptions(),  # noqa: B008 (frozen)
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Generate text from a prompt with ONNX Runtime; an artifact needs no torch.
 
-    The text goes to stdout, the speed to stderr.
+    The text goes to stdout, the speed to stderr. A float model is quantized first, and kept for the next time. Sampling
+    settings come from the model's generation_config.json unless options override them; --temperature 0 always takes the
+    most likely token.
     """
     from ..runtime import Chat, Generation, Grammars, Sampler, Session, Tokenizer, generate, slowdowns
 
@@ -52,12 +56,14 @@ def run(
         raise DiffbitError("--interactive asks for prompts and prints plain text; leave out the prompt and --json")
     if sys.stdin is None and (interactive or prompt in (None, "-")):
         raise DiffbitError("there is no prompt and stdin is closed; pass the prompt as an argument")
-    sampler = Sampler(sampling)
+    if think is not None and not chat:
+        raise DiffbitError("--think is for answers in the chat template; pass --chat, too")
     with as_artifacts([artifact], settings.device, quantize) as (opened,):
         session = Session(opened, settings)
         tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))
-        limits: dict[str, Any] = dict(sampler=sampler, max_tokens=max_tokens, stop=stop or [])
-        conversation = Chat(session, tokenizer, **limits) if chat else None
+        sampler = Sampler.of(session.artifact, **(sampling or {}))
+        limits: dict[str, Any] = dict(sampler=sampler, max_tokens=max_tokens, stop=stop or [], allow_loops=allow_loops)
+        conversation = Chat(session, tokenizer, think=think_of(think), **limits) if chat else None
         if json_schema is not None:
             end_tokens = session.artifact.eos_token_ids if conversation is None else conversation.end_tokens
             sampler.constraint = Grammars(tokenizer, end_tokens).json_schema_file(json_schema)

@@ -91,6 +91,12 @@ def as_loud_as_before() -> Iterator[None]:
     set_quiet(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Commands that run a model keep its artifact here, not in the user's cache folder."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def trained() -> Callable[[str], Path]:
     """trained("diff_v1"), also of "softmax", "diff_v2" and "softmax_ternary": the models of examples/pico.

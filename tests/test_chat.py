@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from diffbit.cli.app import main
+from diffbit.runtime.loops import PLAIN_TOKENS
 
-from .runtime.test_chat import write_chat_model
+from .runtime.test_chat import SWITCHED, write_chat_model
 from .runtime.toy import follows
 
 ROOT = Path(__file__).parents[1]
@@ -81,8 +82,44 @@ def test_commands_change_the_conversation_and_its_settings(
     assert code == 0
     shown = [line.split() for line in err.splitlines()]
     values = [[row[-1] for row in shown if row[0] == name] for name in ("temperature", "max_tokens", "top_k")]
-    assert values == [["0.2", "0.0"], ["1", "1024"], ["7", "7"]]
+    assert values == [["0.2", "0.0"], ["1", "512"], ["7", "7"]]
+    assert "temperature: 0.2\nmax_tokens: 1\n" in err and "temperature: 0.0\nmax_tokens: 512\n" in err
+    assert "the answer ends here: it has 1 tokens" in err and "/set max_tokens" in err
     assert out.splitlines()[1:] == ["é!", "é!"]
+
+
+def test_commands_answer_with_a_line(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines = "/undo\na\nb\n/undo\n/reset\n/system Be brief\n/reset\n/system\n/set top_k 3\n/set think off\n"
+    code, out, err = chat([model], lines, monkeypatch, capfd)
+    assert (code, out) == (0, "é!\n" * 2)
+    words = ("no message to forget", "1 message left", "is forgotten", "system prompt: Be brief", "prompt stays",
+             "template's own", "top_k: 3", "think: off")  # fmt: skip
+    assert [any(word in line for word in [word]) for word, line in zip(words, err.splitlines(), strict=True)] == [
+        True
+    ] * 8
+
+
+def test_a_line_that_is_no_text_costs_that_line(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\ncaf\xe9\n\nthr\xc3\xa9e\n"), "utf-8"))
+    with pytest.raises(SystemExit) as stopped:
+        main(["chat", str(model), "--json"])
+    out, err = capfd.readouterr()
+    assert stopped.value.code == 0 and [json.loads(row)["message"] for row in out.splitlines()] == ["one", "thrée"]
+    assert err.count("\n") == 1 and "message 2 is not UTF-8" in err
+
+
+def test_an_answer_in_a_loop_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    looping = write_chat_model(tmp_path / "toy", follows(":bcdefgh", places=900), context=900)
+    code, out, err = chat([looping], "x\n", monkeypatch, capfd)
+    assert code == 0 and len(out) == PLAIN_TOKENS + 1 and "the answer ends here: it repeats itself" in err
+    code, out, err = chat([looping, "--allow-loops", "-q"], "x\n", monkeypatch, capfd)
+    assert (code, len(out), err) == (0, 513, "")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +140,11 @@ def test_commands_change_the_conversation_and_its_settings(
         ("x" * 99, [], ["the context holds 60"]),
         ("x", ["--template", "{tmp}/none"], ["none: cannot be read"]),
         ("x", ["--template", "{tmp}/taken"], ["taken: cannot render this conversation (no!)"]),
-        ("x", ["--top-p", "2"], ["top_p is 2"]),
+        ("x", ["--top-p", "2"], ["--top-p is 2"]),
+        ("x", ["--think", "on"], ["no switch for thinking", "does not think"]),
+        ("x", ["--think", "maybe"], ["--think", "maybe", "on", "off"]),
+        ("/set think on", [], ["no switch for thinking"]),
+        ("/set think maybe", [], ["think is 'maybe', wanted one of on, off"]),
         ("x", ["--max-tokens", "0"], ["max_tokens is 0"]),
     ],
 )
@@ -136,6 +177,25 @@ def test_a_model_without_a_template_and_run_with_one(
     with pytest.raises(SystemExit) as stopped:
         main(["run", str(model), "--chat", "hey", "-q"])
     assert (stopped.value.code, capfd.readouterr().out) == (0, "é!\n")
+    with pytest.raises(SystemExit) as stopped:
+        main(["run", str(model), "hey", "--think", "off"])
+    assert stopped.value.code == 2 and "--chat" in capfd.readouterr().err
+
+
+def test_thinking_is_turned_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The template of the model ends the prompt in empty thinking, which adds 15 tokens."""
+    thinking = write_chat_model(tmp_path / "toy", follows(":>é!", end=257), SWITCHED, context=90)
+    lines = "x\n/set think off\n/reset\nx\n/set think\n/reset\nx\n"
+    _, out, err = chat([thinking, "--json"], lines, monkeypatch, capfd)
+    on, off, again = (json.loads(line)["prompt_tokens"] for line in out.splitlines())
+    assert on == again == off - 15 and "think: as the template has it" in err
+    _, out, _ = chat([thinking, "--json", "--think", "off"], "x\n", monkeypatch, capfd)
+    assert json.loads(out)["prompt_tokens"] == off
+    with pytest.raises(SystemExit):
+        main(["run", str(thinking), "x", "--chat", "--think", "off", "--json"])
+    assert json.loads(capfd.readouterr().out)["prompt_tokens"] == off
 
 
 class Terminal:
@@ -255,6 +315,7 @@ def test_a_narrow_terminal_breaks_lines_between_words(tmp_path: Path) -> None:
         terminal.until("\n")
         terminal.until("abc")
         lines = ("abc" + terminal.until("\x1b")).replace("\r", "").splitlines()
-    words = " ".join(lines).split()
-    assert len(words) > 6 and set(words[:-1]) <= {"abc", "defghi", "jklm:abc"} and max(map(len, lines)) <= 20
+    answer, _, remark = " ".join(lines).partition("the answer ends")
+    words = answer.split()
+    assert "45 tokens" in remark and len(words) > 6 and set(words[:-1]) <= {"abc", "defghi", "jklm:abc"} and max(map(len, lines)) <= 20
     assert any(len(line) > 11 for line in lines)

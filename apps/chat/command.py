@@ -15,9 +15,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...cli import ArtifactPath, JsonSchema, Quantize, Quiet, as_artifacts, print_error, remark, with_settings
+from ...cli import (
+    AUTO,
+    AllowLoops,
+    ArtifactPath,
+    JsonSchema,
+    Quantize,
+    Quiet,
+    Think,
+    as_artifacts,
+    print_error,
+    remark,
+    think_of,
+    with_settings,
+)
 from ...io.errors import DiffbitError
-from ...io.fields import Count, get, located, read
+from ...io.fields import Count, get, located, one_of, read
 from ...io.files import read_json, write_json
 from ...settings import Sampling, SessionOptions
 
@@ -28,6 +41,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = {
     "chat": (
+        "diffbit chat hf:HuggingFaceTB/SmolLM2-135M-Instruct",
         'diffbit chat out/smollm2-int8 --system "You answer in one sentence."',
         "diffbit chat out/smollm2-int8 --temperature 0.8 --seed 1 --max-tokens 100",
     )
@@ -44,9 +58,14 @@ COMMANDS = {
     "/help": "show this list; to send a message that begins with /, type //",
     "/exit": "end the conversation, like Ctrl-D",
 }
+ENDS = {  # reasons for which an answer may not be complete
+    "context": "the context of {capacity} tokens is full",
+    "length": "it has {most} tokens, the most that were asked for; /set max_tokens 2000 allows more",
+    "loop": "it repeats itself; ask in other words, or try /set temperature 1 (--allow-loops lets it go on)",
+}
 MESSAGES = 'A message of several lines can be pasted, or typed between """ and """.'
 SETTINGS = [option.name for option in fields(Sampling) if option.name != "logit_bias"]
-MAX_TOKENS = "max_tokens"
+MAX_TOKENS, THINK = "max_tokens", "think"
 
 
 @dataclass
@@ -58,7 +77,6 @@ class _Talk:
     changes: dict[str, Any]
     max_tokens: int  # without /set
     tags: list[str]  # of terminal.SECTIONS, those that the template knows
-    inside: str | None  # the one that every prompt opens
     saved: set[Path] = field(default_factory=set)
 
 
@@ -70,10 +88,12 @@ def chat(
     template: Annotated[
         Path | None, typer.Option(help="Chat template (Jinja) to use instead of the model's own.", metavar="FILE")
     ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum tokens of an answer.")] = 1024,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum tokens of an answer.")] = 512,
     sampling: dict[str, Any] | None = None,
+    think: Think = None,
+    allow_loops: AllowLoops = False,
     json_schema: JsonSchema = None,
-    quantize: Quantize = None,
+    quantize: Quantize = AUTO,
     settings: SessionOptions = SessionOptions(),  # noqa: B008 (frozen)
     stats: Annotated[
         bool, typer.Option("--stats", help="After each answer, print its tokens, its latency and its speed.")
@@ -82,6 +102,8 @@ def chat(
     quiet: Quiet = False,
 ) -> None:
     """Talk with a model in its own chat template; the KV cache is kept between turns.
+
+    A float model (a GGUF file, a Hugging Face folder or hf:ORG/NAME) is quantized first, and kept for the next time.
 
     Each line of stdin is a message; at a terminal, a paste is one, and \"\"\" begins and ends one of several lines.
     Answers go to stdout, remarks to stderr. A message that begins with / is a command; /help lists them. Ctrl-C ends an
@@ -103,16 +125,21 @@ def chat(
             remark(sentence)
         changes = dict(sampling or {})
         sampler = Sampler.of(opened, **changes)
-        conversation = Chat(session, None, chat_template, system=system, sampler=sampler, max_tokens=max_tokens)
+        conversation = Chat(
+            session, None, chat_template, system=system, sampler=sampler, max_tokens=max_tokens, think=think_of(think),
+            allow_loops=allow_loops,
+        )  # fmt: skip
         if json_schema is not None:
             sampler.constraint = Grammars(conversation.tokenizer, conversation.end_tokens).json_schema_file(json_schema)
-        talk = _Talk(conversation, opened, changes, max_tokens, [], None)
+        talk = _Talk(conversation, opened, changes, max_tokens, [])
         if interactive:
             _say(f"{opened.name}: type a message and press return; /help lists the commands, Ctrl-D ends")
             talk.tags = [tag for tag in SECTIONS if tag in chat_template.source]
-            prompt = chat_template.render([{"role": "user", "content": "x"}]).rstrip() if talk.tags else ""
-            talk.inside = next((tag for tag in talk.tags if prompt.endswith(tag)), None)
-        for text in map(str.strip, messages([name.partition(" ")[0] for name in COMMANDS])):
+        lines = messages([name.partition(" ")[0] for name in COMMANDS])
+        for number, text in enumerate(map(str.strip, lines), 1):
+            if not _is_text(text):
+                print_error(f"message {number} is not UTF-8, so it is left out; convert it, for example with iconv")
+                continue
             try:
                 if text.startswith("/") and not text.startswith("//"):
                     if not _command(text, talk):
@@ -123,6 +150,15 @@ def chat(
                 if not interactive:
                     raise
                 print_error(str(error))  # about this message, such as one that is too long; the next may work
+
+
+def _is_text(line: str) -> bool:
+    """Whether a line was read from UTF-8: other bytes have become halves of surrogate pairs."""
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _say(sentence: str, title: str = "") -> None:
@@ -147,8 +183,10 @@ def _answer(talk: _Talk, text: str, as_json: bool, interactive: bool, stats: boo
     capacity = conversation.session.capacity
     if reply.dropped:
         _say(f"the context of {capacity} tokens was full: the oldest {reply.dropped} messages were dropped")
-    if reply.finish_reason == "context":
-        _say(f"the answer ends here: the context of {capacity} tokens is full")
+    if reply.finish_reason in ENDS:
+        _say(
+            f"the answer ends here: {ENDS[reply.finish_reason].format(capacity=capacity, most=conversation.max_tokens)}"
+        )
     if stats:
         _say(reply.summary())
 
@@ -163,7 +201,9 @@ def _shown(talk: _Talk) -> tuple[Callable[[str], None], Callable[[], None]]:
         wrapped.finish()
         print(text, end="", flush=True)
 
-    folded = Folded(wrapped.push, note, talk.tags, talk.inside)
+    prompt = talk.chat.template.render([{"role": "user", "content": "x"}], variables=talk.chat.variables).rstrip()
+    inside = next((tag for tag in talk.tags if prompt.endswith(tag)), None)
+    folded = Folded(wrapped.push, note, talk.tags, inside)
 
     def finish() -> None:
         folded.finish()
@@ -197,10 +237,16 @@ def _command(line: str, talk: _Talk) -> bool:
         return False
     if name == "/reset":
         chat.reset()
+        _say("the conversation is forgotten" + ("; the system prompt stays" if chat.system is not None else ""))
+    elif name == "/undo" and not chat.turns:
+        _say("there is no message to forget")
     elif name == "/undo":
         chat.undo()
+        left = len(chat.turns) // 2
+        _say(f"the last message and its answer are forgotten; {left} message{'' if left == 1 else 's'} left")
     elif name == "/system":
         chat.system = rest or None
+        _say(f"system prompt: {rest}" if rest else "system prompt: the template's own, if it has one")
     elif name == "/set":
         _set(talk, *rest.split(maxsplit=1))
     elif name == "/help":
@@ -231,16 +277,16 @@ def _command(line: str, talk: _Talk) -> bool:
 
 
 def _set(talk: _Talk, name: str | None = None, value: str | None = None) -> None:
-    """Change a field of Sampling, or the maximum of tokens; show them all without a name."""
+    """Change a field of Sampling, the maximum of tokens, or whether the model thinks; show them all without a name."""
     from ...runtime import Sampler
 
     chat, sampler = talk.chat, talk.chat.sampler
     assert isinstance(sampler, Sampler)
-    settings = {setting: getattr(sampler.sampling, setting) for setting in SETTINGS} | {MAX_TOKENS: chat.max_tokens}
     if name is None:
-        for setting, current in settings.items():
-            remark(f"{setting:20}{'another each time' if current is None else current}")
+        for setting, current in _settings(chat).items():
+            remark(f"{setting:20}{current}")
         return
+    settings = _settings(chat)
     if name not in settings:
         raise DiffbitError(f"{name} is not a setting, wanted one of {', '.join(settings)}")
     try:
@@ -249,10 +295,23 @@ def _set(talk: _Talk, name: str | None = None, value: str | None = None) -> None
         given = value
     if name == MAX_TOKENS:
         chat.max_tokens = talk.max_tokens if given is None else read(Count, given, name)
+    elif name == THINK:
+        chat.think = think_of(None if given is None else read(Annotated[str, one_of("on", "off")], given, name))
     else:
         changes = {**talk.changes, name: given}
         chat.sampler = Sampler.of(talk.artifact, constraint=sampler.constraint, **changes)
         talk.changes = changes
+    remark(f"{name}: {_settings(chat)[name]}")
+
+
+def _settings(chat: Chat) -> dict[str, Any]:
+    """What /set can change, as it is."""
+    sampling = chat.sampler.sampling  # type: ignore[union-attr]
+    settings = {setting: getattr(sampling, setting) for setting in SETTINGS}
+    if settings["seed"] is None:
+        settings["seed"] = "another each time"
+    think = {None: "as the template has it", True: "on", False: "off"}[chat.think]
+    return {**settings, MAX_TOKENS: chat.max_tokens, THINK: think}
 
 
 def _load(path: Path, chat: Chat) -> None:

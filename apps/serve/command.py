@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...cli import ArtifactPaths, Quantize, Quiet, as_artifacts, remark, with_settings
+from ...cli import AUTO, ArtifactPaths, Quantize, Quiet, Think, as_artifacts, remark, think_of, with_settings
 from ...io.errors import DiffbitError, MissingDependency
 from ...io.files import parse_size
 from ...settings import SessionOptions
@@ -66,7 +66,8 @@ def serve(
                      "computed again later."),
     ] = None,
     cache_size: Annotated[str, typer.Option(help="Most bytes of that folder, a model; such as 500MB.")] = "2GB",
-    quantize: Quantize = None,
+    think: Think = None,
+    quantize: Quantize = AUTO,
     settings: SessionOptions = SessionOptions(),  # noqa: B008 (frozen)
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the address as a line of JSON, once the server listens there.")
@@ -98,9 +99,12 @@ def serve(
         memory, size = None if cache_memory is None else parse_size(cache_memory), parse_size(cache_size)
         found = map(Artifact.open, opened)
         models = [
-            Served(one, settings, rows=rows, queue=queue, prefixes=_prefixes(one, cache_dir, size), memory=memory)
+            Served(
+                one, settings, rows=rows, queue=queue, prefixes=_prefixes(one, cache_dir, size), memory=memory,
+                think=think_of(think),
+            )
             for one in found
-        ]
+        ]  # fmt: skip
         server = Server(models, key, hosts=host_name or (), origins=allow_origin or ())
         for model in models:
             _announce(model, rows)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ...io.errors import DiffbitError
-from ...runtime import FinishReason, Logits, Session, TextOutput, TextStream, Tokenizer
+from ...runtime import FinishReason, Logits, LoopGuard, Session, TextOutput, Tokenizer
 from .batch import NoRoom, Rows
 from .prefixes import PrefixFiles
 
@@ -52,6 +52,7 @@ class Request:
     stop: Sequence[str] = ()
     end_tokens: Collection[int] = ()
     top_logprobs: int | None = None  # how many of the most likely tokens to report per token; None: no logprobs
+    allow_loops: bool = False  # go on with a text that repeats the same tokens again and again
     cached_tokens: int = field(init=False, default=0)
     completion_tokens: int = field(init=False, default=0)
     cancelled: bool = field(init=False, default=False)
@@ -82,8 +83,9 @@ class Counts:
 class _Answer:
     """An answer that is being written in a row of the batch."""
 
-    def __init__(self, request: Request, stream: TextStream) -> None:
-        self.request, self.stream = request, stream
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        self.request, self.stream = request, tokenizer.stream(request.prompt)
+        self.guard = None if request.allow_loops else LoopGuard(tokenizer.decode)
         self.token_ids = list(request.prompt)
         self._new: list[str] = []
         self.output = TextOutput(request.stop, self._new.append)
@@ -103,6 +105,8 @@ class _Answer:
             reason = "length"
         elif not room:
             reason = "context"
+        elif self.guard is not None and self.guard.push(token):
+            reason = "loop"
         if reason not in (None, "stop") and self.output.push(self.stream.finish(), last=True):
             reason = "stop"
         logprobs = () if request.top_logprobs is None else (_logprob(logits, token, request.top_logprobs),)
@@ -234,7 +238,7 @@ class Engine:
             request, self._beginning = again.request if again else self._waiting.popleft(), 1
         started = time.perf_counter()
         try:
-            answer = again or _Answer(request, self.tokenizer.stream(request.prompt))
+            answer = again or _Answer(request, self.tokenizer)
             row, cached, logits = self._compute(answer)
         except NoRoom:
             with self._changed:

@@ -11,32 +11,36 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from ...runtime import ThinkingReader
 from .engine import Logprob, Piece, Request
 from .openai_requests import Refused, Task
 from .tools import CallReader
 
-REASONS = {None: None, "eos": "stop", "stop": "stop", "length": "length", "context": "length"}  # diffbit's -> OpenAI's
+# diffbit's -> OpenAI's; a text in a loop did not come to its end
+REASONS = {None: None, "eos": "stop", "stop": "stop", "length": "length", "context": "length", "loop": "length"}
 
 
 class Parts:
-    """An answer so far: its text and its calls."""
+    """An answer so far: what the model thought, its text and its calls."""
 
     def __init__(self, task: Task) -> None:
         self._reader = None if task.calls is None else CallReader(task.calls)
-        self.text = ""
+        self._thinking = ThinkingReader(task.inside) if task.thinks else None
+        self.thoughts = self.text = ""
         self.calls: list[dict[str, Any]] = []
 
     def push(self, piece: Piece) -> list[dict[str, Any]]:
         """Add a piece -> what it adds, as deltas of a message."""
+        is_last = piece.finish_reason is not None
         if self._reader is None:
-            self.text += piece.text
-            return [{"content": piece.text}] if piece.text else []
+            return self._texts(piece.text, is_last)
         deltas: list[dict[str, Any]] = []
-        for kind, text in self._reader.push(piece.text, last=piece.finish_reason is not None):
+        for kind, text in self._reader.push(piece.text, last=is_last):
             if kind == "text":
-                self.text += text
-                deltas.append({"content": text})
+                deltas += self._texts(text)
                 continue
+            if kind == "name":
+                deltas += self._texts("", last=True)
             index = len(self.calls) if kind == "name" else len(self.calls) - 1
             if kind == "name":
                 function = {"name": text, "arguments": ""}
@@ -46,6 +50,18 @@ class Parts:
                 self.calls[-1]["function"]["arguments"] += text
                 delta = {"function": {"arguments": text}}
             deltas.append({"tool_calls": [{"index": index, **delta}]})
+        return deltas + self._texts("", is_last)
+
+    def _texts(self, text: str, last: bool = False) -> list[dict[str, Any]]:
+        """Add text outside of calls. last: there is no more, so what is held back is text, too."""
+        deltas = []
+        for kind, part in [("text", text)] if self._thinking is None else self._thinking.push(text, last):
+            if kind == "thinking":
+                self.thoughts += part
+                deltas.append({"reasoning_content": part})
+            elif part:
+                self.text += part
+                deltas.append({"content": part})
         return deltas
 
     def reason(self, piece: Piece) -> str | None:
@@ -56,9 +72,10 @@ class Parts:
         return "tool_calls" if reason == "stop" and called else reason
 
     def message(self) -> dict[str, Any]:
+        thoughts = {"reasoning_content": self.thoughts} if self.thoughts else {}
         if not self.calls:
-            return {"role": "assistant", "content": self.text}
-        return {"role": "assistant", "content": self.text or None, "tool_calls": self.calls}
+            return {"role": "assistant", "content": self.text, **thoughts}
+        return {"role": "assistant", "content": self.text or None, **thoughts, "tool_calls": self.calls}
 
 
 class Answers:
@@ -75,10 +92,11 @@ class Answers:
         self.requests = [
             Request(
                 prompt, partial(put, index), sampler, task.max_tokens, task.stop, task.model.end_tokens,
-                task.top_logprobs,
+                task.top_logprobs, task.allow_loops,
             )
             for index, (prompt, sampler) in enumerate(zip(task.prompts, task.samplers, strict=True))
         ]  # fmt: skip
+        self.parts = [Parts(task) for _ in self.requests]
         self.head = {
             "id": f"{'chatcmpl' if task.chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -102,15 +120,18 @@ class Answers:
     def usage(self) -> dict[str, Any]:
         prompt = sum(len(request.prompt) for request in self.requests)
         completion = sum(request.completion_tokens for request in self.requests)
+        encode = self.task.model.tokenizer.encode
+        thoughts = sum(len(encode(part.thoughts, add_special_tokens=False)) for part in self.parts)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(request.cached_tokens for request in self.requests)},
+            "completion_tokens_details": {"reasoning_tokens": thoughts},
         }
 
     async def whole(self) -> dict[str, Any]:
-        parts = [Parts(self.task) for _ in self.requests]
+        parts = self.parts
         reasons: list[str | None] = [None] * len(parts)
         logprobs: list[tuple[Logprob, ...]] = [()] * len(parts)
         async for index, piece in self.pieces():
@@ -130,7 +151,7 @@ class Answers:
         """The answers as server-sent events."""
         kind = "chat.completion.chunk" if self.task.chat else "text_completion"
         usage = {"usage": None} if self.task.include_usage else {}
-        parts = [Parts(self.task) for _ in self.requests]
+        parts = self.parts
 
         def event(choices: list[dict[str, Any]], **more: Any) -> str:
             return _event({**self.head, "object": kind, "choices": choices, **usage, **more})

@@ -1,9 +1,9 @@
 """OpenAI's API: reads the JSON of a request as a `Task`.
 
 A field that would change the answer and is not supported raises an error; none is ignored but those in IGNORED, which
-change no answer. `top_k`, `min_p`, `repetition_penalty`, `grammar` and `json_schema` are additional fields (the last
-two are llama.cpp's). Sampling options that a request does not set come from the model's generation_config.json. Chat
-requests need a model with a chat template.
+change no answer. `top_k`, `min_p`, `repetition_penalty`, `grammar`, `json_schema`, `chat_template_kwargs` and
+`allow_loops` are additional fields (the three before the last are llama.cpp's). Sampling options that a request does
+not set come from the model's generation_config.json. Chat requests need a model with a chat template.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from ...io.files import folder_name
 from ...io.tokenizer_files import TOKENIZER
 from ...runtime import (
     MAX_TOKENS,
+    RESERVED_VARIABLES,
+    THINKING_SWITCHES,
     Artifact,
     ChatTemplate,
     Constraint,
@@ -33,6 +35,7 @@ from ...runtime import (
     Session,
     SessionOptions,
     Tokenizer,
+    begins_thinking,
 )
 from ...settings import Sampling
 from .engine import Engine
@@ -45,9 +48,14 @@ NO_LIMIT = -1  # as clients send it in max_tokens, seed and top_k
 SAMPLING = tuple(option.name for option in fields(Sampling))
 FIELDS = (
     *SAMPLING, "model", "stop", "stream", "stream_options", "max_tokens", "n", "logprobs", "response_format",
-    "json_schema", "grammar",
+    "json_schema", "grammar", "allow_loops",
 )  # fmt: skip
-CHAT_FIELDS = ("messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls")
+CHAT_FIELDS = (
+    "messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls",
+    "chat_template_kwargs", "reasoning_effort",
+)  # fmt: skip
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+QUICK = ("none", "minimal")  # efforts for which a model does not think that can only do so or not
 TEXT_FIELDS = ("prompt", "echo")
 IGNORED = (  # about accounts, caches, logs and what a response shows
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -80,8 +88,12 @@ class Served:
         queue: int,
         prefixes: PrefixFiles | None = None,
         memory: int | None = None,
+        think: bool | None = None,
     ) -> None:
+        """think: whether a model that can do both thinks before it answers, unless a request says so; None: as its
+        template has it. Raises DiffbitError if the template has no switch for it."""
         self.name, self.artifact, self.created = folder_name(artifact.path), artifact, int(time.time())
+        self.variables: Mapping[str, Any] = {}  # of the chat template
         self.tokenizer = Tokenizer(artifact.file(TOKENIZER))
         self.template: ChatTemplate | None
         self.calls: Calls | None = None
@@ -95,6 +107,8 @@ class Served:
             self.template, self.no_template = None, self.public(str(error))
         if self.template is None:
             self.end_tokens = set(artifact.eos_token_ids)
+        else:
+            self.variables = self.template.thinking(think)
         session = Session(artifact, options)
         self.engine = Engine(session, self.tokenizer, rows=rows, queue=queue, prefixes=prefixes, memory=memory)
 
@@ -117,12 +131,28 @@ class Served:
         """A message without the place of the model on the server."""
         return message.replace(str(self.artifact.path), self.name)
 
-    def prompt_of(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    @property
+    def chat_template(self) -> ChatTemplate:
         if self.template is None:
             raise Refused(400, f"model {self.name}: {self.no_template}", param="messages")
+        return self.template
+
+    def rendered(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of a conversation in the chat template, with these of its variables besides the server's."""
         if tools and self.calls is None:
             messages, tools = in_words(tools, messages), ()
-        return self.tokenizer.encode(self.template.render(messages, tools=tools or None), add_special_tokens=False)
+        return self.chat_template.render(
+            messages, tools=tools or None, variables={**self.variables, **(variables or {})}
+        )
+
+    def prompt_of(self, text: str) -> list[int]:
+        """The tokens of a rendered conversation."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
 
 Stop = Annotated[str, Rule("text that is not empty", len)]
@@ -162,6 +192,7 @@ class ChatMessage:
     tool_calls: tuple[MessageCall, ...] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning_content: str | None = None  # what an assistant thought
 
 
 Messages = Annotated[tuple[ChatMessage, ...], Rule("at least one message", len)]
@@ -181,6 +212,9 @@ class Task:
     stream: bool
     include_usage: bool
     calls: Calls | None = None  # how the answers write calls, if they may
+    thinks: bool = False  # whether the answers may have thinking, which is not of their content
+    inside: bool = False  # whether they begin with it
+    allow_loops: bool = False
     echoes: Sequence[str] = ()  # what each text answer begins with
 
 
@@ -199,7 +233,8 @@ def read_request(values: object, models: Mapping[str, Served], chat: bool) -> Ta
             raise Refused(400, f"top_logprobs is {logprobs}, but logprobs is not true", param="top_logprobs")
         limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
         tools, choice = _tools(body)
-        prompts = [model.prompt_of(_messages(body), tools)]
+        text = model.rendered(_messages(body), tools, _variables(body, model))
+        prompts = [model.prompt_of(text)]
         if tools:
             calls = model.calls or TAGS
             constraint = _calls(body, model, calls, choice)
@@ -207,7 +242,7 @@ def read_request(values: object, models: Mapping[str, Served], chat: bool) -> Ta
         logprobs = get(body, "logprobs", Logprobs, None)
         limit = "max_tokens"
         prompts = token_ids(get(body, "prompt", Prompts, ""), model, "prompt", model.engine.most)
-    constraint = _constraint(body, model) if constraint is None else constraint
+    is_free = constraint is None and (constraint := _constraint(body, model)) is None
     n, answers = get(body, "n", Count, 1), model.engine.most
     if n * len(prompts) > answers:
         raise Refused(400, f"n is {n}, wanted at most {answers // len(prompts)} answers to each prompt", param="n")
@@ -223,7 +258,13 @@ def read_request(values: object, models: Mapping[str, Served], chat: bool) -> Ta
     options = get(body, "stream_options", Mapping[str, Any], {})
     usage = stream and get(options, "include_usage", bool, False, "stream_options")
     stops = (stop,) if isinstance(stop, str) else stop
-    task = Task(model, chat, prompts, samplers, most, stops, logprobs, stream, usage, calls)
+    allow_loops = get(body, "allow_loops", bool, False) or not is_free
+    # JSON of a schema is all of the answer: a model whose prompt ends in <think> writes it there
+    thinks = chat and model.chat_template.thinks and (is_free or calls is not None)
+    inside = thinks and begins_thinking(text)
+    task = Task(
+        model, chat, prompts, samplers, most, stops, logprobs, stream, usage, calls, thinks, inside, allow_loops
+    )
     if not get(body, "echo", bool, False):
         return task
     if logprobs is not None:
@@ -233,10 +274,13 @@ def read_request(values: object, models: Mapping[str, Served], chat: bool) -> Ta
 
 def tokenize(values: object, models: Mapping[str, Served]) -> list[int]:
     """The token ids of {"content": text}, or of {"messages": [...]} and {"tools": [...]} in the model's template."""
-    body = known_fields(values, ("model", "content", "messages", "tools", "add_special"))
+    body = known_fields(
+        values,
+        ("model", "content", "messages", "tools", "add_special", "chat_template_kwargs", "reasoning_effort"),
+    )
     model = choose_model(body, models)
     if "messages" in body:
-        return model.prompt_of(_messages(body), _tools(body)[0])
+        return model.prompt_of(model.rendered(_messages(body), _tools(body)[0], _variables(body, model)))
     return model.tokenizer.encode(get(body, "content", str), add_special_tokens=get(body, "add_special", bool, False))
 
 
@@ -285,8 +329,40 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
             message["tool_call_id"] = given.tool_call_id
         if given.name is not None:
             message["name"] = given.name
+        if given.reasoning_content is not None:
+            message["reasoning_content"] = given.reasoning_content
         messages.append(message)
     return messages
+
+
+def _variables(body: Mapping[str, Any], model: Served) -> dict[str, Any]:
+    """The variables of the chat template that a request sets: chat_template_kwargs, and reasoning_effort as this
+    template knows it. One that the template does not read is refused, unless it turns off what the model never does."""
+    template = model.chat_template
+    given = get(body, "chat_template_kwargs", Mapping[str, Any], {})
+    for name, value in given.items():
+        if name not in template.names and not (name in THINKING_SWITCHES and value is False and not template.thinks):
+            known = ", ".join(sorted(template.names - RESERVED_VARIABLES)) or "none"
+            raise Refused(
+                400, f"chat_template_kwargs has {shown(name)}, which the chat template of {model.name} does not read; "
+                f"it reads: {known}", param="chat_template_kwargs",
+            )  # fmt: skip
+        if name in RESERVED_VARIABLES:
+            raise Refused(400, f"chat_template_kwargs has {name}, which the server sets", param="chat_template_kwargs")
+    effort = get(body, "reasoning_effort", Annotated[str, one_of(*EFFORTS)], None)
+    if effort is None:
+        return dict(given)
+    variables: dict[str, Any] = {"reasoning_effort": effort} if "reasoning_effort" in template.names else {}
+    try:
+        return {**variables, **template.thinking(effort not in QUICK), **given}
+    except DiffbitError:
+        if variables:
+            return {**variables, **given}
+        what = "always thinks" if template.thinks else "does not think"
+        raise Refused(
+            400, f"reasoning_effort is {shown(effort)}, but {model.name} {what}: its chat template has no switch",
+            param="reasoning_effort",
+        ) from None  # fmt: skip
 
 
 def _arguments(call: MessageCall, place: str) -> dict[str, Any]:

@@ -7,15 +7,17 @@ import itertools
 import json
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ...io.fields import FieldError, get, shown
 from .engine import Piece
-from .openai_api import Answers, Parts
+from .openai_api import REASONS, Answers
 from .openai_requests import Refused, Served, Task, known_fields, read_request
 
 SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls")  # fields that chat requests have, too
-FIELDS = (*SAME, "input", "instructions", "max_output_tokens", "text", "tools", "tool_choice", "truncation", "include")
+FIELDS = (*SAME, "input", "instructions", "max_output_tokens", "text", "tools", "tool_choice", "truncation", "include",
+          "reasoning")  # fmt: skip
 TEXTS = ("input_text", "output_text", "text")
 
 
@@ -29,6 +31,8 @@ def read_responses(values: object, models: Mapping[str, Served]) -> Task:
     given = get(body, "input", str | tuple[Mapping[str, Any], ...])
     items = ({"role": "user", "content": given},) if isinstance(given, str) else given
     system = get(body, "instructions", str, "")
+    if effort := get(body, "reasoning", Mapping[str, Any], {}).get("effort"):
+        chat["reasoning_effort"] = effort
     chat["messages"] = [*([{"role": "system", "content": system}] if system else []), *_messages(items)]
     if "max_output_tokens" in body:
         chat["max_tokens"] = body["max_output_tokens"]
@@ -48,22 +52,29 @@ def _nested(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _messages(items: tuple[Mapping[str, Any], ...]) -> list[dict[str, Any]]:
-    """The messages of chat requests; calls that follow one another are of one message."""
+    """The messages of chat requests; calls that follow one another are of one message, and so is the thinking before
+    them."""
     messages: list[dict[str, Any]] = []
+    thoughts: dict[str, str] = {}  # of the message that follows
     for index, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "function_call":
             call = {"id": item.get("call_id", ""), "type": "function",
                     "function": {"name": item.get("name"), "arguments": item.get("arguments")}}  # fmt: skip
             if not messages or "tool_calls" not in messages[-1]:
-                messages.append({"role": "assistant", "content": None, "tool_calls": []})
+                messages.append({"role": "assistant", "content": None, "tool_calls": [], **thoughts})
+                thoughts = {}
             messages[-1]["tool_calls"].append(call)
         elif kind == "function_call_output":
             messages.append(
                 {"role": "tool", "content": _content(item.get("output")), "tool_call_id": item.get("call_id")}
             )
         elif kind == "message":
-            messages.append({"role": item.get("role"), "content": _content(item.get("content"))})
+            messages.append({"role": item.get("role"), "content": _content(item.get("content")), **thoughts})
+            thoughts = {}
+        elif kind == "reasoning":
+            parts = get(item, "content", tuple[ReasoningPart, ...], (), f"input[{index}]", extra=True)
+            thoughts = {"reasoning_content": "".join(part.text for part in parts)} if parts else {}
         else:
             raise FieldError(f"input[{index}].type", f"input[{index}].type is {shown(kind)}, which is not supported")
     return messages
@@ -77,6 +88,13 @@ def _content(content: object) -> object:
     ]
 
 
+@dataclass(frozen=True)
+class ReasoningPart:
+    """A part of what an earlier answer thought."""
+
+    text: str
+
+
 class _Output:
     """The items of a response, and the events of what is added to them."""
 
@@ -85,6 +103,14 @@ class _Output:
 
     def add(self, delta: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         """Add a delta of a chat's message."""
+        if "reasoning_content" in delta:
+            if not self.items or self.items[-1]["type"] != "reasoning":
+                yield from self.end()
+                reasoning = {"type": "reasoning", "id": _id("rs"), "status": "in_progress", "summary": []}
+                yield from self._begin(reasoning | {"content": [{"type": "reasoning_text", "text": ""}]})
+            self.items[-1]["content"][0]["text"] += delta["reasoning_content"]
+            yield "reasoning_text.delta", {**self._part(), "delta": delta["reasoning_content"]}
+            return
         if "content" in delta:
             if not self.items or self.items[-1]["type"] != "message":
                 yield from self.end()
@@ -118,6 +144,8 @@ class _Output:
             (part,) = item["content"]
             yield "output_text.done", {**self._part(), "text": part["text"], "logprobs": []}
             yield "content_part.done", {**self._part(), "part": part}
+        elif item["type"] == "reasoning":
+            yield "reasoning_text.done", {**self._part(), "text": item["content"][0]["text"]}
         else:
             done = {"arguments": item["arguments"], "name": item["name"]}
             yield "function_call_arguments.done", {**self._place(), **done}
@@ -138,7 +166,7 @@ class Responses(Answers):
         self._id, self._output = _id("resp"), _Output()
 
     async def whole(self) -> dict[str, Any]:
-        parts, last = Parts(self.task), Piece("")
+        parts, last = self.parts[0], Piece("")
         async for _, last in self.pieces():
             for delta in parts.push(last):
                 list(self._output.add(delta))
@@ -157,7 +185,7 @@ class Responses(Answers):
 
         for kind in ("created", "in_progress"):
             yield event(f"response.{kind}", {"response": self._response(None)})
-        parts, last = Parts(self.task), Piece("")
+        parts, last = self.parts[0], Piece("")
         async for _, last in self.pieces():
             if last.error is not None:
                 message = self.task.model.public(last.error)
@@ -174,11 +202,11 @@ class Responses(Answers):
     def _response(self, last: Piece | None) -> dict[str, Any]:
         """The response after its last piece; None: there are more."""
         usage = self.usage()
-        reached_limit = last is not None and last.finish_reason in ("length", "context")
+        reached_limit = last is not None and REASONS[last.finish_reason] == "length"
         status = "in_progress" if last is None else "incomplete" if reached_limit else "completed"
         tokens = {
             "input_tokens": usage["prompt_tokens"], "input_tokens_details": usage["prompt_tokens_details"],
-            "output_tokens": usage["completion_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens": usage["completion_tokens"], "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
         }  # fmt: skip
         return {

@@ -27,6 +27,10 @@ MARKERS = ("config.json", "diffbit.json", "site.json")  # only a folder with one
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
+class Busy(DiffbitError):
+    """Another process or thread is writing there."""
+
+
 _held: dict[Path, int] = {}  # {path locked by this process: its thread}
 
 
@@ -87,13 +91,13 @@ def locked(path: str | Path) -> Iterator[None]:
     """Keep other processes and threads from writing to `path`, a file or folder, and remove leftovers of killed runs.
 
     The lock is the file `.NAME.lock` beside it. Systems without locks (Windows, some network file systems) are not
-    protected. A thread may lock a path twice. Raises DiffbitError if another thread or process holds the lock.
+    protected. A thread may lock a path twice. Raises Busy if another thread or process holds the lock.
     """
     path = Path(path)
     place = resolved(path)
     if place in _held or not place.name:  # the root has no folder for a lock
         if _held.get(place, threading.get_ident()) != threading.get_ident():
-            raise DiffbitError(f"{path}: another thread is writing there; wait until it ends, or choose another name")
+            raise Busy(f"{path}: another thread is writing there; wait until it ends, or choose another name")
         yield
         return
     with _writing(path):
@@ -103,7 +107,7 @@ def locked(path: str | Path) -> Iterator[None]:
         descriptor = durable.lock(file)
     except BlockingIOError:
         who = file.read_text().strip() if file.is_file() else ""
-        raise DiffbitError(
+        raise Busy(
             f"{path}: {f'process {who}' if who else 'another process'} is writing there; wait until it ends, or choose "
             "another name"
         ) from None

@@ -62,9 +62,9 @@ def test_an_artifact_goes_up_and_comes_back(
     card = stand_in.find("me/diff-int4", "main")[1]["README.md"].decode()
     assert 'license: "mit"' in card and 'base_model: "you/diff"' in card and "| weights | int4_g32 |" in card
     capsys.readouterr()
-    assert run("run", "hf:me/diff-int4", "def ", "--max-tokens", "4", "-q") == 0
+    assert run("run", "hf:me/diff-int4", "def ", "--max-tokens", "4", "--temperature", "0", "-q") == 0
     there = capsys.readouterr().out
-    assert run("run", artifact, "def ", "--max-tokens", "4", "-q") == 0
+    assert run("run", artifact, "def ", "--max-tokens", "4", "--temperature", "0", "-q") == 0
     assert capsys.readouterr().out == there
     assert run("bench", "hf:me/diff-int4", "--new-tokens", "2", "--repeats", "1", "--json") == 0
 

@@ -266,7 +266,7 @@ def test_results_of_tools_are_part_of_the_conversation(models: dict[str, Path]) 
     texts = {}
     for name, path in models.items():
         model = Served(Artifact.open(path), SessionOptions(threads=1), rows=1, queue=1)
-        texts[name] = model.tokenizer.decode(model.prompt_of(messages, TOOLS))
+        texts[name] = model.tokenizer.decode(model.prompt_of(model.rendered(messages, TOOLS)))
         model.engine.close()
     written = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 1}}\n</tool_call>'
     assert texts["tags"].startswith("tool weather\ntool clock\nsystem: Short.user: Rain?assistant: " + written)
