@@ -91,6 +91,11 @@ def test_the_python_page_runs_and_names_everything(tmp_path: Path) -> None:
     assert "int9" in done.output.splitlines()[-1]
 
 
+def test_the_page_of_the_artifact_shows_the_example_that_is_tested() -> None:
+    (shown,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "artifact.md").read_text(), re.DOTALL)
+    assert shown and (ROOT / "examples" / "plain_onnxruntime.py").read_text().endswith(shown)
+
+
 def fields_of(type_: type) -> set[str]:
     """The fields and properties of a class and of its bases."""
     return {name for base in type_.__mro__ for name in (*vars(base), *vars(base).get("__annotations__", ()))}
