@@ -59,6 +59,7 @@ def quantize_model(
     options: SchemeOptions = SchemeOptions(),  # noqa: B008 (frozen)
     rounding: MethodOptions = MethodOptions(),  # noqa: B008 (frozen)
     *,
+    adapter: Path | None = None,
     bits: float | None = None,
     size: str | None = None,
     fast: bool = False,
@@ -70,15 +71,18 @@ def quantize_model(
 ) -> QuantizedModel:
     """Quantize a checkpoint into a new folder, choose what the options leave open, and say what was done.
 
+    adapter: the folder of a LoRA adapter of the model, which is merged into it.
     bits, size: the average bits per weight, or the size of the artifact, within which each layer gets its format.
     fast: round in one pass over the text. measure: compare the result with the float model on held-out text.
     """
+    from ..models import Checkpoint
     from ..quantize.checkpoint import open_float, quantize_checkpoint
     from ..quantize.methods import parse_recipe
 
     start = time.monotonic()
     here = processes(device)
-    checkpoint = open_float(model, output if here.first else None, overwrite)  # refuses before work begins
+    # refuses before work begins
+    checkpoint = open_float(Checkpoint(model, adapter), output if here.first else None, overwrite)
     limit = None if max_memory is None else parse_size(max_memory)
     if fast:
         rounding = _fast(rounding, checkpoint)
@@ -102,13 +106,13 @@ def quantize_model(
     _announce(checkpoint, about, method, rounding, is_mix, here)
     if is_mix:
         tables = options.embedding is None and options.head is None
-        scheme = here.on_first(partial(_allocated, model, method, rounding, scheme, bits, size, tables, device))
-    text = here.on_first(partial(rounding.text, model, method if recipe.calibrated else None))
+        scheme = here.on_first(partial(_allocated, checkpoint, method, rounding, scheme, bits, size, tables, device))
+    text = here.on_first(partial(rounding.text, checkpoint, method if recipe.calibrated else None))
     report = quantize_checkpoint(
-        model, output, scheme, method=method, **calibration(text), overwrite=overwrite, resume=resume,
+        checkpoint, output, scheme, method=method, **calibration(text), overwrite=overwrite, resume=resume,
         max_memory=limit, here=here,
     )  # fmt: skip
-    quality = _measured(model, output, checkpoint, limit) if measure and here.first and report.weights else None
+    quality = _measured(output, checkpoint, limit) if measure and here.first and report.weights else None
     return QuantizedModel(report, quality, time.monotonic() - start)
 
 
@@ -181,19 +185,19 @@ def _short(checkpoint: Checkpoint, shape: tuple[int, int]) -> tuple[int, int]:
 
 
 def _allocated(
-    model: Path, method: str, rounding: MethodOptions, scheme: Scheme, bits: float | None, size: str | None,
+    checkpoint: Checkpoint, method: str, rounding: MethodOptions, scheme: Scheme, bits: float | None, size: str | None,
     tables: bool, device: str,
 ) -> Scheme:  # fmt: skip
     """Return the scheme whose formats lose least within the budget."""
-    from ..models import Checkpoint
     from ..quantize.allocation import allocate
     from .options import torch_device
 
-    windows, length = _short(Checkpoint(model), ESTIMATE)
-    text = replace(rounding, max_windows=windows, length=length, calibrate=rounding.calibrate or TEXT).text(model, None)
+    windows, length = _short(checkpoint, ESTIMATE)
+    shorter = replace(rounding, max_windows=windows, length=length, calibrate=rounding.calibrate or TEXT)
+    text = shorter.text(checkpoint, None)
     assert text is not None
     return allocate(
-        model, bits=bits, nbytes=None if size is None else parse_size(size), scheme=scheme, tables=tables,
+        checkpoint, bits=bits, nbytes=None if size is None else parse_size(size), scheme=scheme, tables=tables,
         method=method, calibration=text.ids, calibration_mask=text.mask, device=torch_device(device),
     ).scheme  # fmt: skip
 
@@ -230,7 +234,7 @@ def _duration(seconds: float) -> str:
     return f"{max(1, round(seconds))} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
 
 
-def _measured(model: Path, output: Path, checkpoint: Checkpoint, max_memory: int | None) -> Quality | None:
+def _measured(output: Path, checkpoint: Checkpoint, max_memory: int | None) -> Quality | None:
     """Compare the quantized model with the float one on held-out text, if there is a tokenizer and enough memory."""
     from ..models import load as load_float
     from ..quantize import load
@@ -246,7 +250,7 @@ def _measured(model: Path, output: Path, checkpoint: Checkpoint, max_memory: int
             f"the quality was not measured: both models take {size_text(needed)} of memory, {size_text(free)} are free"
         )
         return None
-    text = read_windows(model, TEXT, "text", windows, length)
+    text = read_windows(checkpoint, TEXT, "text", windows, length)
     return quality(load_float(checkpoint), load(output), text.ids, text.mask)
 
 

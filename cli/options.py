@@ -21,6 +21,7 @@ from .output import remark
 
 if TYPE_CHECKING:
     from ..calib_data import Windows
+    from ..models import Checkpoint
 
 FORMATS = ("int8", "int4_g128", "int4_g32", "int3_g64", "int2_g64", "nf4", "ternary", "none")  # common ones, for help
 
@@ -196,7 +197,7 @@ def of_formats(help: str) -> Any:
 
 
 def read_windows(
-    model: Path,
+    model: Path | Checkpoint,
     data: str,
     field: str,
     max_windows: int | None,
@@ -207,8 +208,9 @@ def read_windows(
     from ..calib_data import eval_windows
     from ..models import Checkpoint
 
-    length = window_length(model, Checkpoint(model).config.max_position, length)
-    return eval_windows(data, model, length, max_windows, split=split, field=field, render=chat_template(model))
+    checkpoint = model if isinstance(model, Checkpoint) else Checkpoint(model)
+    length, path = window_length(checkpoint.path, checkpoint.config.max_position, length), checkpoint.tokenizer_path
+    return eval_windows(data, path, length, max_windows, split=split, field=field, render=chat_template(path))
 
 
 def window_length(model: Path, context: int, length: int | None) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..io.processes import speaks
-from .options import Json, Overwrite, Quiet, TorchDevice, with_settings
+from .options import Adapter, Json, Overwrite, Quiet, TorchDevice, with_settings
 from .output import attention_name, print_json, print_table, remark
 from .scheme_options import MaxMemory, MethodOptions, Model, SchemeOptions
 
@@ -29,6 +29,7 @@ EXAMPLES = (
     "torchrun --nproc-per-node 2 -m diffbit quantize out/demo/diff_v1 --weights int4_g32 --method gptq -o out/diff-two",
     "diffbit quantize out/demo/diff_v1 --weights int4_g32 --kv int4 --qk int8 -o out/diff-int4-kv4",
     "diffbit quantize out/demo/diff_v1 --kv int8,int4 -o out/diff-kv84",
+    "diffbit quantize examples/pico/softmax --adapter out/adapter --weights int4_g32 -o out/adapted-int4",
 )
 
 
@@ -78,6 +79,7 @@ def quantize(
     output: Output,
     options: SchemeOptions,
     rounding: MethodOptions,
+    adapter: Adapter = None,
     size: Size = None,
     bits: Bits = None,
     fast: Fast = False,
@@ -104,8 +106,8 @@ def quantize(
     from .automatic import quantize_model, summary, values
 
     done = quantize_model(
-        model, output, options, rounding, bits=bits, size=size, fast=fast, measure=measure, device=device,
-        resume=resume, overwrite=overwrite, max_memory=max_memory,
+        model, output, options, rounding, adapter=adapter, bits=bits, size=size, fast=fast, measure=measure,
+        device=device, resume=resume, overwrite=overwrite, max_memory=max_memory,
     )  # fmt: skip
     if not speaks():
         return

@@ -16,6 +16,7 @@ from .output import remark
 
 if TYPE_CHECKING:
     from ..calib_data import Windows
+    from ..models import Checkpoint
     from ..quantize import AttentionScheme, Scheme
 
 __all__ = ["MaxMemory", "MethodOptions", "Model", "SchemeOptions", "window_length"]
@@ -175,7 +176,7 @@ class MethodOptions:
         """Return the maximum number of windows of text; needed: it does not only measure errors."""
         return (CALIBRATION_WINDOWS if needed else MEASURING_WINDOWS) if self.max_windows is None else self.max_windows
 
-    def text(self, model: Path, needed_by: str | None) -> Windows | None:
+    def text(self, model: Path | Checkpoint, needed_by: str | None) -> Windows | None:
         """Read the calibration text, if there is any; needed_by: what calibrates on it, None: nothing."""
         source = self.calibrate
         if source is None and needed_by is not None:

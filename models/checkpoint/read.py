@@ -105,11 +105,14 @@ class Checkpoint:
     def tokenizer_files(self) -> dict[str, bytes]:
         """Return tokenizer.json and the other tokenizer files that exist, by name. An adapter's own, such as those with
         the chat template that it was trained on, stand for the base model's."""
-        contents = tokenizer_files(self.path)
-        own = {} if self.adapter is None else tokenizer_files(self.adapter.path)
-        if TOKENIZER not in own:
-            return contents
+        contents, own = tokenizer_files(self.path), tokenizer_files(self.tokenizer_path)
         return {name: contents[name] for name in (GENERATION,) if name in contents} | own
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """The folder or GGUF file that the tokenizer is read from."""
+        has_own = self.adapter is not None and TOKENIZER in tokenizer_files(self.adapter.path)
+        return self.adapter.path if self.adapter is not None and has_own else self.path
 
     def _replace(self, adapter: Adapter, stored: dict[str, Entry]) -> None:
         """Put the tensors that the adapter replaces among those `stored`, in place; untie the head of a model whose

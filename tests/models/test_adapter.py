@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from diffbit import DiffbitError, models
+from diffbit.cli.app import main
 from diffbit.models import Checkpoint
 from diffbit.models.checkpoint.names import EMBEDDING, HEAD
 
@@ -257,3 +260,30 @@ def test_adapters_of_parts_of_fused_tensors_are_written_as_one(tmp_path: Path) -
     for module, (down, up) in adapters.items():
         name = f"{module}.weight"
         torch.testing.assert_close(merged.read(name), checkpoint.read(name) + up @ down, rtol=0, atol=1e-5)
+
+
+def test_quantized_as_the_merged_model_is(tmp_path: Path, trained: Callable[[str], Path]) -> None:
+    """`quantize --adapter`: the mix, the calibration and the report are those of the merged model."""
+    base, adapter, merged = trained("softmax"), tmp_path / "adapter", tmp_path / "merged"
+    shapes = {
+        name.removesuffix(".weight"): Checkpoint(base).shape(name)
+        for name in Checkpoint(base).names
+        if name.endswith("_proj.weight")
+    }
+    added = write_adapter(adapter, shapes, lora_alpha=0.5)
+    decoder = models.load(base)
+    add(decoder, added)
+    models.save(decoder, merged, tokenizer_from=base)
+    shutil.copytree(base, tmp_path / "model")
+    shutil.copytree(adapter, tmp_path / "model", dirs_exist_ok=True)
+    both = str(tmp_path / "model")
+    quick = ["--bits", "4", "--method", "gptq", "--max-windows", "2", "--quiet"]
+    for out, arguments in {"wanted": [str(merged)], "both": [both, "--adapter", both]}.items():
+        with pytest.raises(SystemExit) as end:
+            main(["quantize", *arguments, *quick, "-o", str(tmp_path / out)])
+        assert end.value.code == 0
+    one, other = (Checkpoint(tmp_path / name) for name in ("wanted", "both"))
+    assert one.names == other.names and one.tokenizer_files == other.tokenizer_files
+    for name in one.names:
+        if name.endswith(".codes"):
+            assert (one.read_raw(name) != other.read_raw(name)).float().mean() < 0.01  # sums of another order
