@@ -41,7 +41,7 @@ class TrainingRows:
         if self.per_epoch < 1:
             raise DiffbitError(
                 f"the training text has {len(tokens)} tokens, but rows of {length} need {2 * length} or more; "
-                "give more text or a shorter context"
+                f"give more text, or shorter rows (--context {max(2, len(tokens) // 2)})"
             )
         self.tokens, self.length, self.seed = tokens, length, seed
         self.needles, self.share = needles, share
