@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -38,7 +39,7 @@ from .words import pair_verdict, plain, verdict
 if TYPE_CHECKING:
     from ...calib_data import NeedleWindows
     from ...runtime import Artifact
-    from .compare import Comparison
+    from .compare import Comparison, Pair
     from .given import Model
 
 EXAMPLES = {
@@ -52,6 +53,7 @@ EXAMPLES = {
     ),
 }
 BITS, SWEPT = "16,8,6,4,3,2,ternary", "weights,logits"  # defaults of --bits and --what
+MOST_PAIRED = 4  # quantized models, of which each two are compared in a sentence
 FIRST = ("output", "data", "max_windows", "length", "bits", "what", "method", "as_json")  # options of --help
 
 # fmt: off
@@ -184,8 +186,8 @@ def compare(
         if as_json:
             print_json(comparison.to_dict())
             return
-        print_table(comparison.rows())
-        for pair in comparison.pairs:
+        print_table(comparison.rows(), "KL in nats per token from the float model; 95 % intervals in brackets")
+        for pair in _pairs(comparison):
             print(plain(pair_verdict(asdict(pair))))
         _remarks(comparison, len(methods) > 1)
         if output is not None:
@@ -293,6 +295,20 @@ def _write(comparison: Comparison, outliers: list[dict[str, Any]], recorded: dic
     title = "Accuracy against bit-width" if subjects(data) else "What low bits cost"
     report = ReportData(title, data, outliers, commands=[command], versions=versions(), **recorded)
     write_report(report, output / "report.html")
+
+
+def _pairs(comparison: Comparison) -> list[Pair]:
+    """Return the pairs to tell of: all, or those with the best if a float model has more than MOST_PAIRED."""
+    counts = Counter(one.model for one in comparison.quantized)
+    best = {
+        model: min((r for r in comparison.results if r.model == model and r.name != model), key=lambda r: r.kl.value)
+        for model in counts
+    }
+    return [
+        pair
+        for pair in comparison.pairs
+        if counts[pair.model] <= MOST_PAIRED or best[pair.model].name in (pair.name, pair.against)
+    ]
 
 
 def _remarks(comparison: Comparison, several: bool) -> None:

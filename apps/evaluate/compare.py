@@ -143,12 +143,12 @@ class Comparison:
         return asdict(self)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row per result, for a table."""
+        """Return a row per result, for a table: KL in nats per token, intervals in brackets."""
         compared = {result.what for result in self.results}
         sweeps = bool(compared & set(WHAT))  # else all is measured as it is given
         methods = {result.method for result in self.results} - {NO_METHOD}
-        several = len(methods) > 1 or bool(methods - {RTN})
-        level = f"[{self.confidence:.0%}]"
+        tried = {result.method for result in self.results if result.what == "weights"}
+        recovers = len(tried) > 1 or bool(tried - {RTN})
         rows: list[dict[str, Any]] = []
         for result in self.results:
             is_float = result.what == UNCHANGED and result.format == FLOAT
@@ -160,7 +160,7 @@ class Comparison:
             elif len(self.models) > 1 and self.quantized:
                 row["made of"] = "-" if result.what == UNCHANGED else result.model
             row["format"] = "float" if is_float and not sweeps else result.format
-            if several or (not sweeps and methods):
+            if methods - {RTN} or (methods and not sweeps):
                 row["method"] = "-" if result.method == NO_METHOD else result.method
             if "weights" in compared:
                 row["bits/weight"] = round(result.bits_per_weight, 2)
@@ -169,11 +169,11 @@ class Comparison:
             if compared & set(CACHED):
                 row["KV bytes/token"] = round(result.cache_bytes, 1)
             lost = shown and not is_float
-            row[f"KL, nats {level}"] = _cell(result.kl, number) if lost else "-"
-            row[f"same top token {level}"] = _cell(result.agreement, percent) if lost else "-"
+            row["KL"] = _cell(result.kl, number) if lost else "-"
+            row["same top token"] = _cell(result.agreement, percent) if lost else "-"
             row["perplexity"] = result.perplexity.value
-            row[f"increase {level}"] = _cell(result.ratio, increase) if lost else "-"
-            if several and sweeps:
+            row["increase"] = _cell(result.ratio, increase) if lost else "-"
+            if recovers:
                 row["of rtn's loss recovered"] = _share(result.recovered)
             for one in result.retrieval:
                 row[f"found, {one.needles}:{one.queries} of {one.length}"] = _share_found(one.accuracy, one.change)

@@ -56,10 +56,10 @@ def open_models(paths: Sequence[str | Path]) -> tuple[list[Checkpoint], list[Mod
     """
     models = [_open(path) for path in paths]
     floats = [model for model in models if isinstance(model, Checkpoint) and model.quantization is None]
-    low = {id(model) for model in floats if _gguf_type(model) is not None}
-    better = [_shape(model.config) for model in floats if id(model) not in low]
-    kept = [model for model in floats if id(model) not in low or _shape(model.config) not in better]
-    return kept, [model for model in models if all(model is not other for other in kept)]
+    low = [model for model in floats if _gguf_type(model) is not None]
+    better = [_shape(model.config) for model in floats if model not in low] if low else []
+    floats = [model for model in floats if model not in low or _shape(model.config) not in better]
+    return floats, [model for model in models if model not in floats]
 
 
 def row_names(paths: Sequence[Path]) -> list[str]:
@@ -101,6 +101,8 @@ def with_references(quantized: Sequence[Model], names: Sequence[str], floats: Se
     Raises DiffbitError, one sentence that says what is missing, if there is none, or if several have its shape.
     """
     check_floats(floats, quantized)
+    if not quantized:
+        return []
     known = {checkpoint.sha256(): index for index, checkpoint in reversed(list(enumerate(floats)))}
     rows: list[Quantized | None] = [None] * len(quantized)
     # an artifact's float model may be known only from the checkpoint that it was exported from, so checkpoints first

@@ -1,7 +1,8 @@
 """The numbers behind the page, as plain JSON: `diffbit show --json` prints them, and the page holds the same.
 
     {"prompt", "answer", "models": [{
-        "name", "attention", "stored",          stored: None, or the format of a checkpoint that is quantized already
+        "name", "attention", "stored",          stored: None, or the format of a checkpoint that is quantized already,
+                                                such as "int4_g32" or "mix, 4.3 bits"
         "tokens": [text, ...], "answer": [index, ...],
         "layers": [{"layer", "heads", "branches"}, ...],        those that the page shows
         "settings": [{
@@ -41,7 +42,7 @@ from ...io.errors import DiffbitError
 from ...io.files import folder_name
 from ...io.progress import track
 from ...models import Checkpoint, Decoder
-from ...quantize import AttentionScheme, Scheme, apply, load, read_scheme, table_formats
+from ...quantize import AttentionScheme, Scheme, apply, format_name, load, read_scheme, table_formats
 from .maps import Maps, Run, run
 
 MOST_TOKENS = 64
@@ -97,7 +98,7 @@ def _model(path: Path, prompt: str, answer: str | None, device: str, layers: Seq
     return {
         "name": name,
         "attention": checkpoint.config.attention,
-        "stored": None if stored is None else str(stored.weights or "mixed"),
+        "stored": None if stored is None else format_name(checkpoint.config, stored),
         "tokens": texts,
         "answer": marked,
         "num_layers": checkpoint.config.num_layers,

@@ -207,28 +207,27 @@ def test_repeats(checkpoints: list[Path], text: Windows) -> None:
 
 
 def test_an_artifact_runs_on_onnx_runtime(tmp_path: Path) -> None:
-    """It gives what torch does in its arithmetic, and not what torch does with float inputs."""
+    """It gives what torch does in its arithmetic, and not what torch does with float inputs.
+
+    The table stays float: numbers of an int8 one lie half-way between two codes, and either side rounds some of them
+    to the other.
+    """
     pico = Path(__file__).parents[3] / "examples" / "pico"
-    scheme = Scheme(parse_format("int4_g32"), parse_format("int8"), parse_format("int8"))
-    quantize_checkpoint(pico / "diff_v1", tmp_path / "low", scheme)
+    quantize_checkpoint(pico / "diff_v1", tmp_path / "low", Scheme(parse_format("int4_g32")))
     artifact = Artifact.open(export_artifact(tmp_path / "low", tmp_path / "artifact"))
     lines = [
         f"def test_{n}(self, value={n * n}):\n    return self.check(value + {n}, [{n}, 'a{n}'])" for n in range(60)
     ]
     (tmp_path / "text.txt").write_text("\n\n".join(lines))  # stdlib differs between releases of Python
     text = eval_windows(str(tmp_path / "text.txt"), pico / "diff_v1", 96, 5)
-    comparisons = {
-        arithmetic: compare(
-            [pico / "diff_v1"], text, ["int4_g32"], ["weights"], arithmetic=arithmetic, artifacts=artifacts
-        )
-        for arithmetic, artifacts in (("artifact", [artifact]), ("float", []))
-    }
-    _, low, ran = comparisons["artifact"].results
+    paths = [pico / "diff_v1", tmp_path / "low"]
+    _, low, ran = compare(paths, text, artifacts=[artifact]).results
+    _, with_float_inputs = compare(paths, text, arithmetic="float").results
     assert (ran.what, ran.format, ran.method, ran.repeats) == ("artifact", "int4_g32", "rtn", 1)
     assert ran.nbytes == artifact.nbytes and ran.bits_per_weight == low.bits_per_weight
-    assert math.log(ran.ratio.value) == pytest.approx(math.log(low.ratio.value), abs=5e-4)
-    assert ran.kl.value == pytest.approx(low.kl.value, rel=2e-3)
-    assert abs(comparisons["float"].results[1].kl.value - low.kl.value) > 5 * abs(ran.kl.value - low.kl.value)
+    assert math.log(ran.ratio.value) == pytest.approx(math.log(low.ratio.value), abs=1e-5)
+    assert ran.kl.value == pytest.approx(low.kl.value, rel=1e-3)
+    assert abs(with_float_inputs.kl.value - low.kl.value) > 20 * abs(ran.kl.value - low.kl.value)
     with pytest.raises(DiffbitError, match="has not the shape of"):
         compare([pico / "softmax"], text, ["int4_g32"], ["weights"], artifacts=[artifact])
 
@@ -359,7 +358,7 @@ def test_quantized_models_against_transformers(checkpoints: list[Path], text: Wi
         assert (pair.kl.value, pair.kl.low) == pytest.approx((expected.value, expected.low), rel=1e-3, abs=1e-7)
     rows = comparison.rows()
     assert [row["model"] for row in rows] == ["softmax", "a/int4", "int3", "b/int4"]
-    assert rows[0]["format"] == "float" and rows[0]["KL, nats [95%]"] == "-"
+    assert rows[0]["format"] == "float" and rows[0]["KL"] == "-"
     assert {one.name: (one.model, one.found_by) for one in comparison.quantized} == {
         name: ("softmax", "hash") for name in by_name
     }
@@ -391,7 +390,7 @@ def test_a_quantized_checkpoint_is_that_variant(checkpoints: list[Path], text: W
     plot_comparison(comparison.to_dict(), tmp_path / "plot.svg")
     alone = compare([tmp_path / "low"], text, ["16"])
     assert [(r.name, r.what, r.format) for r in alone.results] == [("low", "none", "int4_g32")]
-    assert alone.results[0].perplexity == stored.perplexity and alone.rows()[0]["increase [95%]"] == "-"
+    assert alone.results[0].perplexity == stored.perplexity and alone.rows()[0]["increase"] == "-"
     with pytest.raises(DiffbitError, match="are already quantized"):
         plot_comparison(alone.to_dict(), tmp_path / "none.svg")
 
@@ -399,8 +398,7 @@ def test_a_quantized_checkpoint_is_that_variant(checkpoints: list[Path], text: W
 def test_a_checkpoint_and_its_artifact(tmp_path: Path) -> None:
     """Nearly the same row; also of a mix of formats, which is named so with its bits."""
     pico = Path(__file__).parents[3] / "examples" / "pico" / "diff_v1"
-    scheme = Scheme(parse_format("int4_g32"), parse_format("int8"), parse_format("int8"))
-    scheme = replace(scheme, overrides=(("*.down_proj", parse_format("int6_g32")), ("*.q_proj", None)))
+    scheme = Scheme(parse_format("int4_g32"), overrides=(("*.down_proj", parse_format("int6_g32")), ("*.q_proj", None)))
     quantize_checkpoint(pico, tmp_path / "low", scheme)
     export_artifact(tmp_path / "low", tmp_path / "low-onnx")
     rng = np.random.default_rng(0)
