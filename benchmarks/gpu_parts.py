@@ -37,7 +37,8 @@ Case = tuple[int, ...]
 OURS, COPY, PRODUCT, LAYERS, FLEX = "diffbit", "copy", "product", "layers", "flex_attention"
 CACHES = ("bf16", "int8", "int4")
 OPS = {"ternary": 2, "int4_g32": 4}  # bits of their codes
-# What copies (bytes read and written) and 8192^3 bf16 products have been seen to reach: a card well below is not well
+# What copies (bytes read and written) and 8192^3 bf16 products reach on a good card. If a card stays far below, it is
+# faulty or shared
 CARDS = {"H200": (4300, 788), "H100 80GB HBM3": (3000, 798)}  # GB/s, TFLOP/s
 HEALTHY = 0.95
 

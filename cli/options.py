@@ -163,7 +163,7 @@ def _parameter(name: str, option: dataclasses.Field[Any], owner: type, of_model:
 
 
 def _read(option: dataclasses.Field[Any], value: Any) -> Any:
-    """The field's value of an option's."""
+    """Return the value of the dataclass field that an option's value stands for."""
     if "flag" in option.metadata:
         return not value
     return _biases(value) if option.name == "logit_bias" and value is not None else value

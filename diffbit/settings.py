@@ -47,8 +47,8 @@ class SessionOptions:
     reproducible: bool = field(
         default=False,
         metadata={
-            "help": "Give the same answer whether tokens of the prompt were cached or not: of a cache, use only whole "
-            "blocks of prompts, not generated tokens (docs/serve.md has the price)."
+            "help": "Give the same answer whether or not tokens of the prompt were cached: reuse only whole blocks of "
+            "earlier prompts, and no generated tokens (docs/serve.md says what this costs)."
         },
     )
 
@@ -98,7 +98,7 @@ class Sampling:
         default_factory=dict, metadata={"help": "Add BIAS to the logit of token ID; repeatable."}
     )
     seed: Annotated[int, bounds(0)] | None = field(
-        default=None, metadata={"help": "Random seed; default: another one each time."}
+        default=None, metadata={"help": "Random seed; default: a new one each time."}
     )
 
     def __post_init__(self) -> None:

@@ -4,8 +4,8 @@ A constraint says for each step which tokens may come next; `Sampler` chooses am
 sampler takes a constraint: `generate`, `Chat`, and each row of the server's batch.
 
 A limit of tokens does not cut a constrained text: the constraint knows a short way to the end of the text (`_ending`)
-and takes it while the limit still has room for it. The way is a greedy one, of forced bytes and single characters that
-close what is open. It may be missing for a grammar, whose text is then cut as any other.
+and takes it while the limit still has room for it. It finds the way greedily, from forced bytes and single characters
+that close what is open. For some grammars it finds none; their text is then cut like any other.
 """
 
 from __future__ import annotations

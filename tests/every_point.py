@@ -1,4 +1,4 @@
-"""pytest -p tests.every_point tests/kill: commands are killed before every step that changes the disk, not some."""
+"""pytest -p tests.every_point tests/kill: kills commands before each step that changes the disk, not before some."""
 
 from __future__ import annotations
 

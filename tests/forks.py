@@ -19,7 +19,8 @@ from typing import BinaryIO
 M_MMAP_THRESHOLD = -3  # of malloc.h
 SECONDS = 600  # after which a child is ended, so that none is waited for for ever
 REFUSED, RAISED = 2, 70  # exit codes: of a user's mistake; of an action that raised, with its traceback on stderr
-# of this test process alone, and below those that the system gives to others between the choice and the use
+# No other test process uses these, and they are below the ports that the system gives out, so no one takes one
+# between its choice and its use
 PORTS = itertools.count(10_000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")))
 
 

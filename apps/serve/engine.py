@@ -3,7 +3,8 @@
 Requests do not influence each other: an answer equals what `generate` returns with the same sampler, up to rounding in
 sums, whose order depends on the batch size.
 
-If the memory for caches is full, the youngest answer loses its row; its text is computed again once another one ends.
+If the memory for caches is full, the youngest answer loses its row. When another answer ends, it gets a row again,
+and its text so far is computed once more.
 """
 
 from __future__ import annotations
@@ -266,8 +267,11 @@ class Engine:
             self._push({row: logits})
 
     def _compute(self, answer: _Answer) -> tuple[int, int, Logits | None]:
-        """Give a row to a text -> as `Rows.begin`. What had been written is a part of the prompt or, to be the same to
-        the bit, written again."""
+        """Give a row to an answer, and return what `Rows.begin` returns.
+
+        Tokens that were written before become a part of the prompt. In a reproducible session they are computed one by
+        one instead, so that the logits are the same to the bit.
+        """
         prompt = answer.request.prompt if self.session.reproducible else answer.token_ids
         written = answer.token_ids[len(prompt) :]
         row, cached, logits = self.rows.begin(prompt, answer.request.is_wanted, len(written))

@@ -38,7 +38,8 @@ class Prefix:
 
 
 class Pages:
-    """The memory of `arrays` [rows, ...], in which rows share pages. Those with rows of broken pages are copied."""
+    """The memory of `arrays` [rows, ...], in which rows share pages. An array is copied if its rows are not whole
+    pages."""
 
     def __init__(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         self._arrays = arrays

@@ -39,7 +39,7 @@ class PrefixFiles:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise DiffbitError(f"{folder}: is no folder to write to ({error.strerror}); choose another one") from None
+            raise DiffbitError(f"{folder}: cannot write to this folder ({error.strerror}); choose another") from None
         self._ids: dict[Path, NDArray[np.int64]] = {}
         for file in sorted(self.folder.glob("*.safetensors")):
             try:

@@ -51,9 +51,12 @@ def parts(name: str) -> tuple[str | None, str, str]:
 
 @dataclass(frozen=True)
 class Family(ABC):
-    """writes: when it is the family's turn to write a model: of the families that can represent it, the one with the
-    lowest number does (`family_for`). All but diffbit's generic one have 1, and no two of these can represent the same
-    model. None: only its own folders are read."""
+    """A layout of checkpoint folders: what one `model_type` reads and writes.
+
+    writes: a rank. Of the families that can represent a model, the one with the lowest rank writes it (`family_for`).
+    All but diffbit's generic one have 1, and no two of these can represent the same model. None: the family only reads
+    folders.
+    """
 
     model_type: str
     writes: int | None = field(default=None, kw_only=True)

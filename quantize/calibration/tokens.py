@@ -2,9 +2,9 @@
 
 `exact` has those of the float model, `hidden` those of the model whose earlier layers are already quantized. The latter
 are a layer's real input, errors included, so methods calibrate on them (arXiv 2210.17323, section 3.3), except those
-that only weigh channels: there both are of the float model (`rounded` is False), and `exact` only measures. Only one
-layer and these states are in memory at a time, along with the tensors that a layer passes to later ones (`Carried`), in
-both versions, until their last reader is done.
+that only weigh channels: for those both versions come from the float model (`rounded` is False), and `exact` only
+measures. Only one layer and these states are in memory at a time, along with the tensors that a layer passes to later
+ones (`Carried`), in both versions, until their last reader is done.
 """
 
 from __future__ import annotations

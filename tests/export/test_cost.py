@@ -1,4 +1,4 @@
-"""A decode step costs as many operations more per token of context as every other: linear, counted from shapes."""
+"""The operations of a decode step grow linearly with the context: each token adds as many, counted from shapes."""
 
 from __future__ import annotations
 

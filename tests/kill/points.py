@@ -51,7 +51,7 @@ def _signalled(step: int, action: Callable[[], object], number: signal.Signals) 
 
 
 def killed_after(seconds: float, action: Callable[[], object]) -> bool:
-    """Run it in a child that is killed after so many seconds; whether it was."""
+    """Run the action in a child, kill it after so many seconds, and return whether it was still running."""
 
     def run() -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""A device that is none: its tensors lie in the CPU's memory, and meet those of the CPU only where a GPU's may.
+"""A pretended device: its tensors lie in the CPU's memory, but may meet the CPU's tensors only where a GPU's may.
 
 with Elsewhere():
     run(torch.device("cuda"))            # raises where a tensor was left behind

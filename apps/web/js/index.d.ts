@@ -22,7 +22,7 @@ export interface Sampling {
   presencePenalty?: number;
   /** Added to the logits of these token ids. */
   logitBias?: Record<number, number>;
-  /** The same seed draws the same tokens; default: another one each time. */
+  /** The same seed draws the same tokens; default: a new one each time. */
   seed?: number;
 }
 

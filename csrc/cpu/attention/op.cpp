@@ -23,8 +23,8 @@ void copy_rings_to_present(Call& call, Context& context) {
   }
 }
 
-/// For few rows whose tokens do not all see the same tokens, or the same quantized tokens: computes one part after the
-/// other in the present's buffers.
+/// Computes few rows, if their tokens do not all see the same tokens or the same quantized tokens: one part after the
+/// other, in the present's buffers.
 void decode_parts(Call call, Context& context) {
   const int64_t length = call.length, past = call.all_total - length;
   for (int64_t begin = 0, end; begin < length || begin == 0; begin = end) {

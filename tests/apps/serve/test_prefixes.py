@@ -128,7 +128,7 @@ def test_another_artifact_has_other_files(artifact: Path, trained: Callable[[str
 def test_what_cannot_be(artifact: Path, trained: Callable[[str], Path], tmp_path: Path) -> None:
     session = Session(artifact, native=False)
     (tmp_path / "file").write_text("")
-    with pytest.raises(DiffbitError, match="is no folder to write to"):
+    with pytest.raises(DiffbitError, match="cannot write to this folder"):
         PrefixFiles(tmp_path / "file", session.artifact, MOST)
     with pytest.raises(DiffbitError, match="omit --cache-dir"):
         Rows.of(session, 2, PrefixFiles(tmp_path / "files", session.artifact, MOST))
