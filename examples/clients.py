@@ -1,10 +1,11 @@
-"""Structured output and tools of `diffbit serve` through the clients openai, LangChain and instructor.
+"""Answers, structured output and tools of `diffbit serve` through the clients openai, LangChain and instructor.
 
     pip install openai langchain-openai instructor
-    diffbit serve out/smollm2-int4 --port 8080 &
-    python examples/clients.py http://127.0.0.1:8080/v1
+    diffbit serve out/smollm2-int4 --port 8080 --api-key secret &
+    python examples/clients.py http://127.0.0.1:8080/v1 secret
 
-It prints what each client returns. The form is guaranteed; whether the content makes sense depends on the model.
+It prints what each client returns; of a server without a key, leave the key out. The form is guaranteed; whether the
+content makes sense depends on the model.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def with_openai(client: OpenAI, model: str) -> None:
         "max_tokens": 80,
         "temperature": 0,
     }
+    print("openai:", client.chat.completions.create(**asked).choices[0].message.content)
     parsed = client.chat.completions.parse(**asked, response_format=Forecast)
     print("openai, parse:", parsed.choices[0].message.parsed)
     schema = Forecast.model_json_schema()
@@ -64,8 +66,10 @@ def with_openai(client: OpenAI, model: str) -> None:
         print("openai, streamed responses:", events.get_final_response().output_parsed, kinds[0], "...", kinds[-1])
 
 
-def with_langchain(url: str, model: str) -> None:
-    chat = ChatOpenAI(base_url=url, api_key="none", model=model, temperature=0, max_tokens=80)
+def with_langchain(url: str, key: str, model: str) -> None:
+    chat = ChatOpenAI(base_url=url, api_key=key, model=model, temperature=0, max_tokens=80)
+    print("LangChain:", chat.invoke(QUESTION).content)
+    print("LangChain, streamed:", "".join(part.content for part in chat.stream(QUESTION)))
     bound = chat.bind_tools([weather], tool_choice="required", parallel_tool_calls=False)
     called = bound.invoke(QUESTION)
     print("LangChain, bind_tools:", called.tool_calls)
@@ -95,9 +99,9 @@ def with_instructor(client: OpenAI, model: str) -> None:
 
 
 if __name__ == "__main__":
-    (url,) = sys.argv[1:]
-    client = OpenAI(base_url=url, api_key="none", max_retries=0)
+    url, key = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "none"
+    client = OpenAI(base_url=url, api_key=key, max_retries=0)
     model = client.models.list().data[0].id
     with_openai(client, model)
-    with_langchain(url, model)
+    with_langchain(url, key, model)
     with_instructor(client, model)
