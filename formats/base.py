@@ -32,6 +32,7 @@ MICROSOFT = "com.microsoft"
 ROW_BLOCK = 128  # block size in MatMulNBits for weights with one scale per row
 ACCURACY_LEVEL = 4  # of MatMulNBits: int8 inputs; lower levels are fifty times slower at 2 and 8 bits
 
+COARSE = 3  # of `Format.factors`, a quick search tries one in so many
 LARGE = 1 << 26  # a product decodes larger weights some rows at a time
 
 
@@ -129,6 +130,12 @@ class Format(ABC):
         for factor in self.factors:
             yield self.stored(scale * factor), None
 
+    def few_candidates(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield the scales, not yet `stored`, and zero points that a quick search tries."""
+        scale, _ = self.fit(weight)
+        for factor in self.factors[::COARSE]:
+            yield scale * factor, None
+
     def stored(self, scale: Tensor) -> Tensor:
         """Round scales, fp32, to the values that a checkpoint can store."""
         return finite(scale)
@@ -204,6 +211,14 @@ class Format(ABC):
     @abstractmethod
     def decode_each(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """Invert `encode_each`; returns fp32."""
+
+    def values_each(self, place: Tensor, zero: Tensor | None) -> Tensor:
+        """Return the nearest values at scale 1, elementwise, of numbers at scale 1, for a search to compare scales.
+
+        Where two values are about as near, it may be the other one than that of `encode_each`.
+        """
+        one = torch.ones((), device=place.device)
+        return self.decode_each(self.encode_each(place, one, zero), one, zero)
 
     # a checkpoint
 
@@ -398,6 +413,11 @@ def by_group(format: Format, weight: Tensor, reduce: Any) -> Tensor:
 def divisor(scale: Tensor) -> Tensor:
     """Return scales to divide by: 0, the scale of a group of zeros, becomes infinity, so that quotients are 0."""
     return scale.masked_fill(scale == 0, torch.inf)
+
+
+def chosen(table: Tensor, indices: Tensor) -> Tensor:
+    """Return table[indices], three times as fast as torch's indexing on a CPU."""
+    return table.index_select(0, indices.flatten()).view(indices.shape)
 
 
 def finite(scale: Tensor) -> Tensor:

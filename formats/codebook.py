@@ -10,16 +10,18 @@ com.microsoft.MatMulBnb4, which reads the same bytes and does not round its inpu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from ..models.graph import Builder, Value
-from .base import MICROSOFT, Format, QTensor, by_group, finite
+from .base import MICROSOFT, Format, QTensor, by_group, chosen, finite
 from .packing import pack_bits, swap_pairs, unpack_bits
 from .rounding import Rounding
 
 GRAMMAR = "nf4, fp4"
+BINS = 4096  # of the numbers from -1 to 1 that `values_each` distinguishes
 
 # Quantiles of N(0, 1) with an exact zero, scaled to [-1, 1]: bit for bit bitsandbytes' table.
 NF4 = (
@@ -68,8 +70,12 @@ class CodebookFormat(Format):
             codes.int()
         ]
 
+    def values_each(self, place: Tensor, zero: Tensor | None) -> Tensor:
+        bins = place.clamp(-1, 1).add_(1).mul_(BINS // 2).round_().int()
+        return chosen(_values(self.codebook, place.device), bins)
+
     def decode_each(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        return torch.tensor(self.codebook, device=codes.device)[codes.int()] * scale
+        return chosen(torch.tensor(self.codebook, device=codes.device), codes.int()) * scale
 
     def pack(self, codes: Tensor) -> Tensor:
         return pack_bits(swap_pairs(codes), self.bits)
@@ -91,6 +97,14 @@ class CodebookFormat(Format):
             block_size=self.group_size,
             quant_type=list(TABLES).index(self.name),
         )
+
+
+@cache
+def _values(codebook: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return the nearest value to each of BINS + 1 numbers from -1 to 1."""
+    values = torch.tensor(codebook, device=device).unique()  # sorted
+    numbers = torch.linspace(-1, 1, BINS + 1, device=device)
+    return values[torch.bucketize(numbers, (values[1:] + values[:-1]) / 2)]
 
 
 def parse(name: str) -> CodebookFormat | None:

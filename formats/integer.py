@@ -45,6 +45,7 @@ from ..models.graph import Builder, Value
 from ..ops import gather_lowbit, gather_quantized, int4_matmul, int8_matmul, lowbit_matmul
 from .base import (
     ACCURACY_LEVEL,
+    COARSE,
     ROW_BLOCK,
     Blocks,
     Format,
@@ -60,6 +61,7 @@ from .rounding import Rounding
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
 INPUT_BLOCK = 32  # block size of Int8MatMul's input for weights with one scale per row
+FEW_BITS = 4  # up to which a quick search tries more than the outermost levels for the largest weight
 HALF_TINY = 2.0**-24  # the smallest positive fp16
 GRAMMAR = "int2 ... int8, each with _g16, _g32, _g64, _g128 or _g256 and with _asym if wanted"
 
@@ -86,13 +88,16 @@ class IntFormat(Format):
 
     def fit(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         self.check(tuple(weight.shape))
-        low, high = by_group(self, weight, lambda group: torch.stack(torch.aminmax(group, dim=-1), -1)).unbind(-1)
+        low, high = self._range(weight)
         if self.symmetric:
-            largest = torch.where(-low >= high, low, high)  # with its sign; on a tie, the negative one
-            return self.stored(largest / self.lowest), None
+            return self.stored(_largest(low, high) / self.lowest), None
         low, high = low.clamp(max=0), high.clamp(min=0)  # keeps zero exact
         scale = self.stored(high / (self.codes - 1) - low / (self.codes - 1))  # divided first: high - low may overflow
         return scale, (-low / divisor(scale)).round().clamp(0, self.codes - 1).to(torch.uint8)
+
+    def _range(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the least and the largest weight of each group, [N, G]."""
+        return by_group(self, weight, lambda group: torch.stack(torch.aminmax(group, dim=-1), -1)).unbind(-1)
 
     def candidates(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield scales of either sign, or, with a zero point, ranges with either end shortened separately."""
@@ -109,6 +114,29 @@ class IntFormat(Format):
                 below, above = scale * zero * low, scale * (top - zero.float()) * high
                 stored = self.stored((below + above) / top)
                 yield stored, (below / divisor(stored)).round().clamp(0, top).to(torch.uint8)
+
+    def few_candidates(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield scales of either sign, of which some put the largest weight on one of the outer levels: so the scale of
+        weights that lie on the format's grid is found. With a zero point, yield shortened ranges."""
+        if self.symmetric:
+            largest = _largest(*self._range(weight))
+            levels = self.levels or range(self.lowest, -self.lowest)
+            outer = [level for level in levels if self.lowest < -abs(level) <= self.lowest / 2]
+            most = self.factors[0] if self.levels else 1.0  # for integers, those of `outer` are enough
+            factors = [factor for factor in self.factors[::COARSE] if self.bits / 10 <= factor < most]
+            on_levels = outer if self.bits <= FEW_BITS else (outer[0], outer[-1])
+            for place in (*on_levels, *(sign * self.lowest / factor for factor in (1, *factors) for sign in (1, -1))):
+                yield largest / place, None
+            return
+        scale, zero = self.fit(weight)
+        assert zero is not None
+        top = self.codes - 1
+        shorter = [factor for factor in self.factors if self.bits / 10 <= factor <= 1][:: COARSE + 1]
+        for low in shorter:
+            for high in shorter:
+                below, above = scale * zero * low, scale * (top - zero.float()) * high
+                between = (below + above) / top
+                yield between, (below / divisor(between)).round().clamp(0, top).to(torch.uint8)
 
     def stored(self, scale: Tensor) -> Tensor:
         half = finite(scale).half().float()
@@ -131,6 +159,10 @@ class IntFormat(Format):
     def encode_each(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         offset = 2 ** (self.bits - 1) if zero is None else zero
         return (weight / divisor(scale)).round_().add_(offset).clamp_(0, self.codes - 1)
+
+    def values_each(self, place: Tensor, zero: Tensor | None) -> Tensor:
+        offset = 2 ** (self.bits - 1) if zero is None else zero.float()
+        return place.round().clamp_(-offset, self.codes - 1 - offset)
 
     def decode_each(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         offset = 2 ** (self.bits - 1) if zero is None else zero.float()
@@ -259,6 +291,11 @@ class IntFormat(Format):
 
         zero = None if weight.zero is None else repeated(weight.zero)
         return Blocks(bits, block, self._contained(weight), repeated(weight.scale), zero)
+
+
+def _largest(low: Tensor, high: Tensor) -> Tensor:
+    """Return the weight of largest magnitude, with its sign; on a tie, the negative one."""
+    return torch.where(-low >= high, low, high)
 
 
 def parse(name: str) -> IntFormat | None:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..io.errors import DiffbitError
 from ..ops import int4_matmul
-from .base import divisor, finite
+from .base import chosen, divisor, finite
 from .integer import IntFormat
 
 STEPS = 127
@@ -106,10 +106,14 @@ class LevelFormat(LowBitFormat):
         # the middles between levels are multiples of one half, so the half below a number decides its code
         halves = (weight / divisor(scale)).mul_(2).floor_().clamp_(-256, 255).int() + 256
         halves &= 511  # NaN, which has no nearest level, gets some code
-        return _nearest(self.bits, weight.device)[halves]
+        return chosen(_nearest(self.bits, weight.device), halves)
+
+    def values_each(self, place: Tensor, zero: Tensor | None) -> Tensor:
+        halves = (2 * place).floor_().clamp_(-256, 255).add_(256).int()
+        return chosen(_nearest_levels(self.bits, place.device), halves)
 
     def decode_each(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        return _levels(self.bits, codes.device)[codes.int()] * scale
+        return chosen(_levels(self.bits, codes.device), codes.int()) * scale
 
 
 @cache
@@ -123,6 +127,11 @@ def _nearest(bits: int, device: torch.device) -> Tensor:
     levels = torch.tensor(LEVELS[bits], device=device)
     numbers = torch.arange(-256, 256, device=device)
     return torch.bucketize(numbers, levels[:-1] + levels[1:], right=True).to(torch.uint8)
+
+
+@cache
+def _nearest_levels(bits: int, device: torch.device) -> Tensor:
+    return _levels(bits, device)[_nearest(bits, device).int()]
 
 
 def parse(name: str) -> LowBitFormat | None:

@@ -9,9 +9,16 @@ where h_k, the importance of an input channel, is the diagonal of the Gram matri
 expected squared error of the output if errors of different channels were independent. Then it tries scales a little
 smaller and larger than the best.
 
-`refit`: with the codes fixed, the best scale of a group by the same error is a weighted least-squares solution,
+`quick_search`, which rounding to nearest uses: nearly the same error in a fraction of the time. It tries few candidates
+(`Format.few_candidates`), all of them on some rows that stay in the cache. Then, in turn, it rounds and solves for the
+scale: with the codes fixed, the best scale of a group is a weighted least-squares solution,
 
     s = sum_k h_k u_k w_k / sum_k h_k u_k^2        u_k: the value of the code at scale 1
+
+Without importance it takes the sum of the fourth powers of errors, as HQQ does, each step with their squares as h.
+A group's largest weights often read the largest inputs. Squares alone clip them: SmolLM2 in int3_g64 then loses more
+than with scales of the range (KL 2.03, 1.60 and, by fourth powers, 1.58), while its levels gain by both (nl3_g32_s8:
+1.02 by squares, 1.27 and 1.07).
 
 `solve`: with the codes of a row fixed, its dequantized weights are linear in its scales s [G], and the row's error
 
@@ -23,14 +30,17 @@ with the Gram matrix H is smallest if C^T H C s = C^T H w: a small linear system
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from ...formats import Format
+from ...formats import Format, divisor, row_blocks
 
 FINE = (0.98, 1.02)  # factors of the best candidate, half a step of `Format.factors`
+REFITS = 2  # of a quick search
 ALIVE = 1e-3  # smallest importance, relative to the mean, so that a group of unused channels has a scale too
 
 
@@ -42,25 +52,97 @@ def search(weight: Tensor, format: Format, importance: Tensor | None = None) -> 
     return least(weight, format, lambda lost: (lost.square_() * weighting).sum(-1))
 
 
+def quick_search(weight: Tensor, format: Format, importance: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Return scales and zero points, shaped as `search`'s; no row has a larger error than with `format.fit`'s."""
+    if format.per_tensor:
+        return search(weight, format, importance)
+    rows, columns = weight.shape
+    format.check((rows, columns))
+    weighting = None
+    if importance is not None or columns % (format.group_size or columns):  # the weighting of padding is 0
+        ones = torch.ones(columns, device=weight.device)
+        weighting = _weighting(format, ones if importance is None else importance)
+    scale = torch.empty(format.scale_shape((rows, columns)), device=weight.device)
+    zero = None if format.symmetric else torch.empty_like(scale, dtype=torch.uint8)
+    blocks, weight = list(row_blocks(weight)), weight.detach()
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # blocks are too small for torch's own threads
+        search_block = partial(_quick_search, format=format, weighting=weighting, weighed=importance is not None)
+        for some, (found, point) in zip(blocks, pool.map(lambda some: search_block(weight[some]), blocks), strict=True):
+            scale[some] = found
+            if zero is not None and point is not None:
+                zero[some] = point
+    return scale, zero
+
+
+def _quick_search(
+    weight: Tensor, format: Format, weighting: Tensor | None, weighed: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Search for all groups of a weight [n, K] at once; weighting [G, group], or None.
+
+    weighed: it is an importance, not only 0 for padding.
+    """
+    weight = weight.float()
+    part = format.grouped(weight)  # [n, G, group]
+
+    def total(products: Tensor) -> Tensor:
+        return (products if weighting is None else products.mul_(weighting)).sum(-1)  # [n, G]
+
+    def values(scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The weight at scale 1, and the nearest values."""
+        place = part / divisor(scale)[..., None]
+        return place, format.values_each(place, None if zero is None else zero[..., None])
+
+    def loss(scale: Tensor, zero: Tensor | None) -> Tensor:
+        place, value = values(scale, zero)
+        squares, unit = value.sub_(place).square_(), scale.square()
+        return total(squares) * unit if weighed else total(squares.square_()) * unit.square()
+
+    def refit(scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Solve for the scale of the nearest codes; with a zero point, for the line of the weights over the codes."""
+        place, value = values(scale, zero)
+        h = torch.ones_like(place) if weighed else (value - place).square_()  # of fourth powers: h times squares
+        along, norm = total(h * place * value), total(h * value * value)
+        if zero is not None:
+            count, places, sum_of_values = total(h.clone()), total(h * place), total(h * value)
+            slope = (count * along - sum_of_values * places) / (count * norm - sum_of_values.square())
+            shift = ((sum_of_values - places / slope) / count).nan_to_num_(0, 0, 0)
+            moved = (zero + shift).round_().clamp_(0, format.codes - 1)
+            change = zero - moved  # of all values
+            along, norm = along + change * places, norm + change * (2 * sum_of_values + change * count)
+            zero = moved.to(torch.uint8)
+        step = 1 if weighed else 1 / 3  # Newton's, of fourth powers
+        return format.stored(torch.where(along > 0, (1 + step * (along / norm - 1)) * scale, scale)), zero
+
+    fitted, best_zero = format.fit(weight)
+    fitted_zero, best = best_zero, fitted
+    least_loss = fitted_loss = loss(fitted, best_zero)
+    for scale, zero in format.few_candidates(weight):
+        losses = loss(scale, zero)
+        better = losses < least_loss
+        least_loss, best = torch.where(better, losses, least_loss), torch.where(better, scale, best)
+        if zero is not None and best_zero is not None:
+            best_zero = torch.where(better, zero, best_zero)
+    best = format.stored(best)
+    least_loss = loss(best, best_zero)
+    for _ in range(REFITS):
+        scale, zero = refit(best, best_zero)
+        losses = loss(scale, zero)
+        better = losses < least_loss
+        best = format.stored(torch.where(better, scale, best))
+        if zero is not None and best_zero is not None:
+            best_zero = torch.where(better, zero, best_zero)
+        least_loss = loss(best, best_zero)
+    worse = least_loss.sum(-1, keepdim=True) > fitted_loss.sum(-1, keepdim=True)  # groups of a row may share a scale
+    best = torch.where(worse, fitted, best)
+    if best_zero is not None and fitted_zero is not None:
+        best_zero = torch.where(worse, fitted_zero, best_zero)
+    return best, best_zero
+
+
 def _weighting(format: Format, importance: Tensor) -> Tensor:
     """Return importance [K], relative to its mean, as [G, group]."""
     importance = importance.float() / importance.float().mean().clamp(min=torch.finfo(torch.float32).tiny) + ALIVE
     return format.grouped(importance[None])[0]
-
-
-@torch.no_grad()
-def refit(weight: Tensor, format: Format, codes: Tensor, scale: Tensor, zero: Tensor | None, h: Tensor) -> Tensor:
-    """Return the scales of least error for given codes and importance h [K]; old ones if the new have the other
-    sign."""
-    weighting = _weighting(format, h)
-    along, norm = torch.zeros(2, len(weight), format.groups(weight.shape[1]), device=weight.device)
-    for rows, s, z, (part, code) in format.by_rows(scale, zero, weight, codes):
-        unit = format.decode_each(code, torch.ones_like(s), z)
-        along[rows] = (unit * weighting * part.float()).sum(-1)
-        norm[rows] = (unit * weighting * unit).sum(-1)
-    if scale.shape != along.shape:  # one scale for all
-        along, norm = along.sum().view(1, 1), norm.sum().view(1, 1)
-    return format.stored(torch.where(along * scale > 0, along / norm, scale))
 
 
 def least(weight: Tensor, format: Format, error: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor | None]:

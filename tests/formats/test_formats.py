@@ -1,4 +1,4 @@
-"""Formats and round-to-nearest against a slow version in plain Python, bitsandbytes and transformers."""
+"""Formats and rounding by the range against a slow version in plain Python, bitsandbytes and transformers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffbit.formats import QTensor, base, names, parse_format
+from diffbit.formats import Format, QTensor, base, names, parse_format
 from diffbit.formats.codebook import NF4
 from diffbit.io.errors import DiffbitError
-from diffbit.quantize.methods.rtn import quantize as rtn
 
 INTS = [
     "int8", "int8_g64_asym", "int6_g32", "int5_g16_asym", "int4_g32", "int4_g128_asym", "int4", "int3_g64", "int2_g16",
 ]  # fmt: skip
 ALL = [*INTS, "nf4", "mxfp4", "ternary"]
+
+
+def by_range(weight: torch.Tensor, format: Format) -> QTensor:
+    """Round to nearest with the scales of the range."""
+    return format.nearest(weight, *format.fit(weight))
 
 
 def weight(rows: int = 12, columns: int = 192, seed: int = 0) -> torch.Tensor:
@@ -51,10 +55,10 @@ def slow_int(row: list[float], bits: int, group: int, symmetric: bool) -> tuple[
 
 @pytest.mark.parametrize("name", INTS)
 @pytest.mark.parametrize("columns", [192, 200, 7])
-def test_rtn_is_the_slow_version(name, columns):
+def test_the_range_is_the_slow_version(name, columns):
     format = parse_format(name)
     w = weight(5, columns)
-    quantized = rtn(w, format)
+    quantized = by_range(w, format)
     for index, row in enumerate(w.tolist()):
         codes, scales, zeros = slow_int(row, format.bits, format.group_size, format.symmetric)
         assert quantized.codes[index].tolist() == codes
@@ -72,7 +76,7 @@ def test_error_is_at_most_half_a_step(name, factor):
     """Inside the range; the end that the range does not reach may lose one step more (fp16 rounding of it included)."""
     format = parse_format(name)
     w = weight() * factor
-    quantized = rtn(w, format)
+    quantized = by_range(w, format)
     group = format.group_size or w.shape[1]
     zeros = torch.full_like(quantized.scale, 2 ** (format.bits - 1)) if quantized.zero is None else quantized.zero
     scale, zero = (part.repeat_interleave(group, 1)[:, : w.shape[1]] for part in (quantized.scale, zeros))
@@ -89,7 +93,7 @@ def test_error_is_at_most_half_a_step(name, factor):
 def test_the_largest_weight_of_a_group_survives(name):
     format = parse_format(name)
     w = weight().half().float()
-    quantized = rtn(w, format)
+    quantized = by_range(w, format)
     largest = format.grouped(w).abs().amax(-1)
     kept = format.grouped(quantized.dequantize()).abs().amax(-1)
     torch.testing.assert_close(kept, largest, rtol=2**-11, atol=0)
@@ -98,7 +102,7 @@ def test_the_largest_weight_of_a_group_survives(name):
 def test_more_bits_err_less():
     w = weight(64, 256)
     for group in ("", "_g128", "_g32", "_g32_asym"):
-        errors = [(w - rtn(w, parse_format(f"int{bits}{group}")).dequantize()).norm() for bits in range(2, 9)]
+        errors = [(w - by_range(w, parse_format(f"int{bits}{group}")).dequantize()).norm() for bits in range(2, 9)]
         assert all(later < 0.65 * earlier for earlier, later in pairwise(errors))
 
 
@@ -107,9 +111,9 @@ def test_more_bits_err_less():
 def test_blocks_of_rows_make_no_difference(name, dtype, monkeypatch):
     """Every dtype is rounded as its fp32 values are, whatever the number of rows handled at a time."""
     w = weight(9).to(dtype)
-    whole = rtn(w.float(), parse_format(name))
+    whole = by_range(w.float(), parse_format(name))
     monkeypatch.setattr(base, "BLOCK", 2 * 192)
-    pieces = rtn(w, parse_format(name))
+    pieces = by_range(w, parse_format(name))
     assert torch.equal(whole.codes, pieces.codes)
     assert torch.equal(whole.scale, pieces.scale)
     assert torch.equal(whole.dequantize(), pieces.dequantize())
@@ -120,12 +124,27 @@ def test_blocks_of_rows_make_no_difference(name, dtype, monkeypatch):
 def test_packed_comes_back(name, rows, blocks, rest):
     format = parse_format(name)
     columns = 64 * blocks + (0 if format.whole_groups else rest)
-    quantized = rtn(weight(rows, columns, seed=rest), format)
+    quantized = by_range(weight(rows, columns, seed=rest), format)
     parts = quantized.parts()
     again = QTensor.from_packed(format, (rows, columns), **parts)
     assert torch.equal(again.codes, quantized.codes) and torch.equal(again.scale, quantized.scale)
     assert torch.equal(again.dequantize(), quantized.dequantize())
     assert quantized.nbytes == sum(part.nbytes for part in parts.values())
+
+
+@pytest.mark.parametrize("name", [*ALL, "fp4", "nl2_g32_s8", "nl4_g32_s8", "int3_g32_s8"])
+def test_values_are_those_of_the_nearest_codes(name):
+    """A search may take the other one of two values that are about as near."""
+    format = parse_format(name)
+    place = torch.randn(40, 3, 64, generator=torch.Generator().manual_seed(0)) * format.codes * format.spacing / 4
+    zero = None if format.symmetric else (torch.arange(120).view(40, 3, 1) % format.codes).to(torch.uint8)
+    one = torch.ones(40, 3, 1)
+    value, expected = (
+        format.values_each(place, zero),
+        format.decode_each(format.encode_each(place, one, zero), one, zero),
+    )
+    torch.testing.assert_close((value - place).abs(), (expected - place).abs(), rtol=0, atol=1e-3)
+    assert set(value.flatten().tolist()) <= set(expected.flatten().tolist())
 
 
 def test_bits_per_weight():
@@ -138,8 +157,8 @@ def test_bits_per_weight():
         "int3_g64": 3.25,
     }
     for name, bits in expected.items():
-        assert rtn(weight(8, 1024), parse_format(name)).bits_per_weight == pytest.approx(bits)
-    assert rtn(weight(64, 1024), parse_format("ternary")).bits_per_weight == pytest.approx(2, abs=1e-3)
+        assert by_range(weight(8, 1024), parse_format(name)).bits_per_weight == pytest.approx(bits)
+    assert by_range(weight(64, 1024), parse_format("ternary")).bits_per_weight == pytest.approx(2, abs=1e-3)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -150,7 +169,7 @@ def test_zeros_and_extremes(name):
     w[1, :64] = 0
     w[2] = 1e-12 * w[2]  # scales far below fp16's smallest number
     w[3, 5] = 3e4  # one huge value
-    quantized = rtn(w, format)
+    quantized = by_range(w, format)
     back = quantized.dequantize()
     assert back.isfinite().all()
     assert (back[0] == 0).all() or name == "ternary"
@@ -165,7 +184,7 @@ def test_scales_below_fp16_keep_what_they_can(name):
     """The smallest fp16 is 6e-8: a group whose scale would be smaller is rounded to multiples of that."""
     w = weight(2, 128).sign() * 1e-7
     format = parse_format(name)
-    quantized = rtn(w, format)
+    quantized = by_range(w, format)
     assert ((quantized.scale.abs() >= 2**-24) & (quantized.scale.half().float() == quantized.scale)).all()
     assert (w - quantized.dequantize()).abs().max() <= 2**-24
 
@@ -175,7 +194,7 @@ def test_a_scale_too_large_for_fp16_is_refused(name):
     w = weight(2, 128)
     w[0, 0] = 3e38
     with pytest.raises(DiffbitError, match="65504"):
-        rtn(w, parse_format(name))
+        by_range(w, parse_format(name))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -184,7 +203,7 @@ def test_nan_and_infinity_are_refused(name, bad):
     w = weight(2, 128)
     w[1, 77] = bad
     with pytest.raises(DiffbitError, match="NaN or infinity"):
-        rtn(w, parse_format(name))
+        by_range(w, parse_format(name))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -204,7 +223,7 @@ def test_nf4_is_bitsandbytes(dtype, kind):
         w[:, :128] = 0
     w = w.to(dtype)
     packed, state = functional.quantize_4bit(w, quant_type="nf4", blocksize=64)
-    quantized = rtn(w, parse_format("nf4"))
+    quantized = by_range(w, parse_format("nf4"))
     assert torch.equal(quantized.packed().flatten(), packed.flatten())
     assert torch.equal(quantized.scale.flatten(), state.absmax)
     if dtype == torch.float32:
@@ -213,21 +232,21 @@ def test_nf4_is_bitsandbytes(dtype, kind):
 
 def test_nf4_refuses_other_widths():
     with pytest.raises(DiffbitError, match=r"multiple of 64; use int4_g32"):
-        rtn(weight(2, 100), parse_format("nf4"))
+        by_range(weight(2, 100), parse_format("nf4"))
 
 
 def test_ternary_is_absmean():
     """transformers' own fake quantization of BitNet, and the packing of its checkpoints."""
     bitnet = pytest.importorskip("transformers.integrations.bitnet")
     w = weight(32, 200, seed=5) * 0.02
-    quantized = rtn(w, parse_format("ternary"))
+    quantized = by_range(w, parse_format("ternary"))
     with torch.compiler.set_stance("force_eager"):  # compiled for AVX2 it was seen to compute something else
         expected = bitnet.WeightQuant.apply(w)
         theirs = bitnet.unpack_weights(bitnet.pack_weights(quantized.codes.float() - 1), dtype=torch.float32)
     torch.testing.assert_close(quantized.dequantize(), expected, rtol=1e-6, atol=1e-9)
     assert quantized.scale.item() == pytest.approx(w.abs().mean().item(), rel=1e-6)
     assert torch.equal(theirs, quantized.codes.float() - 1)
-    assert rtn(torch.zeros(2, 8), parse_format("ternary")).scale.item() == pytest.approx(1e-5)
+    assert by_range(torch.zeros(2, 8), parse_format("ternary")).scale.item() == pytest.approx(1e-5)
 
 
 def test_ternary_file_with_a_fourth_code_is_refused():
@@ -266,7 +285,7 @@ def test_unknown_formats_are_refused(name, words):
 
 def test_wrong_parts_are_refused():
     format = parse_format("int4_g32")
-    good = rtn(weight(4, 64), format)
+    good = by_range(weight(4, 64), format)
     with pytest.raises(DiffbitError, match="scale"):
         QTensor(format, (4, 64), good.codes, good.scale[:, :1])
     with pytest.raises(DiffbitError, match="zero points"):
@@ -276,12 +295,12 @@ def test_wrong_parts_are_refused():
     with pytest.raises(DiffbitError, match="packed codes"):
         QTensor.from_packed(format, (4, 64), good.packed()[:, :-1], good.scale)
     with pytest.raises(DiffbitError, match="shape"):
-        rtn(torch.ones(3), format)
+        by_range(torch.ones(3), format)
 
 
 def test_a_stack_holds_the_rows_of_its_parts():
     for name in ALL:
-        parts = [rtn(weight() * scale, parse_format(name)) for scale in (1, 0.1, 7)]
+        parts = [by_range(weight() * scale, parse_format(name)) for scale in (1, 0.1, 7)]
         stack = QTensor.stack(parts)
         assert torch.equal(stack.dequantize(), torch.cat([part.dequantize() for part in parts]))
         assert torch.equal(stack.rows(slice(3, 30)).dequantize(), stack.dequantize()[3:30])
@@ -289,5 +308,5 @@ def test_a_stack_holds_the_rows_of_its_parts():
 
 def test_rows_are_a_view_of_the_whole():
     for name in ALL:
-        quantized = rtn(weight(), parse_format(name))
+        quantized = by_range(weight(), parse_format(name))
         assert torch.equal(quantized.rows(slice(3, 8)).dequantize(), quantized.dequantize()[3:8])

@@ -6,16 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from diffbit.formats import QTensor, parse_format
+from diffbit.formats import Format, QTensor, parse_format
 from diffbit.formats.lowbit import LEVELS
 from diffbit.io.errors import DiffbitError
 from diffbit.quantize.calibration import scales
-from diffbit.quantize.methods.rtn import quantize as rtn
 
 NAMES = [
     "int2_g32_s8", "int3_g64_s8", "int4_g32_s8", "int5_g128_s8", "int6_g32_s8",
     "nl2_g32_s8", "nl3_g64_s8", "nl4_g32_s8",
 ]  # fmt: skip
+
+
+def by_range(weight: torch.Tensor, format: Format) -> QTensor:
+    """Round to nearest with the scales of the range."""
+    return format.nearest(weight, *format.fit(weight))
 
 
 def weight(rows: int = 12, columns: int = 192, seed: int = 0) -> torch.Tensor:
@@ -48,7 +52,7 @@ def test_rounding_is_the_slow_version(name, columns, seed):
     w = weight(5, columns, seed)
     w[1, :5] *= 40
     w[2] *= 1e-3
-    quantized = rtn(w, parse_format(name))
+    quantized = by_range(w, parse_format(name))
     for index, row in enumerate(w.tolist()):
         codes, scales, weights = slow(row, name)
         assert quantized.codes[index].tolist() == codes
@@ -64,7 +68,7 @@ def test_stored_scales_stay_as_they_are(name):
     w[0], w[1, 32:] = 0, 0
     w[2], w[3], w[4] = w[2] * 1e-7, w[3] * 3e-6, w[4] * 1e-12
     w[5, :9] *= 1e4
-    quantized = rtn(w, format)
+    quantized = by_range(w, format)
     assert torch.equal(format.stored(quantized.scale), quantized.scale)
     parts = quantized.parts()
     assert parts["scale"].dtype == torch.int8
@@ -107,7 +111,9 @@ def test_levels_err_less_than_integers_of_as_many_bytes(bits, less, tails):
 def test_small_weights_lose_no_more_than_large_ones(name):
     """Those of a model with wide layers are about 0.01: fp16 has less precision below 6e-5."""
     w, format = weight(64, 256), parse_format(name)
-    large, small = (float((rtn(w * size, format).dequantize() / size - w).square().mean()) for size in (1.0, 0.004))
+    large, small = (
+        float((by_range(w * size, format).dequantize() / size - w).square().mean()) for size in (1.0, 0.004)
+    )
     assert small == pytest.approx(large, rel=0.01)
 
 
@@ -116,7 +122,7 @@ def test_bytes_are_what_the_name_says(name, bits):
     shape, format = (64, 1024), parse_format(name)
     expected = 64 * 1024 * bits / 8 + 2 * 64
     assert format.nbytes(shape) == format.device_nbytes(shape, 4) == expected
-    assert sum(part.nbytes for part in rtn(weight(*shape), format).parts().values()) == expected
+    assert sum(part.nbytes for part in by_range(weight(*shape), format).parts().values()) == expected
 
 
 @pytest.mark.parametrize(
@@ -134,7 +140,7 @@ def test_formats_that_no_operator_has_are_refused(name, words):
 
 def test_damaged_scales_are_refused():
     format = parse_format("nl4_g32_s8")
-    parts = rtn(weight(4, 64), format).parts()
+    parts = by_range(weight(4, 64), format).parts()
     with pytest.raises(DiffbitError, match="float32 scales, wanted int8"):
         QTensor.from_packed(format, (4, 64), parts["codes"], parts["scale"].float())
     parts["scale"][1, :2] = torch.tensor([0, 0x7C], dtype=torch.int8)  # infinity
@@ -158,4 +164,4 @@ def test_a_weight_of_nan_is_refused():
     w[3, 7] = torch.nan
     for name in NAMES:
         with pytest.raises(DiffbitError, match="holds NaN or infinity"):
-            rtn(w, parse_format(name))
+            by_range(w, parse_format(name))

@@ -7,12 +7,16 @@ import math
 import pytest
 import torch
 
-from diffbit.formats import QTensor, parse_format
+from diffbit.formats import Format, QTensor, parse_format
 from diffbit.formats.mx import VALUES
 from diffbit.io.errors import DiffbitError
-from diffbit.quantize.methods.rtn import quantize as rtn
 
 MX = parse_format("mxfp4")
+
+
+def by_range(weight: torch.Tensor, format: Format) -> QTensor:
+    """Round to nearest with the scales of the range."""
+    return format.nearest(weight, *format.fit(weight))
 
 
 def weight(rows: int = 8, columns: int = 256, seed: int = 0) -> torch.Tensor:
@@ -37,7 +41,7 @@ def value(code: int) -> float:
 
 def test_a_block_has_the_better_of_two_scales() -> None:
     w = weight()
-    rounded = rtn(w, MX)
+    rounded = by_range(w, MX)
     doubled = 0
     for row, codes, scales in zip(w, rounded.codes, rounded.scale, strict=True):
         for g, block in enumerate(row.split(32)):
@@ -68,7 +72,7 @@ def test_what_is_mxfp4_already_comes_back_exactly(scale: float) -> None:
     codes[:, 32:64] %= 4  # blocks whose largest number is small
     codes[0, :32] = 0
     exact = MX.decode(codes, torch.full((16, 4), scale), None)
-    rounded = rtn(exact, MX)
+    rounded = by_range(exact, MX)
     assert torch.equal(rounded.dequantize(), exact)
     assert torch.equal(QTensor.from_packed(MX, (16, 128), **rounded.parts()).dequantize(), exact)
 
@@ -76,7 +80,7 @@ def test_what_is_mxfp4_already_comes_back_exactly(scale: float) -> None:
 def test_the_layout_is_that_of_gpt_oss() -> None:
     """transformers' convert_moe_packed_tensors reads our codes and scales as the same numbers."""
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
-    rounded = rtn(weight(), MX)
+    rounded = by_range(weight(), MX)
     parts = rounded.parts()
     blocks, scales = parts["codes"].view(1, 8, 8, 16), parts["scale"].view(1, 8, 8)
     theirs = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
@@ -85,8 +89,8 @@ def test_the_layout_is_that_of_gpt_oss() -> None:
 
 def test_refused() -> None:
     with pytest.raises(DiffbitError, match="multiple of 32"):
-        rtn(weight(2, 40), MX)
-    parts = rtn(weight(2, 64), MX).parts()
+        by_range(weight(2, 40), MX)
+    parts = by_range(weight(2, 64), MX).parts()
     with pytest.raises(DiffbitError, match="scale of 255"):
         QTensor.from_packed(MX, (2, 64), parts["codes"], torch.full((2, 2), 255, dtype=torch.uint8))
     with pytest.raises(DiffbitError, match="wanted uint8"):

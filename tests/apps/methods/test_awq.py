@@ -11,7 +11,6 @@ from diffbit.apps.methods import awq
 from diffbit.formats import parse_format
 from diffbit.quantize import Scheme, apply
 from diffbit.quantize.calibration.stats import Gatherer
-from diffbit.quantize.methods import rtn
 
 from ...quantize.transforms import config_of, logits64, random_decoder, random_ids, transformed
 
@@ -63,7 +62,8 @@ def slow_search(weights, formats, inputs, channels):
             scale = scale / (scale.max() * scale.min()).sqrt()
             loss = 0.0
             for weight, format in zip(weights, formats, strict=True):
-                rounded = rtn.quantize((weight * scale[channels].float()), format).dequantize().double()
+                scaled = weight * scale[channels].float()
+                rounded = format.nearest(scaled, *format.fit(scaled)).dequantize().double()
                 loss += (inputs @ weight.double().T - (inputs / scale[channels]) @ rounded.T).square().sum()
             if loss < least:
                 best, least = scale, loss

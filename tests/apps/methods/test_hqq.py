@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from diffbit.apps.methods import hqq
-from diffbit.formats import Format, parse_format
+from diffbit.formats import Format, QTensor, parse_format
 from diffbit.io.errors import DiffbitError
-from diffbit.quantize.methods import rtn
 
 FORMATS = ["int8_g64", "int4_g32_asym", "int4", "int2_g64", "nf4"]
 
@@ -21,6 +20,10 @@ def weight(rows: int = 4, columns: int = 192, seed: int = 0) -> Tensor:
     gamma = torch.randn(rows, columns, 4, generator=generator).square().mean(-1)
     w = torch.randn(rows, columns, generator=generator) / gamma.sqrt()  # Student's t, 4 degrees of freedom
     return w * 0.05 * torch.randn(rows, 1, generator=generator).mul(0.5).exp()
+
+
+def by_range(w: Tensor, format: Format) -> QTensor:
+    return format.nearest(w, *format.fit(w))
 
 
 def half(x: float) -> float:
@@ -94,7 +97,7 @@ def test_it_is_the_slow_version(name):
 def test_it_beats_rounding_to_nearest(name, most):
     format = parse_format(name)
     w = weight(64, 256)
-    ours, nearest = hqq.quantize(w, format).dequantize(), rtn.quantize(w, format).dequantize()
+    ours, nearest = hqq.quantize(w, format).dequantize(), by_range(w, format).dequantize()
     assert (w - ours).square().sum() < most * (w - nearest).square().sum()
 
 
@@ -112,7 +115,7 @@ def test_weights_that_read_outlier_channels_are_not_cut_off(name):
     def lost(back: Tensor) -> float:
         return float(((w - back) * carried).square().sum())
 
-    assert lost(hqq.quantize(w, format).dequantize()) < 0.95 * lost(rtn.quantize(w, format).dequantize())
+    assert lost(hqq.quantize(w, format).dequantize()) < 0.95 * lost(by_range(w, format).dequantize())
 
 
 def test_large_errors_are_let_go():

@@ -19,7 +19,6 @@ from diffbit.io.errors import DiffbitError
 from diffbit.models.attention import diff_v1
 from diffbit.models.mixers import Symmetries
 from diffbit.quantize import Scheme, load, quantize_checkpoint
-from diffbit.quantize.methods.rtn import quantize as rtn
 from diffbit.runtime import verify
 
 from ...configs import BIASES
@@ -122,7 +121,7 @@ def test_queries_and_keys_are_turned_by_the_best_angle(attention: str, kv_heads:
                 angle = torch.tensor(step * torch.pi / 32).double()
                 turn = torch.stack((torch.stack((angle.cos(), -angle.sin())), torch.stack((angle.sin(), angle.cos()))))
                 rows = [turn @ query[q, :, plane] for q in queries] + [turn @ key[k, :, plane]]
-                lost = [(rtn(r, format).dequantize().double() - r).square().sum() for r in rows]
+                lost = [(format.nearest(r, *format.fit(r)).dequantize().double() - r).square().sum() for r in rows]
                 size = [r.square().sum() for r in rows]
                 loss = sum(lost[i] * size[-1] + size[i] * lost[-1] for i in range(len(queries)))
                 errors[0] += float(loss) if step == 0 else 0.0
