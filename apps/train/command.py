@@ -48,7 +48,7 @@ Preset = Annotated[
     Literal["pico", "tiny", "yoco", "nano", "small", "base"] | None,
     typer.Option(
         help="Model size and training recipe; see --list-presets. Default: tiny; with --init, a recipe that fine-tunes "
-        "that model: three passes over the text, in at most 300 steps."
+        "that model: three passes over the text, in 50 to 300 steps."
     ),
 ]
 Attention = Annotated[
@@ -159,14 +159,16 @@ Needles = Annotated[
 ]
 Steps = Annotated[
     int | None,
-    typer.Option(help="Training steps; default: the preset's; to fine-tune, three passes over the text, at most 300."),
+    typer.Option(
+        help="Training steps; default: the preset's; to fine-tune, three passes over the text, but 50 to 300."
+    ),
 ]
 BatchSize = Annotated[
     int | None, typer.Option(help="Rows per forward pass of one process; default: the preset's, 4 to fine-tune.")
 ]
 Accumulate = Annotated[
     int | None,
-    typer.Option(help="Forward passes per step (gradient accumulation); default: the preset's, 2 to fine-tune."),
+    typer.Option(help="Forward passes per step (gradient accumulation); default: the preset's, 1 to fine-tune."),
 ]
 LearningRate = Annotated[
     float | None,
@@ -189,7 +191,10 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue from the last c
 Compile = Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")]
 Precision = Annotated[
     Literal["auto", "fp32", "bf16"],
-    typer.Option(help="Precision of the forward pass; bf16 keeps fp32 weights; auto: bf16 on a GPU, fp32 on a CPU."),
+    typer.Option(
+        help="Precision of the forward pass; bf16 keeps fp32 weights. auto: bf16 on a GPU, and to fine-tune on a "
+        "processor with AVX512-BF16; else fp32."
+    ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete the run in the output folder and start again.")]
 ListPresets = Annotated[

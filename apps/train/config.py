@@ -15,6 +15,7 @@ from ...models.checkpoint import shapes
 from ...quantize import Scheme
 
 SCHEDULES = ("cosine", "two_stage")
+FEWEST_STEPS = 50  # of a run whose steps follow from its text
 TRAINABLE = ("all", "scales", "lora")
 AtLeast0 = Annotated[int, bounds(0)]
 Share = Annotated[float, bounds(0, 1, "a share, 0 to 1")]
@@ -34,7 +35,7 @@ class TrainConfig:
     length: Annotated[int, bounds(2)]  # tokens of a row, which is the context in training
     batch_size: Annotated[int, bounds(1, 1 << 20)] = 16  # rows per forward pass and process
     accumulate: Count = 1  # forward passes per step
-    passes: Positive | None = None  # over the text, which give the number of steps; None: `steps`
+    passes: Positive | None = None  # over the text; they give the number of steps, FEWEST_STEPS or more; None: `steps`
     learning_rate: Positive = 3e-3  # the highest, reached after `warmup` steps; then the schedule lowers it
     warmup: AtLeast0 = 50
     weight_decay: NotNegative = 0.1  # of matrices; norms and lambda vectors have none
@@ -103,7 +104,7 @@ class TrainConfig:
         """Return the run with the number of steps that `passes` over so many rows take, `batch` of them a step."""
         if self.passes is None:
             return self
-        steps = min(self.steps, max(1, math.ceil(self.passes * rows / batch)))
+        steps = min(self.steps, max(FEWEST_STEPS, math.ceil(self.passes * rows / batch)))
         return replace(self, steps=steps, warmup=min(self.warmup, max(1, steps // 10)))
 
     def trains(self, name: str) -> bool:

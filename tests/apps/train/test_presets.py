@@ -100,15 +100,15 @@ def test_fine_tuning_has_its_own_recipe(trained: Callable[[str], Path]) -> None:
     path = str(trained("softmax"))
     model = Checkpoint(path).config
     tuned = train_config(init=path, context=32)
-    assert (tuned.model, tuned.length, tuned.batch_size * tuned.accumulate) == (model, 32, 8)
+    assert (tuned.model, tuned.length, tuned.batch_size * tuned.accumulate) == (model, 32, 4)
     assert tuned.learning_rate == pytest.approx(PRESETS["tiny"].learning_rate / 20)
     assert train_config(init=path, trainable="lora").learning_rate == pytest.approx(PRESETS["tiny"].learning_rate / 3)
     assert train_config(init=path, qat="int2_g64").learning_rate == PRESETS["tiny"].learning_rate / 2
     assert train_config(init=path).length == min(512, model.max_position)
     assert train_config("nano", init=path, context=32).model == model
-    # three passes of 70 rows are 27 steps of 8; of 10,000 rows, more than 300; as many as asked for
-    assert [tuned.scheduled(rows, 8).steps for rows in (70, 10_000, 1)] == [27, 300, 1]
-    assert [tuned.scheduled(rows, 8).warmup for rows in (70, 10_000, 1)] == [2, 30, 1]
+    # three passes of 70 rows are 53 steps of 4; of 10,000 rows, more than 300; of one, fewer than 50
+    assert [tuned.scheduled(rows, 4).steps for rows in (70, 10_000, 1)] == [53, 300, 50]
+    assert [tuned.scheduled(rows, 4).warmup for rows in (70, 10_000, 1)] == [5, 30, 5]
     asked = train_config(init=path, steps=500)
     assert asked.scheduled(1, 8).steps == 500
     assert train_config().model == train_config("tiny", "diff_v1").model
