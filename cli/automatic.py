@@ -43,7 +43,7 @@ WORTH_SAYING = 5  # seconds
 HELD_OUT = (8, 256)  # the same for measuring the result
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class QuantizedModel:
     """The report of a quantized checkpoint, how close it is to the float model (None: not measured), and the seconds
     that it took."""
@@ -52,14 +52,17 @@ class QuantizedModel:
     quality: Quality | None
     seconds: float
 
+    def __repr__(self) -> str:
+        return "\n".join(filter(None, (repr(self.report), str(self.quality or ""), f"in {_duration(self.seconds)}")))
+
 
 def quantize_model(
-    model: Path,
-    output: Path,
+    model: str | Path,
+    output: str | Path,
     options: SchemeOptions = SchemeOptions(),  # noqa: B008 (frozen)
     rounding: MethodOptions = MethodOptions(),  # noqa: B008 (frozen)
     *,
-    adapter: Path | None = None,
+    adapter: str | Path | None = None,
     bits: float | None = None,
     size: str | None = None,
     fast: bool = False,
@@ -69,8 +72,12 @@ def quantize_model(
     overwrite: bool = False,
     max_memory: str | None = None,
 ) -> QuantizedModel:
-    """Quantize a checkpoint into a new folder, choose what the options leave open, and say what was done.
+    """Quantize a checkpoint into a new folder as `diffbit quantize` does: choose what the options leave open, and
+    measure the result.
 
+        quantize_model("MODEL", "out/low", bits=4.5).quality
+
+    model: a folder or a GGUF file.
     adapter: the folder of a LoRA adapter of the model, which is merged into it.
     bits, size: the average bits per weight, or the size of the artifact, within which each layer gets its format.
     fast: round in one pass over the text. measure: compare the result with the float model on held-out text.
@@ -234,7 +241,7 @@ def _duration(seconds: float) -> str:
     return f"{max(1, round(seconds))} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
 
 
-def _measured(output: Path, checkpoint: Checkpoint, max_memory: int | None) -> Quality | None:
+def _measured(output: str | Path, checkpoint: Checkpoint, max_memory: int | None) -> Quality | None:
     """Compare the quantized model with the float one on held-out text, if there is a tokenizer and enough memory."""
     from ..models import load as load_float
     from ..quantize import load

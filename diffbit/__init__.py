@@ -16,6 +16,7 @@ from .version import __version__ as __version__
 if TYPE_CHECKING:
     from .apps.convert.differential import convert
     from .apps.evaluate.compare import compare
+    from .cli.automatic import quantize_model
     from .export import export_artifact
     from .formats import parse_format
     from .quantize import Scheme, load, quantize_checkpoint
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Chat", "DiffbitError", "Sampler", "Scheme", "Session", "Tokenizer", "compare", "convert", "export_artifact",
-    "generate", "load", "parse_format", "quantize_checkpoint", "verify",
+    "generate", "load", "parse_format", "quantize_checkpoint", "quantize_model", "verify",
 ]  # fmt: skip
 
 _PACKAGE = {"compare": "apps.evaluate.compare", "convert": "apps.convert.differential"}
-_PACKAGE |= {"export_artifact": "export", "parse_format": "formats"}
+_PACKAGE |= {"export_artifact": "export", "parse_format": "formats", "quantize_model": "cli.automatic"}
 _PACKAGE |= dict.fromkeys(("Scheme", "load", "quantize_checkpoint"), "quantize")
 _PACKAGE |= dict.fromkeys(("Chat", "Sampler", "Session", "Tokenizer", "generate", "verify"), "runtime")
 

@@ -71,8 +71,10 @@ def test_each_room_has_a_page(room: str) -> None:
 
 
 def test_the_python_page_runs_and_names_everything(tmp_path: Path) -> None:
-    """docs/api.md: its blocks, one after the other; the fields that it lists; every public name, twice."""
+    """docs/api.md: its blocks, one after the other; the fields that it lists; every public name, twice; the example of
+    plain onnxruntime, which tests/test_examples.py runs."""
     page = (ROOT / "docs" / "api.md").read_text()
+    assert f"```py\n{(ROOT / 'examples' / 'plain_onnxruntime.py').read_text()}```\n" in page
     for name in diffbit.__all__:
         assert f"::: diffbit.{name}\n" in page and re.search(rf"diffbit\.{name}\(|`(diffbit\.)?{name}`", page), name
     for row in rows(page)[2:]:
@@ -88,7 +90,7 @@ def test_the_python_page_runs_and_names_everything(tmp_path: Path) -> None:
 
     done = forks.run(as_a_script)
     assert done.code == 0, done.error
-    assert "int9" in done.output.splitlines()[-1]
+    assert "is a checkpoint" in done.output.splitlines()[-1]
 
 
 def test_the_page_of_the_artifact_shows_the_example_that_is_tested() -> None:
