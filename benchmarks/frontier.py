@@ -60,6 +60,7 @@ from diffbit.quantize.methods import parse_recipe
 # --calibrate: the sample is also given to a method that needs no text
 OURS = {
     "int8": "--weights int8",
+    "int8_g32": "--weights int8_g32 --embedding int8_g32 --head int8_g32",
     "int4_g32": "--weights int4_g32",
     "int4_g32 gptq": "--weights int4_g32 --method gptq",
     "int4_g32 guided": "--weights int4_g32 --method guided",
@@ -114,8 +115,9 @@ class Bench:
             texts = [torch.from_numpy(eval_windows(name, PICO, length, count).ids) for name in ("mix", "stdlib")]
         else:
             published, news, wiki = fetch(work)
-            copy = once(work / "copy", lambda out: trained_copy(published, wiki, out))
-            self.model, length = published if arguments.published else copy, WINDOW
+            self.model, length = published, WINDOW
+            if not arguments.published:
+                self.model = once(work / "copy", lambda out: trained_copy(published, wiki, out))
             texts = [text_windows(self.model, file, count, length) for file in (arguments.wikitext, news)]
         self.windows = torch.cat(texts)
         self.text = np.repeat(np.arange(len(texts)), [len(text) for text in texts])  # of each window
