@@ -3,7 +3,7 @@ the user's cache folder.
 
     ~/.cache/diffbit/KEY/NAME/        the artifact of a model; KEY hashes the model's files and name, the format, the
                                       device and diffbit's version
-    ~/.cache/diffbit/KEY/made.json    what was done, in words, for the next start
+    ~/.cache/diffbit/KEY/made.json    what was done, in words, for the next start, and how close it is to the model
     ~/.cache/diffbit/hashes/          the hashes of large files, which take seconds to compute
 """
 
@@ -37,11 +37,14 @@ from ..io.files import (
 )
 from ..io.hub import is_read
 from ..version import __version__
-from .options import of_formats
+from .options import of_formats, read_windows
 from .output import remark
 from .scheme_options import AUTO, MethodOptions, SchemeOptions
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from ..models import Checkpoint
     from ..quantize import Report, Scheme
 
@@ -138,7 +141,7 @@ def _kept(path: Path, format: str, target: str) -> Path:
     if not _is_whole(folder):
         with _locked(folder):
             if not _is_whole(folder):  # else another process has written it since
-                write_json(folder.parent / MADE, {"made": _write(path, format, target, folder)})
+                write_json(folder.parent / MADE, _write(path, format, target, folder))
     remark(f"{path}: {_made(folder)}kept in {folder}")
     return folder
 
@@ -168,8 +171,8 @@ def _made(folder: Path) -> str:
         return ""
 
 
-def _write(path: Path, format: str, target: str, folder: Path) -> str:
-    """Write the artifact of a model. Returns what was done, in words."""
+def _write(path: Path, format: str, target: str, folder: Path) -> dict[str, Any]:
+    """Write the artifact of a model. Returns what was done, in words as "made", and how close it is to the model."""
     from ..models import Checkpoint
     from .automatic import quantize_model
 
@@ -178,14 +181,42 @@ def _write(path: Path, format: str, target: str, folder: Path) -> str:
         if format not in (AUTO, NONE):
             raise DiffbitError(f"{path}: is quantized already, so that --quantize {format} is too late; leave it out")
         _export(path, folder, target)
-        return f"{'float' if checkpoint.quantization is None else 'in its own formats'}, {_size(folder)}"
+        return {"made": f"{'float' if checkpoint.quantization is None else 'in its own formats'}, {_size(folder)}"}
+    chosen = recipe(checkpoint, format, target)
     with TemporaryDirectory(prefix="diffbit-") as temporary:
         quantized = Path(temporary) / folder.name
-        done = quantize_model(path, quantized, **recipe(checkpoint, format, target))
+        done = quantize_model(path, quantized, **{**chosen, "measure": False})
         _export(quantized, folder, target)
-    same = "" if done.quality is None else f", {done.quality.same_tokens:.0%} of the tokens as in float"
-    rounded = "" if done.quality is not None else f", by method {done.report.method}, not compared with float"
-    return f"{_formats(done.report)}, {_size(folder)}{same}{rounded}"
+    close = _compared(checkpoint, folder) if chosen.get("measure", True) and target == "cpu" else None
+    if close is None:
+        words = f"rounded by {done.report.method}, not compared with the float model"
+    else:
+        words = f"{close['top1_agreement']:.0%} of the tokens as in float"
+    return {"made": f"{_formats(done.report)}, {_size(folder)}, {words}", "compared": close}
+
+
+def _compared(checkpoint: Checkpoint, artifact: Path) -> dict[str, Any] | None:
+    """How close an artifact is to its float model, on held-out text; None without a tokenizer, or if there is too
+    little memory for the float model."""
+    from ..export import compare_with_checkpoint
+    from ..io.resources import available_memory
+    from ..models import num_parameters
+    from ..runtime import Session
+    from .automatic import HELD_OUT
+
+    free = available_memory()
+    if not checkpoint.tokenizer_files or (free is not None and 5 * num_parameters(checkpoint.config) > free):
+        return None
+    windows, length = HELD_OUT
+    text = read_windows(checkpoint.path, "mix", "text", windows, min(length, checkpoint.config.max_position))
+    session = Session(artifact)
+
+    def logits(ids: NDArray[np.int64], mask: NDArray[np.bool_]) -> NDArray[np.float32]:
+        session.reset()
+        return session.prefill(ids, all_positions=True)
+
+    result = compare_with_checkpoint(logits, checkpoint, text, tolerance=1)
+    return {name: result[name] for name in ("kl", "top1_agreement", "tokens")}
 
 
 def _export(checkpoint: Path, folder: Path, target: str) -> None:

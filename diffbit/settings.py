@@ -114,7 +114,7 @@ class Sampling:
         values = {name: settings[name] for name in OF_MODEL if settings.get(name) is not None}
         samples = values.pop("do_sample", None)
         defaults = {option.name: option.metadata["model"] for option in fields(cls) if "model" in option.metadata}
-        unsaid = UNSAID if samples is None else {}
+        unsaid = dict(UNSAID) if samples is None else {}
         greedy = {} if samples in (None, True) else {"temperature": 0.0}
         chosen = {name: value for name, value in changes.items() if value is not None}
         return cls(**defaults | unsaid | values | greedy | chosen)

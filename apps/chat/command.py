@@ -306,8 +306,10 @@ def _set(talk: _Talk, name: str | None = None, value: str | None = None) -> None
 
 def _settings(chat: Chat) -> dict[str, Any]:
     """What /set can change, as it is."""
-    sampling = chat.sampler.sampling  # type: ignore[union-attr]
-    settings = {setting: getattr(sampling, setting) for setting in SETTINGS}
+    from ...runtime import Sampler
+
+    assert isinstance(chat.sampler, Sampler)
+    settings = {setting: getattr(chat.sampler.sampling, setting) for setting in SETTINGS}
     if settings["seed"] is None:
         settings["seed"] = "another each time"
     think = {None: "as the template has it", True: "on", False: "off"}[chat.think]

@@ -13,6 +13,7 @@ import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -28,6 +29,7 @@ FLOAT32, STRING, ARRAY = 6, 8, 9
 KINDS = {int: "iu", float: "iuf"}  # of numpy's types, those that `GGUF.array` takes for a type of Python
 WORDS = {str: "texts", int: "whole numbers", float: "finite numbers"}
 MOST_DIMENSIONS = 4
+LARGE = 1 << 24  # bytes of a file whose header is kept
 ALIGNMENT = Annotated[int, bounds(1, 1 << 20)]
 
 
@@ -79,14 +81,30 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def read_gguf(file: Path) -> GGUF:
-    """Read the header of a file. Raises DiffbitError if it is not a GGUF file, is damaged or cut short."""
+    """Read the header of a file. Raises DiffbitError if it is not a GGUF file, is damaged or cut short.
+
+    Headers of large files, whose vocabularies take half a second to read, are kept while the file stays as it is.
+    """
     try:
-        with open(file, "rb") as stream:
-            return _Reader(file, stream).header()
+        state = os.stat(file)
+        if state.st_size >= LARGE:
+            return _kept(file, state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
+        return _read(file)
     except FileNotFoundError:
         raise DiffbitError(f"{file}: no such file") from None
     except OSError as error:
         raise DiffbitError(f"{file}: cannot be read ({error.strerror})") from None
+
+
+def _read(file: Path) -> GGUF:
+    with open(file, "rb") as stream:
+        return _Reader(file, stream).header()
+
+
+@lru_cache(maxsize=2)
+def _kept(file: Path, *state: int) -> GGUF:
+    """The header of a file in this state."""
+    return _read(file)
 
 
 class _Reader:

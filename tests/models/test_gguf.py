@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import struct
@@ -23,6 +24,7 @@ from diffbit.calib_data import load_tokenizer
 from diffbit.cli.options import chat_template
 from diffbit.export import export_artifact
 from diffbit.formats import parse_format
+from diffbit.io import gguf as io_gguf
 from diffbit.io.errors import DiffbitError
 from diffbit.io.tokenizer_files import WORDS, tokenizer_files
 from diffbit.models import Checkpoint
@@ -339,6 +341,16 @@ def test_sentencepiece_tokens(tmp_path: Path) -> None:
         assert mine.encode(text).ids == other(text).input_ids
         if text[:1] not in ("", " ", "▁") and "s>" not in text:  # transformers adds no second space
             assert mine.encode(text, add_special_tokens=False).ids == pieces.encode(text)
+
+
+def test_the_header_of_a_large_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io_gguf, "LARGE", 1)
+    file = write(tmp_path / "m.gguf")
+    first = io_gguf.read_gguf(file)
+    assert io_gguf.read_gguf(file) is first
+    write(file, context_length=32)
+    os.utime(file, ns=(0, 0))
+    assert io_gguf.read_gguf(file).get("llama.context_length", int) == 32
 
 
 # ---- files that are refused -----------------------------------------------------------------------------------------
