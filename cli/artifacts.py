@@ -142,7 +142,9 @@ def _kept(path: Path, format: str, target: str) -> Path:
         with _locked(folder):
             if not _is_whole(folder):  # else another process has written it since
                 write_json(folder.parent / MADE, _write(path, format, target, folder))
-    remark(f"{path}: {_made(folder)}kept in {folder}")
+    if made := _made(folder):
+        remark(f"{path}: {made}")
+    remark(f"kept in {folder}")
     return folder
 
 
@@ -166,7 +168,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def _made(folder: Path) -> str:
     """What was done to make an artifact; empty if it is not known."""
     try:
-        return get(read_json(folder.parent / MADE), "made", str) + "; "
+        return str(get(read_json(folder.parent / MADE), "made", str))
     except DiffbitError:
         return ""
 
