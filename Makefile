@@ -1,12 +1,13 @@
+# make             everything that a clone can do: sets up .venv, compiles the kernels for this machine and for browsers,
+#                  and says what to do next. `make build` is the same; after a change in csrc/ it compiles what changed.
+#                  With an NVIDIA card there are kernels for that card, too; SKBUILD_CMAKE_DEFINE=DIFFBIT_CUDA=ON compiles
+#                  them without one (docs/gpu.md)
 # make demo        trains, quantizes, exports and runs two small models, and writes out/demo/report.html
 # make demo-smollm2   a published model from a PyPI wheel, made differential, quantized, and talked to (examples/smollm2.sh);
 #                  QUICK=1 rounds to nearest and chats within two minutes
 # make test        lint, types and the quick tests
 # make test-all    all tests, as CI runs them
-# make build       compiles the native library again after a change in csrc/; the targets above do so by themselves. With an
-#                  NVIDIA card it has kernels for that card; SKBUILD_CMAKE_DEFINE=DIFFBIT_CUDA=ON compiles them without one
-#                  (docs/gpu.md)
-# make wasm        compiles the runtime for WebAssembly again after a change in csrc/: apps/web/js/wasm/*.wasm
+# make develop     sets up .venv with what the tests need
 # make arm64       an ARM Python with ONNX Runtime, with which the tests run whole artifacts on qemu-aarch64
 # make fuzz        reads 50,000 damaged files (tests/fuzz); CI reads 1,500 of them
 # make kill        kills commands before every step that changes the disk (tests/kill); CI before some of them
@@ -23,120 +24,135 @@
 #                  torch's of that time brings 3 GB of CUDA)
 # make sbom        out/sbom.json: the packages that diffbit[cpu] installs, in CycloneDX (docs/packages.md)
 # make docs        out/site: docs/ as a website; `python -m http.server -d out/site` serves it
+# make clean       removes .venv and all that was made
 #
-# Each target sets up .venv first. That takes Python 3.11 or later and make; with a C++17 compiler and CMake the native
-# library is built as well.
+# Each target sets up .venv first. That takes Python 3.11 or later and make; with a C++17 compiler the native library is
+# built as well.
 
 PYTHON ?= python3
 BIN := .venv/bin
-VENV := .venv/pyvenv.cfg
-INSTALLED := .venv/.installed
-BUILT := .venv/.built
-DEVELOP := .venv/.develop
+# Scripts that need only Python's standard library. One prepares .venv; the other tells what a command does, and that it is
+# at work when it is silent for long
+HELPER := $(or $(wildcard $(BIN)/python),$(PYTHON))
+SAY := $(HELPER) deploy/say.py
+PREPARE := $(HELPER) deploy/environment.py
+EXTRAS := cpu lab serve structured hub web
 # Modules are compiled when they are first imported: pip would compile all of torch, most of which is never used. So each
 # process may keep what it compiled, or the next one spends seconds on it again
 unexport PYTHONDONTWRITEBYTECODE
-INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 # Each worker takes tests that follow one another, which share what their modules make, until another has none left
 WORKERS := -n logical --maxprocesses 4 --dist worksteal
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
 # Targets that install share one environment
 .NOTPARALLEL:
-.PHONY: demo demo-smollm2 test test-all fuzz soak kill lint build wasm arm64 null-test bench-kernels models accuracy wheels lowest sbom docs clean
+.DEFAULT_GOAL := build
+.PHONY: build ready develop demo demo-smollm2 test test-all fuzz soak kill lint arm64 null-test bench-kernels models accuracy \
+    wheels lowest sbom docs clean
 
-demo: $(BUILT)
-	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh out/demo
+build: ready
+	@$(SAY) "" $(BIN)/python -m diffbit.apps.web.build
+	@echo 'Next: . .venv/bin/activate, then diffbit --help. `make demo` shows the whole workflow.'
 
-demo-smollm2: $(BUILT)
-	PATH="$(abspath $(BIN)):$$PATH" bash examples/smollm2.sh $(if $(QUICK),--quick) out/smollm2
+ready:
+	@$(PREPARE) $(EXTRAS)
+
+develop:
+	@$(PREPARE) $(EXTRAS) dev docs
+
+demo: ready
+	@echo 'the whole workflow with two small models: about 3 minutes on 2 cores'
+	@PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh out/demo
+	@echo 'Next: open out/demo/report.html in a browser. Then . .venv/bin/activate, and'
+	@echo '  diffbit run out/demo/diff_v1-onnx "def "                    continues a text'
+	@echo '  diffbit chat hf:HuggingFaceTB/SmolLM2-135M-Instruct         talks with a published model (270 MB)'
+
+demo-smollm2: ready
+	@PATH="$(abspath $(BIN)):$$PATH" bash examples/smollm2.sh $(if $(QUICK),--quick) out/smollm2
+	@echo 'Next: . .venv/bin/activate, then diffbit chat out/smollm2/diff-onnx'
 
 test: lint
-	$(BIN)/python -m pytest $(WORKERS) -m "not slow"
+	@$(SAY) "the quick tests: about 20 minutes on 2 cores" $(BIN)/python -m pytest $(WORKERS) -m "not slow"
+	@echo 'All passed. Next: `make test-all` runs the slow tests, too, as CI does.'
 
 test-all: lint
-	$(BIN)/python -m pytest $(WORKERS)
+	@$(SAY) "all tests: about an hour on 2 cores" $(BIN)/python -m pytest $(WORKERS)
+	@echo 'All passed.'
 
-fuzz: $(DEVELOP) $(BUILT)
-	$(BIN)/python -m tests.fuzz.fuzz 50000
+fuzz: develop
+	@$(SAY) "50,000 damaged files: some hours" $(BIN)/python -m tests.fuzz.fuzz 50000
 
-soak: $(DEVELOP) $(BUILT)
-	$(BIN)/python -m tests.soak.soak
+soak: develop
+	@$(SAY) "a server under load: two hours" $(BIN)/python -m tests.soak.soak
 
-kill: $(DEVELOP) $(BUILT)
-	$(BIN)/python -m pytest $(WORKERS) -p tests.every_point tests/kill
+kill: develop
+	@$(SAY) "commands that are killed at every step: some hours" \
+	    $(BIN)/python -m pytest $(WORKERS) -p tests.every_point tests/kill
 
 MODEL = out/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
-null-test: $(DEVELOP) $(BUILT)
-	test -e "$(MODEL)" || bash examples/smollm2.sh --fetch out/smollm2
-	npm ci --silent --no-audit --no-fund --ignore-scripts --prefix tests/apps/web
-	DIFFBIT_NULL_MODEL="$(abspath $(MODEL))" $(BIN)/python -m pytest -q tests/apps/convert/test_null.py
+null-test: develop
+	@test -e "$(MODEL)" || PATH="$(abspath $(BIN)):$$PATH" bash examples/smollm2.sh --fetch out/smollm2
+	@$(SAY) "npm packages of tests/apps/web: a minute" \
+	    npm ci --silent --no-audit --no-fund --ignore-scripts --prefix tests/apps/web
+	@DIFFBIT_NULL_MODEL="$(abspath $(MODEL))" $(SAY) "a model and its conversion through every path: about 20 minutes" \
+	    $(BIN)/python -m pytest -q tests/apps/convert/test_null.py
 
-lint: $(DEVELOP) $(BUILT)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check --quiet .
-	$(BIN)/mypy
+lint: develop
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet .
+	@$(SAY) "types (mypy): a minute the first time" $(BIN)/mypy
 
-$(VENV):
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip
+arm64: ready
+	@$(SAY) "an ARM Python for qemu: a minute, and the time that the download takes" \
+	    bash tests/native/arm64.sh build/native/arm64 $(BIN)/python
 
-$(INSTALLED): pyproject.toml constraints.txt | $(VENV)
-	$(INSTALL) --editable '.[cpu,lab]'
-	touch $@ $(BUILT)
-
-$(DEVELOP): pyproject.toml constraints.txt | $(VENV)  # before $(BUILT), of which it does all
-	$(INSTALL) --editable '.[cpu,lab,dev,docs]'
-	touch $@ $(INSTALLED) $(BUILT)
-
-$(BUILT): $(INSTALLED) $(shell find csrc -type f)
-	$(INSTALL) --no-deps --editable .
-	touch $@
-
-build: $(BUILT)
-
-wasm: $(DEVELOP)
-	$(BIN)/python -m diffbit.apps.web.build
-
-arm64: $(INSTALLED)
-	bash tests/native/arm64.sh build/native/arm64 $(BIN)/python
-
-bench-kernels: $(BUILT)
-	$(BIN)/python benchmarks/kernels.py
+bench-kernels: ready
+	@$(SAY) "the kernels beside ONNX Runtime's: some minutes" $(BIN)/python benchmarks/kernels.py
 
 models:
-	bash examples/restore.sh
+	@$(SAY) "the models of examples/: a minute" bash examples/restore.sh
 
-accuracy: $(BUILT)
-	$(BIN)/python benchmarks/accuracy.py --json out/accuracy.json --markdown
-	$(BIN)/python benchmarks/attention.py --json out/attention.json --markdown
-	$(BIN)/python benchmarks/runs.py --work out/runs --json out/runs.json --markdown
-	$(BIN)/python benchmarks/calibration.py --work out/smollm2 --markdown
+accuracy: ready
+	@$(SAY) "docs/accuracy.md: an hour" $(BIN)/python benchmarks/accuracy.py --json out/accuracy.json --markdown
+	@$(SAY) "docs/attention.md: half an hour" $(BIN)/python benchmarks/attention.py --json out/attention.json --markdown
+	@$(SAY) "18 models, trained and measured: two hours" \
+	    $(BIN)/python benchmarks/runs.py --work out/runs --json out/runs.json --markdown
+	@$(SAY) "calibration: half an hour" $(BIN)/python benchmarks/calibration.py --work out/smollm2 --markdown
 
-wheels: wasm
-	SKBUILD_CMAKE_DEFINE='DIFFBIT_CUDA=ON;DIFFBIT_CUDA_ARCHITECTURES=all' \
-	  bash deploy/wheel.sh x86_64 dist $(BIN)/python
-	bash deploy/wheel.sh aarch64 dist $(BIN)/python
-	$(BIN)/python -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")'
+wheels: develop
+	@$(SAY) "" $(BIN)/python -m diffbit.apps.web.build
+	@SKBUILD_CMAKE_DEFINE='DIFFBIT_CUDA=ON;DIFFBIT_CUDA_ARCHITECTURES=all' $(SAY) "the wheel for x86-64: some minutes" \
+	    bash deploy/wheel.sh x86_64 dist $(BIN)/python
+	@$(SAY) "the wheel for ARM: some minutes" bash deploy/wheel.sh aarch64 dist $(BIN)/python
+	@$(BIN)/python -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")'
+	@ls -l dist
 
 sbom:
-	$(PYTHON) -m venv build/sbom
-	build/sbom/bin/python -m pip install --quiet --constraint constraints.txt '.[cpu]'
-	$(PYTHON) -m venv build/cyclonedx
-	build/cyclonedx/bin/python -m pip install --quiet cyclonedx-bom==7.5.0
-	mkdir -p out
-	build/cyclonedx/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o out/sbom.json \
+	@$(SAY) "two environments in build/: a minute or two" sh -ec '\
+	    $(PYTHON) -m venv build/sbom; \
+	    build/sbom/bin/python -m pip install --quiet --constraint constraints.txt ".[cpu]"; \
+	    $(PYTHON) -m venv build/cyclonedx; \
+	    build/cyclonedx/bin/python -m pip install --quiet cyclonedx-bom==7.5.0'
+	@mkdir -p out
+	@build/cyclonedx/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o out/sbom.json \
 	    build/sbom/bin/python
+	@echo 'out/sbom.json'
 
-lowest: $(VENV)
-	$(BIN)/python -m pip install --quiet uv
-	mkdir -p build
-	$(BIN)/uv venv --quiet --clear build/lowest
-	$(BIN)/uv pip install --quiet --python build/lowest --resolution lowest-direct --editable '.[cpu,lab,serve,hub,dev]'
-	build/lowest/bin/python -m pytest $(WORKERS) -m "not slow"
+empty :=
+space := $(empty) $(empty)
+comma := ,
+lowest:
+	@$(SAY) "an environment of old releases in build/lowest: some minutes, 4 GB" sh -ec '\
+	    $(PYTHON) -m venv build/uv; \
+	    build/uv/bin/python -m pip install --quiet uv; \
+	    build/uv/bin/uv venv --quiet --clear build/lowest; \
+	    build/uv/bin/uv pip install --quiet --python build/lowest --resolution lowest-direct \
+	        --editable ".[$(subst $(space),$(comma),$(EXTRAS)),dev]"'
+	@$(SAY) "the quick tests with them: about 20 minutes" build/lowest/bin/python -m pytest $(WORKERS) -m "not slow"
 
-docs: $(DEVELOP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+docs: develop
+	@NO_MKDOCS_2_WARNING=1 $(SAY) "out/site: half a minute" $(BIN)/mkdocs build --strict
+	@echo 'Next: python -m http.server -d out/site'
 
 clean:
 	rm -rf .venv build out .mypy_cache .pytest_cache .ruff_cache .hypothesis

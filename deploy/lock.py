@@ -3,7 +3,7 @@
     .venv/bin/python deploy/lock.py
 
 locks/pip.txt        pip, and what builds packages that have no wheel
-locks/python.txt     what `make .venv/.develop` installs, but torch, whose file depends on the index
+locks/python.txt     what `make develop` installs, but torch, whose file depends on the index
 locks/arm64.txt      for the emulated ARM Python of tests/native/arm64.sh
 locks/ortmodel.txt   for tests/apps/hub/test_ortmodel.py
 locks/openvino.txt   for tests/runtime/test_devices.py: another ONNX Runtime, which lies in a folder of its own
@@ -21,7 +21,7 @@ UNLISTED = ("diffbit", "torch", "nvidia-", "cuda-")
 ARM64 = [part for system in ("28", "27", "17") for part in ("--platform", f"manylinux_2_{system}_aarch64")]
 LISTS: dict[str, list[str]] = {
     "pip": ["pip", "setuptools", "wheel"],
-    "python": [".[cpu,lab,dev,docs]"],
+    "python": [".[cpu,lab,serve,structured,hub,web,dev,docs]"],
     "arm64": [*ARM64, "--python-version=3.11", "--implementation=cp", "--only-binary=:all:", "--target=unused",
               "numpy", "onnxruntime", "tokenizers", "typer", "rich"],
 }  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ...cli import ArtifactPath, Json, Overwrite, Quiet, as_artifacts, print_json, print_table, remark
+from ...io.errors import DiffbitError
 
 EXAMPLES = {"web": ("diffbit web out/demo/diff_v1-onnx -o out/site", "python -m http.server -d out/site")}
 
@@ -22,27 +23,38 @@ def web(
     license: Annotated[
         str | None, typer.Option(help="License of the model, such as apache-2.0, for the page to show.")
     ] = None,
+    slow: Annotated[
+        bool,
+        typer.Option(
+            "--slow",
+            help="Write the page also without kernels for WebAssembly; low-bit models then take seconds per token.",
+        ),
+    ] = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Write a static site that runs a model in the browser. Any web server can serve it; it loads nothing else.
 
-    The page uses WebGPU if the browser has it, else WebAssembly. A
-    checkpoint is exported for WebGPU first (`diffbit export --target webgpu`); that artifact runs on both.
-    The page checks the files' hashes and keeps them in the browser; a download that was interrupted goes on.
+    The page uses WebGPU if the browser has it, else WebAssembly, whose kernels are compiled before the first page is
+    written (a few minutes, once). A checkpoint is exported for WebGPU first (`diffbit export --target webgpu`); that
+    artifact runs on both. The page checks the files' hashes and keeps them in the browser; a download that was
+    interrupted goes on.
     """
-    from .build import MODULE
+    from . import build
     from .site import write_site
 
+    if not slow:
+        try:
+            build.check()
+        except DiffbitError as error:
+            raise DiffbitError(f"{error}; --slow writes a page that takes seconds per token") from None
     with as_artifacts([artifact], "webgpu") as (path,):
-        sizes = write_site(path, output, packages=packages, license=license, overwrite=overwrite)
+        if not slow:
+            build.bring_up_to_date()
+        sizes = write_site(path, output, packages=packages, license=license, slow=slow, overwrite=overwrite)
     if as_json:
         print_json({"output": str(output), "files": {name: {"bytes": size} for name, size in sizes.items()}})
     else:
         print_table({"file": name, "bytes": size} for name, size in sizes.items())
-    if not MODULE.is_file():
-        remark(
-            "the page has no kernels for WebAssembly, and low-bit weights are slow there without; in a clone: make wasm"
-        )
     remark(f"serve it with: python -m http.server -d {output}")

@@ -73,13 +73,15 @@ def write_site(
     *,
     packages: str | Path | None = None,
     license: str | None = None,
+    slow: bool = False,
     overwrite: bool = False,
 ) -> dict[str, int]:
     """Write the site into a new folder -> {file: size in bytes}.
 
     packages: a node_modules folder with PACKAGES in these versions; None: `npm pack` gets them. license: the model's,
-    for the page to show. Raises DiffbitError if the artifact is damaged or too large for a browser, or a package is not
-    available.
+    for the page to show. The kernels for WebAssembly are those that build.py has compiled; without them a low-bit model
+    takes seconds per token, and the page is written only if `slow` says so. Raises DiffbitError if they are missing,
+    the artifact is damaged or too large for a browser, or a package is not available.
     """
     opened = Artifact.open(artifact)
     opened.check_output()
@@ -93,6 +95,8 @@ def write_site(
                 f"{opened.file(name)}: has {entry.bytes:,} bytes, but a browser loads at most {FILE_BYTES:,} per "
                 "file; quantize the model to fewer bits"
             )
+    if not slow and not any(KERNELS.glob("*.wasm")):
+        raise DiffbitError(f"{KERNELS}: has no kernels for WebAssembly; `diffbit web` compiles them")
     with new_folder(output, overwrite=overwrite) as folder:
         for file in PAGE.iterdir():
             shutil.copyfile(file, folder / file.name)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Self, TypeVar
 
 T = TypeVar("T")
-LINE_EVERY = 15.0  # seconds
+LINE_EVERY = 9.0  # seconds
 _quiet = False
 
 

@@ -74,7 +74,7 @@ def converted(models: Path, out: Path, overwrite: bool) -> None:
 
 
 def site(models: Path, out: Path, overwrite: bool) -> None:
-    write_site(models / "artifact", out, overwrite=overwrite)
+    write_site(models / "artifact", out, slow=True, overwrite=overwrite)
 
 
 def trained(models: Path, out: Path, overwrite: bool) -> None:
@@ -137,7 +137,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     export_artifact(folder / "quantized", folder / "artifact")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(web, "PACKAGES", ())
-        write_site(folder / "artifact", folder / "old site", license="another")
+        write_site(folder / "artifact", folder / "old site", license="another", slow=True)
     (folder / "old" / "log.jsonl").touch()  # so that `train` takes it for a run of its own
     return folder
 

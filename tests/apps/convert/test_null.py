@@ -42,6 +42,7 @@ from diffbit.runtime.native import instruction_sets
 
 from ...export.helpers import write_tokenizer
 from ..serve.test_serve import client, served
+from ..web.modules import module
 from ..web.test_site import MODULES, READY, drive, evaluate
 from ..web.test_transformers_js import PAGE, RUN
 
@@ -327,6 +328,7 @@ def test_genai_writes_the_same(pair: Pair, record_property: Record) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/apps/web/node_modules")
 def test_the_page_writes_the_same(pair: Pair, tmp_path: Path, record_property: Record) -> None:
+    module()
     tokens = {}
     for name, path in pair.artifacts(Scheme(parse_format("int4_g32"))).items():
         write_site(path, tmp_path / name, packages=MODULES)

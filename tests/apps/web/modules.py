@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from diffbit.apps.web.build import MODULE, RELAXED, build
+from diffbit.apps.web.build import MODULE, RELAXED, bring_up_to_date
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).parent
@@ -31,9 +31,7 @@ def module(relaxed: bool = False) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "wasm.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        changed = max(file.stat().st_mtime for file in (ROOT / "csrc").rglob("*.*"))
-        if not all(file.is_file() and file.stat().st_mtime > changed for file in (MODULE, RELAXED)):
-            build()
+        bring_up_to_date()
     return RELAXED if relaxed else MODULE
 
 

@@ -235,7 +235,7 @@ def test_the_page_starts_without_service_workers(worker: str, artifacts: dict[st
 @pytest.mark.slow
 @pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/apps/web/node_modules")
 def test_a_changed_file_is_refused(artifacts: dict[str, Path], tmp_path: Path) -> None:
-    write_site(artifacts["text"], tmp_path / "site", packages=MODULES)
+    write_site(artifacts["text"], tmp_path / "site", packages=MODULES, slow=True)
     weights = tmp_path / "site" / "model" / "model.onnx.data"
     data = bytearray(weights.read_bytes())
     data[1000] ^= 1
@@ -254,7 +254,7 @@ def fake_modules(folder: Path) -> Path:
 
 def test_the_files_of_a_site(artifacts: dict[str, Path], tmp_path: Path) -> None:
     modules = fake_modules(tmp_path / "node_modules")
-    sizes = write_site(artifacts["text"], tmp_path / "site", packages=modules)
+    sizes = write_site(artifacts["text"], tmp_path / "site", packages=modules, slow=True)
     assert {"index.html", "app.js", "worker.js", "diffbit/model.js", "sw.js", "model/diffbit.json", "site.json",
             "model/model.onnx.data", "lib/ort.wasm.min.mjs", "lib/jinja.js"} <= set(sizes)  # fmt: skip
     assert (tmp_path / "site" / "model" / "model.onnx").read_bytes() == (artifacts["text"] / "model.onnx").read_bytes()
@@ -262,9 +262,9 @@ def test_the_files_of_a_site(artifacts: dict[str, Path], tmp_path: Path) -> None
     about = json.loads((tmp_path / "site" / "site.json").read_text())
     assert about["packages"]["onnxruntime-web"]["version"] == PACKAGES[0].version
     with pytest.raises(DiffbitError, match="already exists"):
-        write_site(artifacts["text"], tmp_path / "site", packages=modules)
-    assert write_site(artifacts["text"], tmp_path / "site", packages=modules, overwrite=True) == sizes
-    command = ["web", str(artifacts["text"]), "-o", str(tmp_path / "site"), "--packages", str(modules), "--quiet"]
+        write_site(artifacts["text"], tmp_path / "site", packages=modules, slow=True)
+    assert write_site(artifacts["text"], tmp_path / "site", packages=modules, slow=True, overwrite=True) == sizes
+    command = ["web", str(artifacts["text"]), "-o", str(tmp_path / "site"), "--packages", str(modules), "--slow", "-q"]
     assert CliRunner().invoke(app, [*command, "--overwrite"]).exit_code == 0
 
 
@@ -272,18 +272,18 @@ def test_packages_that_are_others(artifacts: dict[str, Path], tmp_path: Path, mo
     modules = fake_modules(tmp_path / "node_modules")
     (modules / "onnxruntime-web" / "package.json").write_text('{"version": "9.9.9"}')
     with pytest.raises(DiffbitError, match=r"has version 9\.9\.9, wanted"):
-        write_site(artifacts["text"], tmp_path / "site", packages=modules)
+        write_site(artifacts["text"], tmp_path / "site", packages=modules, slow=True)
     with pytest.raises(DiffbitError, match="cannot be read"):
-        write_site(artifacts["text"], tmp_path / "site", packages=tmp_path)
+        write_site(artifacts["text"], tmp_path / "site", packages=tmp_path, slow=True)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(DiffbitError, match="npm is not installed"):
-        write_site(artifacts["text"], tmp_path / "site")
+        write_site(artifacts["text"], tmp_path / "site", slow=True)
     npm = tmp_path / "npm"
     npm.write_text('#!/bin/sh\n/bin/echo damaged > "$4/x.tgz"\n')
     npm.chmod(0o755)
     with pytest.raises(DiffbitError, match="does not have the hash"):
-        write_site(artifacts["text"], tmp_path / "site")
+        write_site(artifacts["text"], tmp_path / "site", slow=True)
     npm.write_text("#!/bin/sh\n/bin/echo no such release >&2; exit 1\n")
     with pytest.raises(DiffbitError, match="no such release"):
-        write_site(artifacts["text"], tmp_path / "site")
+        write_site(artifacts["text"], tmp_path / "site", slow=True)
     assert not (tmp_path / "site").exists()
