@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,13 +41,30 @@ def print_error(message: str) -> None:
     line = " ".join(filter(None, map(str.strip, message.splitlines())))
     if len(line) > MOST_CHARACTERS:  # it quotes a long name or number from a file
         line = f"{line[: MOST_CHARACTERS // 2]} ... {line[-MOST_CHARACTERS // 2 :]}"
-    _print(f"[red]error:[/] {escape(_plain(line))}")
+    _print(f"[red]error:[/] {escape(_wrapped(_plain(line), len('error: ')))}")
 
 
 def remark(message: str) -> None:
     """Print a line to stderr, unless --quiet is set."""
     if not is_quiet():
-        _print(escape(_plain(message)))
+        _print(escape(_wrapped(_plain(message))))
+
+
+def _wrapped(text: str, begin: int = 0) -> str:
+    """Break the lines of a text between words, if they go to a terminal, so that words and paths can be copied.
+
+    begin: columns that are taken before it.
+    """
+    if not sys.stderr.isatty():
+        return text
+    columns = max(shutil.get_terminal_size().columns, 20)
+    lines = [
+        textwrap.fill(line, columns, initial_indent=" " * begin, break_long_words=False, break_on_hyphens=False)
+        if len(line) + begin > columns
+        else " " * begin + line
+        for line in text.split("\n")
+    ]
+    return "\n".join(lines)[begin:]
 
 
 def _plain(text: str) -> str:

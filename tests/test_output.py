@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from diffbit.cli import print_table
-from diffbit.cli.output import out_of_memory
+from diffbit.cli.output import out_of_memory, print_error, remark
 
 ROWS: list[dict[str, Any]] = [
     {"model": f"SmolLM2-135M-Instruct.{i}", "what": "weights", **{f"figure {k}": 1000.5 * k + i for k in range(9)}}
@@ -90,3 +90,20 @@ def test_too_little_memory_is_a_sentence() -> None:
     for raised in (torchs, numpys):
         assert re.match(r"the memory does not suffice \(.*\); use a shorter context", out_of_memory(raised.value) or "")
     assert out_of_memory(RuntimeError("a defect")) is None
+
+
+@pytest.mark.parametrize("columns", [30, 80])
+def test_remarks_at_a_terminal_break_between_words(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = "/home/me/.cache/diffbit/63ea6401263984ec/SmolLM2-135M-Instruct"
+    sentence = f"a model of many words and of numbers, 85% of them; kept in {path} until the folder is deleted"
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for write, begin in ((remark, ""), (print_error, "error: ")):
+        monkeypatch.setattr(sys, "stderr", Terminal())
+        write(sentence)
+        text = re.sub(r"\x1b\[[0-9;]*m", "", sys.stderr.getvalue())  # type: ignore[attr-defined]
+        lines = text.splitlines()
+        assert " ".join(line.strip() for line in lines) == begin + sentence and len(lines) > 1
+        assert all(len(line) <= columns or line == path for line in lines)
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        write(sentence)
+        assert sys.stderr.getvalue() == f"{begin}{sentence}\n"  # type: ignore[attr-defined]
