@@ -5,10 +5,10 @@ Inputs and outputs carry the names that onnxruntime-genai and optimum look for:
     input_ids int64 [B, S], attention_mask int64 [B, T], position_ids int64 [B, S],
     past_key_values.N.key|value [B, Hk, C, d]   ->   logits fp32 [B, S, V], present.N.key|value [B, Hk, max(C, T), d]
 
-and two optional inputs, which are initializers in the file (onnx_graph.py). `logits_from` int64 [1], 0: the first of the new tokens whose logits are computed. A
-prompt only needs the last token's, and with a large vocabulary the head takes a fifth of the time of a small model.
-`shorter_by` int64 [1] or [B], 0: how many tokens a row lacks of T, where attention's operator has all of the
-cache (ops/diff_attention.py, "Rows of their own length").
+and two optional inputs, which are initializers in the file (onnx_graph.py). `logits_from` int64 [1], 0: the first of
+the new tokens whose logits are computed. A prompt only needs the last token's, and with a large vocabulary the head
+takes a fifth of the time of a small model. `shorter_by` int64 [1] or [B], 0: how many tokens a row lacks of T, where
+attention's operator has all of the cache (ops/diff_attention.py, "Rows of their own length").
 
 Layers after the last one with a cache also compute only the tokens from `logits_from` on; they read values of earlier
 layers.

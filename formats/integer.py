@@ -97,7 +97,8 @@ class IntFormat(Format):
 
     def _range(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the least and the largest weight of each group, [N, G]."""
-        return by_group(self, weight, lambda group: torch.stack(torch.aminmax(group, dim=-1), -1)).unbind(-1)
+        low, high = by_group(self, weight, lambda group: torch.stack(torch.aminmax(group, dim=-1), -1)).unbind(-1)
+        return low, high
 
     def candidates(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield scales of either sign, or, with a zero point, ranges with either end shortened separately."""

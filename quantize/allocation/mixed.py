@@ -365,7 +365,8 @@ def allocation_demand(config: ModelConfig, windows: int, length: int, copies: in
 
 def _check_memory(checkpoint: Checkpoint, windows: Tokens, copies: int) -> None:
     """Raise an error if the float model does not fit in memory, before the process is killed halfway."""
-    needed, free = allocation_demand(checkpoint.config, *windows.ids.shape, copies), available_memory()
+    count, length = windows.ids.shape
+    needed, free = allocation_demand(checkpoint.config, count, length, copies), available_memory()
     if free is not None and needed > free:
         raise DiffbitError(
             f"{checkpoint.path}: mixed precision needs the float model in memory, about {size_text(needed)}, and "

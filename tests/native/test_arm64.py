@@ -100,6 +100,8 @@ def test_a_converted_model_writes_what_its_original_writes(
     for path in (trained("softmax"), convert(trained("softmax"), tmp_path / "diff")):
         quantize_checkpoint(path, tmp_path / f"{path.name}-q", scheme)
         artifact = export_artifact(tmp_path / f"{path.name}-q", tmp_path / f"{path.name}-onnx")
-        printed = diffbit("run", str(artifact), "def __init__(self", "-n", "48", "--temperature", "0", "--json", **options)
+        printed = diffbit(
+            "run", str(artifact), "def __init__(self", "-n", "48", "--temperature", "0", "--json", **options
+        )
         texts.append(json.loads(printed)["text"])
     assert texts[0] == texts[1] and len(texts[0]) > 48
