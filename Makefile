@@ -62,13 +62,13 @@ develop:
 
 demo: ready
 	@echo 'the whole workflow with two small models: about 3 minutes on 2 cores'
-	@PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh out/demo
+	@PATH="$(abspath $(BIN)):$$PATH" $(SAY) "" bash examples/demo.sh out/demo
 	@echo 'Next: open out/demo/report.html in a browser. Then . .venv/bin/activate, and'
 	@echo '  diffbit run out/demo/diff_v1-onnx "def "                    continues a text'
 	@echo '  diffbit chat hf:HuggingFaceTB/SmolLM2-135M-Instruct         talks with a published model (270 MB)'
 
 demo-smollm2: ready
-	@PATH="$(abspath $(BIN)):$$PATH" bash examples/smollm2.sh $(if $(QUICK),--quick) out/smollm2
+	@PATH="$(abspath $(BIN)):$$PATH" $(SAY) "" bash examples/smollm2.sh $(if $(QUICK),--quick) out/smollm2
 	@echo 'Next: . .venv/bin/activate, then diffbit chat out/smollm2/diff-onnx'
 
 test: lint

@@ -2,8 +2,8 @@
 
     python3 deploy/say.py "checking types (mypy): a minute" COMMAND [ARGUMENT ...]
 
-The command's output is passed on. The text is empty where the command itself says what it does. It needs only Python's
-standard library.
+The command's output is passed on. The text is empty where the command itself says what it does; on a terminal, where it
+has a bar that moves, it is left alone. It needs only Python's standard library.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ def watch(
 
 
 def main(label: str, command: Sequence[str]) -> int:
+    if not label and sys.stdout.isatty() and sys.stderr.isatty():
+        return subprocess.call(command)
     if label:
         say(label)
     line_is_open = False
