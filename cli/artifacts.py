@@ -82,8 +82,14 @@ def as_artifacts(paths: Sequence[Path], device: str, quantize: str | None = None
             is_artifact = (artifact_folder(path) / MANIFEST).is_file()
             if is_artifact and quantize not in (None, AUTO, NONE):
                 raise DiffbitError(f"{path}: is an artifact, whose formats stay as they are; leave out --quantize")
-            if is_artifact or not (any(path.glob("*.safetensors")) or find_gguf(path)):
-                artifacts.append(path)  # any other folder raises an error when it is opened
+            if not is_artifact and not (any(path.glob("*.safetensors")) or find_gguf(path)):
+                what = "is no model" if path.exists() else "no such file or folder"
+                raise DiffbitError(
+                    f"{path}: {what}; wanted a GGUF file, a folder with *.safetensors, an artifact (diffbit.json), or "
+                    "hf:ORG/NAME"
+                )
+            if is_artifact:
+                artifacts.append(path)
                 continue
             try:
                 if quantize is not None:
@@ -138,6 +144,13 @@ def _kept(path: Path, format: str, target: str) -> Path:
     name = re.sub(r"\.gguf$", "", folder_name(path), flags=re.IGNORECASE) + (f"-{format}" if format != AUTO else "")
     about = {"sources": sources, "name": name, "weights": format, "target": target, "diffbit": __version__}
     folder = cache / hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16] / name
+    try:
+        make_folder(folder.parent)
+    except OSError as error:
+        raise DiffbitError(
+            f"{cache}: the artifact of {path} cannot be kept there ({error.strerror}); set XDG_CACHE_HOME to a folder "
+            "that can be written"
+        ) from None
     if not _is_whole(folder):
         with _locked(folder):
             if not _is_whole(folder):  # else another process has written it since

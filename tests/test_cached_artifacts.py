@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -11,12 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from diffbit.apps.train.new_tokenizer import train_tokenizer
 from diffbit.cli import artifacts
 from diffbit.cli.app import main
 from diffbit.cli.automatic import FAST
 from diffbit.models import ModelConfig
 from diffbit.quantize import forecast
 from diffbit.quantize.methods import Recipe
+
+from .models.test_gguf import of_byte_level
+from .models.test_gguf import write as write_gguf
 
 PROMPT = "def main("
 GREEDY = ("-n", "9", "--temperature", "0")
@@ -165,6 +170,38 @@ def test_another_process_is_waited_for(
             assert waits == [artifacts.WAIT] * 2
         err = capfd.readouterr().err
         assert err.count("waiting: ") == 1 and f"process {other.pid} is writing there" in err
+
+
+def test_a_gguf_file_becomes_a_conversation(
+    tmp_path: Path, cache: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_tokenizer([PROMPT * 200], 300, tmp_path)
+    tokenizer = of_byte_level(tmp_path, "gpt-2")
+    plain = write_gguf(tmp_path / "plain.gguf", tokenizer=tokenizer)
+    talks = write_gguf(tmp_path / "talks.gguf", tokenizer=tokenizer | {"chat_template": "{{ messages[-1].content }}"})
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    code, _, err = diffbit(capfd, "chat", plain)
+    assert code == 2 and "has no chat template" in err and "--template" in err and not kept(cache)
+    code, out, err = diffbit(capfd, "chat", talks, "-n", "4", "--json")
+    (folder,) = kept(cache)
+    assert code == 0 and len(json.loads(out)["token_ids"]) == 4 and folder.name == "talks"
+
+
+def test_what_is_no_model(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "folder").mkdir()
+    for name, words in (("nothing", "no such file or folder"), ("file", "is no model"), ("folder", "is no model")):
+        code, _, err = diffbit(capfd, "run", tmp_path / name, PROMPT)
+        assert code == 2 and words in err and "hf:ORG/NAME" in err and "GGUF" in err and err.count("\n") == 1
+
+
+def test_a_cache_that_cannot_be_written(
+    checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("text")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    code, _, err = diffbit(capfd, "run", checkpoint, PROMPT)
+    assert code == 2 and "set XDG_CACHE_HOME" in err and err.count("\n") == 1
 
 
 def test_hashes_of_large_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from ...cli import (
 from ...io.errors import DiffbitError
 from ...io.fields import Count, get, located, one_of, read
 from ...io.files import read_json, write_json
+from ...io.gguf import find_gguf, read_gguf
 from ...settings import Sampling, SessionOptions
 
 if TYPE_CHECKING:
@@ -115,6 +116,8 @@ def chat(
 
     if sys.stdin is None:
         raise DiffbitError("there are no messages: stdin is closed")
+    if template is None:
+        _check_template(artifact)
     interactive = sys.stdin.isatty()
     keys = hidden_keys() if interactive else contextlib.nullcontext()
     with keys, as_artifacts([artifact], settings.device, quantize) as (path,):
@@ -150,6 +153,24 @@ def chat(
                 if not interactive:
                     raise
                 print_error(str(error))  # about this message, such as one that is too long; the next may work
+
+
+def _check_template(model: Path) -> None:
+    """Raise DiffbitError if a checkpoint has no chat template, before minutes are spent on it."""
+    if (gguf := find_gguf(model)) is not None:
+        has_template = read_gguf(gguf).get("tokenizer.chat_template", str) is not None
+    elif any(model.glob("*.safetensors")):
+        config = model / "tokenizer_config.json"
+        has_template = (model / "chat_template.jinja").is_file() or (
+            config.is_file() and read_json(config).get("chat_template") is not None
+        )
+    else:
+        return
+    if not has_template:
+        raise DiffbitError(
+            f"{model}: has no chat template, so it does not answer messages; `diffbit run` continues a text, and "
+            "--template FILE takes the template of another model"
+        )
 
 
 def _is_text(line: str) -> bool:
