@@ -13,9 +13,11 @@ import functools
 import io
 import os
 import re
+import shutil
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
@@ -28,7 +30,7 @@ from ..devices import Device, device_of
 from ..io.errors import DiffbitError
 from ..ops.schema import OPS
 from .driver import Driver, runs, version_text
-from .external import with_inputs
+from .external import external_locations, with_inputs
 from .native import cuda_architectures
 
 CPU = "CPUExecutionProvider"
@@ -134,10 +136,11 @@ def open_session(
         _check_card(ort, library)
     try:
         source: str | bytes = str(model)
-        if inputs:
-            source = with_inputs(model.read_bytes(), inputs)
-            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(model.parent))
-        session: OrtSession = ort.InferenceSession(source, options, providers=providers, enable_fallback=0)
+        with _folder_of_weights(model) if inputs else contextlib.nullcontext() as folder:
+            if inputs:
+                source = with_inputs(model.read_bytes(), inputs)
+                options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+            session: OrtSession = ort.InferenceSession(source, options, providers=providers, enable_fallback=0)
     except Exception as error:  # ONNX Runtime's exceptions have no base of their own
         if out_of_memory(error):
             raise DiffbitError(f"{model}: does not fit into the memory of device {device}") from None
@@ -156,6 +159,24 @@ def open_session(
             "or other formats"
         )
     return session
+
+
+@contextlib.contextmanager
+def _folder_of_weights(model: Path) -> Iterator[Path]:
+    """Yield the folder in which ONNX Runtime finds the weights of a model that it gets as bytes: the model's, or, where
+    they are links out of it, as in the hub's cache, which ONNX Runtime refuses, one with the files themselves. It is
+    needed until the session is open."""
+    files = [model.parent / name for name in sorted(external_locations(model))]
+    if not any(file.is_symlink() for file in files):
+        yield model.parent
+        return
+    with tempfile.TemporaryDirectory(prefix="diffbit-") as folder:
+        for file in files:
+            try:
+                os.link(file.resolve(), Path(folder, file.name))
+            except OSError:  # another disk
+                shutil.copyfile(file, Path(folder, file.name))
+        yield Path(folder)
 
 
 def _options(ort: ModuleType, threads: int | None, library: Path | None, bfloat16: bool) -> Any:

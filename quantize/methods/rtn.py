@@ -6,7 +6,8 @@ channel weighted by its mean square over the text (an importance matrix), withou
     s = argmin sum_k h_k (w_k - q_k(s))^2,    h_k = mean x_k^2        or        s = argmin sum_k (w_k - q_k(s))^4
 
 h is measured in the float model, in one pass, so this takes a third of GPTQ's time (SmolLM2-135M). A format that a
-model was trained in keeps the scales of its range. Weights that lie on a format's grid come back as they are.
+model was trained in keeps the scales of its range, and so do 8 bits without text, where a search gains little. Weights
+that lie on the grid of a format of fewer bits come back as they are.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from ...formats import Format, QTensor
 from ..calibration.scales import quick_search
 from . import Method
 
+PLAIN_BITS = 8  # from which on the scales of the range suffice
+
 
 def quantize(weight: Tensor, format: Format, importance: Tensor | None = None) -> QTensor:
     """Round weight [N, K] of any float dtype; importance: the mean square of each input channel, fp32 [K]."""
-    scale, zero = format.fit(weight) if format.trained else quick_search(weight, format, importance)
+    is_plain = format.trained or (format.bits >= PLAIN_BITS and importance is None)
+    scale, zero = format.fit(weight) if is_plain else quick_search(weight, format, importance)
     return format.nearest(weight, scale, zero)
 
 

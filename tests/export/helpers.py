@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime
 import torch
+from torch import Tensor
 
 from diffbit.export import export_artifact
-from diffbit.formats import parse_format
+from diffbit.formats import Format, QTensor, parse_format
 from diffbit.models import Decoder, ModelConfig, save
 from diffbit.quantize import Scheme, quantize_checkpoint
 
@@ -53,8 +55,14 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 def write_quantized(source: Path, format: str) -> Path:
     folder = source.with_name(f"{source.name}-{format}")
-    quantize_checkpoint(source, folder, Scheme(weights=parse_format(format)))
+    quantize_checkpoint(source, folder, Scheme(weights=parse_format(format)), method=by_range)
     return folder
+
+
+def by_range(weight: Tensor, format: Format, stats: Any) -> QTensor:
+    """Round with the scales of the range: no method's search moves these models to where activations, between two
+    integers, are rounded to another one in torch than in ONNX Runtime."""
+    return format.nearest(weight, *format.fit(weight))
 
 
 def write_artifact(checkpoint: Path, dtype: str = "fp32", kv: str | None = None) -> Path:

@@ -210,8 +210,9 @@ def test_the_folder_hands_on_a_tokenizer_json(checkpoint: Path, tmp_path: Path) 
     expected = converted(source).encode("hello").ids
     assert load_tokenizer(source).eos_id == 2
     run = CliRunner()
+    plain = ("--method", "rtn", "--no-measure")  # without text: this tokenizer has more tokens than the model
     for arguments in (
-        ["quantize", str(source), "-o", str(tmp_path / "q"), "--weights", "int4_g32"],
+        ["quantize", str(source), "-o", str(tmp_path / "q"), "--weights", "int4_g32", *plain],
         ["export", str(tmp_path / "q"), "-o", str(tmp_path / "onnx")],
         ["export", str(source), "-o", str(tmp_path / "float"), "--tokenizer", str(source / SENTENCEPIECE)],
     ):

@@ -83,7 +83,7 @@ def test_the_command_gives_the_same_bytes_on_a_device(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    options = ["--weights", "int4_g32", "--method", "gptq", "--max-windows", "2", "--length", "24"]
+    options = ["--weights", "int4_g32", "--method", "gptq", "--max-windows", "2", "--length", "24", "--no-measure"]
     with Elsewhere(), sdpa_kernel(SDPBackend.MATH):
         for device in ("cpu", "cuda"):
             with pytest.raises(SystemExit) as stopped:
@@ -108,6 +108,6 @@ def test_what_a_gpu_cannot_do_is_a_sentence(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "torch sees no CUDA GPU; pass cpu" in sentence()
-    monkeypatch.setattr("diffbit.io.processes.processes", lambda device: Processes(0, 1, DEVICE))
-    monkeypatch.setattr("diffbit.quantize.quantize_checkpoint", full)
+    monkeypatch.setattr("diffbit.cli.automatic.processes", lambda device: Processes(0, 1, DEVICE))
+    monkeypatch.setattr("diffbit.quantize.checkpoint.quantize_checkpoint", full)
     assert sentence().startswith("error: the GPU's memory does not suffice (CUDA out of memory. Tried to allocate 2.00")

@@ -28,6 +28,7 @@ from diffbit.runtime import Session, verify
 
 from ...adapters import write_adapter
 from ...configs import resized
+from ...export.helpers import by_range
 from ...models.helpers import hf_model, saved, tokens
 from ...models.test_gguf import TYPES, write
 from ...models.test_transformers import CASES
@@ -220,7 +221,7 @@ def test_norm_of_queries_and_the_angle(tmp_path: Path) -> None:
 @pytest.mark.parametrize("start", ["copy", "rotated"])
 def test_the_whole_way_to_the_device(start: str, trained: Callable[[str], Path], tmp_path: Path) -> None:
     path = diffbit.convert(trained("softmax"), tmp_path / "diff", start=start)
-    quantize_checkpoint(path, tmp_path / "int4", Scheme(weights=parse_format("int4_g32")))
+    quantize_checkpoint(path, tmp_path / "int4", Scheme(weights=parse_format("int4_g32")), method=by_range)
     artifact = export_artifact(tmp_path / "int4", tmp_path / "onnx")
     assert verify(artifact).passed
     ids = tokens(1, 20) % 900 + 3
