@@ -409,7 +409,8 @@ def test_a_target_chooses_formats_and_shows_the_error_of_each_layer(
     from diffbit.quantize import Scheme, read_scheme
 
     model, file, folder = workplace / "out" / "demo" / "diff_v1", tmp_path / "scheme.toml", tmp_path / "q"
-    arguments = ["allocate", str(model), "--override", "*.o_proj=int8", "--max-windows", "2", "-o", str(file)]
+    arguments = ["allocate", str(model), "--override", "*.o_proj=int8", "--max-windows", "2", "--method", "rtn"]
+    arguments += ["-o", str(file)]
     candidates = ["--candidates", "int2_g64, int4_g32,none"]
     with pytest.raises(SystemExit) as stopped:
         main([*arguments, "--bits", "4", *candidates, "--plot", str(tmp_path / "mixed.svg")])
