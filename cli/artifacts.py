@@ -53,6 +53,7 @@ NONE = "none"
 PATIENCE = 600  # seconds: a model for which the best method takes longer is rounded quickly
 QUICK = "int4_g32"  # the format that is quick to round to
 MADE = "made.json"
+HELD_OUT = (4, 256)  # windows of text to compare with the float model, and their length
 WAIT = 0.5  # seconds between two looks whether another process has made the artifact
 
 Quantize = Annotated[
@@ -217,7 +218,6 @@ def _compared(checkpoint: Checkpoint, artifact: Path) -> dict[str, Any] | None:
     from ..io.resources import available_memory
     from ..models import num_parameters
     from ..runtime import Session
-    from .automatic import HELD_OUT
 
     free = available_memory()
     if not checkpoint.tokenizer_files or (free is not None and 5 * num_parameters(checkpoint.config) > free):

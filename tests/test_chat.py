@@ -287,7 +287,7 @@ def test_messages_of_several_lines(tmp_path: Path) -> None:
     """A paste, a block between quotes, and what is typed during an answer, which the answer does not show."""
     model = write_chat_model(tmp_path / "toy", follows(":abc defg", end=257), context=60)
     saved = tmp_path / "talk.json"
-    with Terminal(model, code=SLOW) as terminal:
+    with Terminal(model, code=SLOW, columns=200) as terminal:
         terminal.until(PROMPT)
         terminal.type("\x1b[200~two\n\n  lines\n\x1b[201~")
         terminal.until("lines")
