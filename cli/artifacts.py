@@ -37,7 +37,7 @@ from ..io.files import (
 )
 from ..io.hub import is_read
 from ..version import __version__
-from .options import of_formats, read_windows
+from .options import of_formats
 from .output import remark
 from .scheme_options import AUTO, MethodOptions, SchemeOptions
 
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from ..models import Checkpoint
     from ..quantize import Report, Scheme
+    from .automatic import Quality
 
 LARGE = 1 << 24  # bytes of a file whose hash is kept
 NONE = "none"
@@ -207,31 +208,23 @@ def _write(path: Path, format: str, target: str, folder: Path) -> dict[str, Any]
     if close is None:
         words = f"rounded by {done.report.method}, not compared with the float model"
     else:
-        words = f"{close['top1_agreement']:.0%} of the tokens as in float"
-    return {"made": f"{_formats(done.report)}, {_size(folder)}, {words}", "compared": close}
+        words = f"{close.same_tokens:.0%} of the tokens as in float"
+    made = f"{_formats(done.report)}, {_size(folder)}, {words}"
+    return {"made": made, "compared": None if close is None else vars(close)}
 
 
-def _compared(checkpoint: Checkpoint, artifact: Path) -> dict[str, Any] | None:
-    """How close an artifact is to its float model, on held-out text; None without a tokenizer, or if there is too
-    little memory for the float model."""
-    from ..export import compare_with_checkpoint
-    from ..io.resources import available_memory
-    from ..models import num_parameters
+def _compared(checkpoint: Checkpoint, artifact: Path) -> Quality | None:
+    """How close an artifact is to its float model, on held-out text."""
     from ..runtime import Session
+    from .automatic import measure_quality
 
-    free = available_memory()
-    if not checkpoint.tokenizer_files or (free is not None and 5 * num_parameters(checkpoint.config) > free):
-        return None
-    windows, length = HELD_OUT
-    text = read_windows(checkpoint.path, "mix", "text", windows, min(length, checkpoint.config.max_position))
     session = Session(artifact)
 
     def logits(ids: NDArray[np.int64], mask: NDArray[np.bool_]) -> NDArray[np.float32]:
         session.reset()
         return session.prefill(ids, all_positions=True)
 
-    result = compare_with_checkpoint(logits, checkpoint, text, tolerance=1)
-    return {name: result[name] for name in ("kl", "top1_agreement", "tokens")}
+    return measure_quality(checkpoint, logits, HELD_OUT)
 
 
 def _export(checkpoint: Path, folder: Path, target: str) -> None:

@@ -27,10 +27,13 @@ from .output import remark
 from .scheme_options import AUTO, MethodOptions, SchemeOptions
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from ..calib_data import Windows
+    from ..export.check import LogitsFunction
     from ..models import Checkpoint
     from ..quantize import Report, Scheme
-    from ..quantize.quality import Quality
 
 __all__ = ["QuantizedModel", "quantize_model", "resolve_method", "summary", "values"]
 
@@ -41,6 +44,25 @@ PLAIN_BITS = 8  # from which on rounding to nearest suffices
 ESTIMATE = (16, 256)  # windows of text for the choice of formats, and their length
 WORTH_SAYING = 5  # seconds
 HELD_OUT = (8, 256)  # the same for measuring the result
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How close a quantized model is to its float model, on text that it was not calibrated on.
+
+    kl: KL(float || quantized) in nats per token. same_tokens: the share of positions at which both have the same most
+    likely next token. tokens: the number of positions.
+    """
+
+    kl: float
+    same_tokens: float
+    tokens: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.same_tokens:.0%} of the most likely tokens are those of the float model, KL {self.kl:.3f} nats per "
+            f"token ({self.tokens:,} tokens)"
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,7 +116,7 @@ def quantize_model(
     if fast:
         rounding = _fast(rounding, checkpoint)
     if options == SchemeOptions() and bits is None and size is None:
-        if fast or not can_mix(checkpoint, rounding, limit):
+        if fast or not can_mix(checkpoint, limit):
             options = replace(options, weights=FAST if fast else UNIFORM)
         else:
             bits = BITS
@@ -170,12 +192,12 @@ def text_shape(checkpoint: Checkpoint, rounding: MethodOptions) -> tuple[int, in
     return rounding.windows(True), length
 
 
-def can_mix(checkpoint: Checkpoint, rounding: MethodOptions, max_memory: int | None) -> bool:
+def can_mix(checkpoint: Checkpoint, max_memory: int | None) -> bool:
     """Whether formats can be chosen for each layer: the model reads text, and fits in memory with its gradients."""
     from ..quantize.allocation import allocation_demand
 
     free = available_memory() if max_memory is None else max_memory
-    if not checkpoint.tokenizer_files or rounding.method not in (AUTO, "guided", "gptq", "rtn"):
+    if not checkpoint.tokenizer_files:
         return False
     return free is None or allocation_demand(checkpoint.config, *_short(checkpoint, ESTIMATE)) < free
 
@@ -242,23 +264,47 @@ def _duration(seconds: float) -> str:
 
 
 def _measured(output: str | Path, checkpoint: Checkpoint, max_memory: int | None) -> Quality | None:
-    """Compare the quantized model with the float one on held-out text, if there is a tokenizer and enough memory."""
-    from ..models import load as load_float
-    from ..quantize import load
-    from ..quantize.quality import quality, quality_demand
+    """Compare the quantized model with the float one, if both fit in memory. Linear layers round their inputs as the
+    artifact's operators do."""
+    import torch
 
+    from ..quantize import as_exported, load
+
+    decoder = load(output).eval()
+    as_exported(decoder)
+
+    def logits(ids: NDArray[np.int64], mask: NDArray[np.bool_]) -> NDArray[np.float32]:
+        with torch.inference_mode():
+            values = decoder(torch.from_numpy(ids), attention_mask=torch.from_numpy(mask).long())
+        return values.numpy()
+
+    return measure_quality(checkpoint, logits, HELD_OUT, max_memory)
+
+
+def measure_quality(
+    checkpoint: Checkpoint, logits_of: LogitsFunction, shape: tuple[int, int], max_memory: int | None = None
+) -> Quality | None:
+    """Compare a model's logits with those of its float checkpoint on held-out text; None without a tokenizer, or if
+    the float model does not fit in memory.
+
+    shape: windows of text, and their length.
+    """
+    from ..export import compare_with_checkpoint
+    from ..models import num_parameters
+
+    windows, length = _short(checkpoint, shape)
+    needed, free = 5 * num_parameters(checkpoint.config), available_memory() if max_memory is None else max_memory
     if not checkpoint.tokenizer_files:
         return None
-    windows, length = _short(checkpoint, HELD_OUT)
-    needed, free = quality_demand(checkpoint.config, windows * length), available_memory()
-    free = max_memory if max_memory is not None else free
     if free is not None and needed > free:
         remark(
-            f"the quality was not measured: both models take {size_text(needed)} of memory, {size_text(free)} are free"
+            f"the quality was not measured: the float model takes {size_text(needed)} of memory, {size_text(free)} are "
+            "free"
         )
         return None
     text = read_windows(checkpoint, TEXT, "text", windows, length)
-    return quality(load_float(checkpoint), load(output), text.ids, text.mask)
+    result = compare_with_checkpoint(logits_of, checkpoint, text, tolerance=1)
+    return Quality(result["kl"], result["top1_agreement"], result["tokens"])
 
 
 def summary(done: QuantizedModel, output: Path) -> str:

@@ -66,7 +66,7 @@ Fast = Annotated[
 Measure = Annotated[
     bool,
     typer.Option(
-        "--measure/--no-measure", help="Compare the result with the float model on 2,048 tokens of held-out text."
+        "--measure/--no-measure", help="Compare the result with the float model on about 2,000 tokens of held-out text."
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run, if there is one.")]

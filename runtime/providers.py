@@ -170,11 +170,12 @@ def _folder_of_weights(model: Path) -> Iterator[Path]:
     if not any(file.is_symlink() for file in files):
         yield model.parent
         return
-    with tempfile.TemporaryDirectory(prefix="diffbit-") as folder:
+    place = files[0].resolve().parent  # on the same disk, so that a second name costs nothing
+    with tempfile.TemporaryDirectory(prefix="diffbit-", dir=place if os.access(place, os.W_OK) else None) as folder:
         for file in files:
             try:
                 os.link(file.resolve(), Path(folder, file.name))
-            except OSError:  # another disk
+            except OSError:  # another disk, or one without such names
                 shutil.copyfile(file, Path(folder, file.name))
         yield Path(folder)
 

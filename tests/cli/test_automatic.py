@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from diffbit import models, quantize
 from diffbit.cli import automatic
 from diffbit.cli.app import main
+from diffbit.cli.options import read_windows
 from diffbit.cli.scheme_options import MethodOptions, SchemeOptions
 from diffbit.export import export_artifact
 from diffbit.formats import parse_format
@@ -21,7 +22,6 @@ from diffbit.models import Checkpoint
 from diffbit.quantize import Scheme, table_formats
 from diffbit.quantize.forecast import quantize_demand
 from diffbit.quantize.methods import parse_recipe
-from diffbit.quantize.quality import quality
 
 PICO = Path(__file__).parents[2] / "examples" / "pico" / "diff_v1"
 FEW = ("--max-windows", "4", "--length", "128")
@@ -95,20 +95,29 @@ def test_groups_of_eight_bits_hold_embedding_and_head_too() -> None:
     assert table_formats(False, None, None) == (None, None)
 
 
-def test_quality_is_the_divergence_by_its_definition(trained: Any, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    source = trained("diff_v2")
-    scheme = Scheme(weights=parse_format("int3_g64"))
-    quantize.quantize_checkpoint(source, tmp_path / "q", scheme)
-    exact, rounded = models.load(source), quantize.load(tmp_path / "q")
-    ids = torch.randint(exact.config.vocab_size, (3, 20))
-    mask = torch.arange(20) < torch.tensor([20, 13, 7])[:, None]
-    measured = quality(exact, rounded, ids, mask)
+def test_quality_is_the_divergence_by_its_definition(tmp_path: Path) -> None:
+    options, rounding = SchemeOptions(weights="int3_g64"), MethodOptions(method="rtn")
+    measured = automatic.quantize_model(PICO, tmp_path / "q", options, rounding).quality
+    assert measured is not None
+    windows, length = automatic.HELD_OUT
+    text = read_windows(PICO, "mix", "text", windows, min(length, Checkpoint(PICO).config.max_position))
+    rounded = quantize.load(tmp_path / "q")
+    quantize.as_exported(rounded)
+    ids, mask = torch.from_numpy(text.ids), torch.from_numpy(text.mask)
+    scored = torch.from_numpy(text.target)[:, 1:]  # the logits at a position are of the next token
     with torch.no_grad():
-        p, q = (F.log_softmax(model(ids, attention_mask=mask.long()).double(), -1)[mask] for model in (exact, rounded))
-    assert measured.tokens == 40
-    assert measured.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-4)
-    assert measured.same_tokens == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
+        p, q = (
+            F.log_softmax(model(ids, attention_mask=mask.long()).double(), -1)[:, :-1][scored]
+            for model in (models.load(PICO), rounded)
+        )
+    assert measured.tokens == len(p) > 1000
+    assert measured.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3)
+    assert measured.same_tokens == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()), abs=2e-3)
+
+
+def test_too_little_memory_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert automatic._measured(PICO, Checkpoint(PICO), 1000) is None
+    assert "the quality was not measured" in capfd.readouterr().err
 
 
 def test_the_mix_keeps_what_else_was_asked_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
