@@ -436,7 +436,7 @@ TRAINING = {
     f"{STEP}/model.safetensors": damage_safetensors,
     f"{STEP}/optimizer.safetensors": damage_safetensors,
     "out/log.jsonl": damage_jsonl,
-    "out/tokenizer/tokenizer.json": damage_json,
+    f"{STEP}/tokenizer.json": damage_json,
 }
 TARGETS = {
     "checkpoint": Target("model", MODEL, quantize, 20),

@@ -27,8 +27,10 @@ export interface Sampling {
 }
 
 export interface GenerateOptions extends Sampling {
-  /** At most this number of new tokens; default 1024. */
+  /** At most this number of new tokens; default 512. */
   maxTokens?: number;
+  /** Go on with a text that repeats the same words again and again; else it ends with the reason "loop". */
+  allowLoops?: boolean;
   /** Ends the text. The iteration then ends without an error. */
   signal?: AbortSignal;
 }
@@ -37,7 +39,7 @@ export interface GenerateOptions extends Sampling {
 export interface Generation {
   /** Every sampled token; an eos that ended the text is the last. */
   ids: number[];
-  reason: "eos" | "length" | "context" | "interrupted";
+  reason: "eos" | "length" | "loop" | "context" | "interrupted";
   promptTokens: number;
   /** Tokens of the prompt that were in the cache already. */
   cachedTokens: number;

@@ -9,10 +9,11 @@
 //     close()           frees them; an engine may lack it
 
 import { openFiles } from "./files.js";
+import { LoopGuard } from "./loops.js";
 import { Sampler, samplingOf } from "./sampler.js";
 import { TextStream } from "./text.js";
 
-const MAX_TOKENS = 1024;
+const MAX_TOKENS = 512;
 const CHUNK = 256; // tokens of a prompt after which generation can be stopped
 const ROOM = 4; // 1 / ROOM of the context, or maxTokens if that is less, stays free for an answer
 const SPECIAL = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
@@ -128,8 +129,8 @@ export class Model {
   }
 
   // Continue a text, or token ids as they are: an async iterator of text that is final, whole characters only. options:
-  // maxTokens, signal (an AbortSignal, which ends the text), and those of sampler.js; the model's generation_config.json
-  // has the defaults
+  // maxTokens, signal (an AbortSignal, which ends the text), allowLoops (else a text that loops ends), and those of
+  // sampler.js; the model's generation_config.json has the defaults
   async *generate(prompt, options = {}) {
     yield* this.run(typeof prompt === "string" ? this.encode(prompt) : Array.from(prompt), options, this.ends);
   }
@@ -154,7 +155,7 @@ export class Model {
     return { prompt: encoded(dropped), dropped };
   }
 
-  async *run(prompt, { maxTokens = MAX_TOKENS, signal, ...sampling }, ends, dropped = 0) {
+  async *run(prompt, { maxTokens = MAX_TOKENS, signal, allowLoops = false, ...sampling }, ends, dropped = 0) {
     const capacity = this.manifest.context_length;
     if (!(Number.isInteger(maxTokens) && maxTokens > 0)) throw new RangeError(`maxTokens is ${maxTokens}, wanted at least 1`);
     if (!prompt.length) throw new Error("The prompt is empty, and the model has no bos token to start from.");
@@ -165,6 +166,7 @@ export class Model {
     this.busy = true;
     const began = performance.now();
     const text = new TextStream((ids) => this.decode(ids), prompt);
+    const guard = allowLoops ? null : new LoopGuard((ids) => this.decode(ids));
     const ids = [...prompt];
     const last = { ids: [], reason: "interrupted", promptTokens: prompt.length, cachedTokens: 0, promptSeconds: 0, seconds: 0, dropped };
     let first;
@@ -192,6 +194,7 @@ export class Model {
           if (more) yield more;
           if (last.ids.length === maxTokens) last.reason = "length";
           else if (this.ids.length === capacity) last.reason = "context";
+          else if (guard?.push(token)) last.reason = "loop";
           else {
             await turn();
             if (signal?.aborted) break;

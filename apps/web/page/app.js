@@ -3,7 +3,7 @@ import { bytesOf, facts, formats, megabytes } from "./card.js";
 
 const PATIENCE = 2000;
 const OPTIONS = ["maxTokens", "temperature", "topK", "topP", "seed"];
-const REASONS = { eos: "the end", length: "the maximum", context: "the context is full", interrupted: "stopped" };
+const REASONS = { eos: "the end", length: "the maximum", loop: "it repeated the same words again and again", context: "the context is full", interrupted: "stopped" };
 const at = (id) => document.getElementById(id);
 const worker = new Worker("worker.js", { type: "module" });
 let chat = false;

@@ -41,7 +41,10 @@ const until = (...phases) =>
   page.waitForFunction((phases) => phases.includes(document.body.dataset.phase), patience, [...phases, "paused"]);
 const write = async (text, tokens = most) => {
   await page.evaluate(() => delete document.getElementById("talk").dataset.ids);
-  await page.evaluate((tokens) => (document.getElementById("maxTokens").value = tokens), tokens);
+  await page.evaluate((tokens) => {
+    document.getElementById("maxTokens").value = tokens;
+    document.getElementById("temperature").value = 0; // the likeliest token, as the tests' other side
+  }, tokens);
   await page.type("#text", text);
 };
 const answered = async () => {

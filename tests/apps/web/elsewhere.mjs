@@ -66,7 +66,8 @@ try {
   await until(`document.body.dataset.phase === "ready"`);
   const answers = [];
   for (const text of texts) {
-    const fill = `document.getElementById("maxTokens").value = ${most}, document.getElementById("text").value = ${JSON.stringify(text)}`;
+    const greedy = `document.getElementById("temperature").value = 0`;
+    const fill = `document.getElementById("maxTokens").value = ${most}, ${greedy}, document.getElementById("text").value = ${JSON.stringify(text)}`;
     await page.evaluate(`(delete document.getElementById("talk").dataset.ids, ${fill}, document.getElementById("send").click(), 0)`);
     answers.push(JSON.parse(await until(`document.getElementById("talk").dataset.ids`)));
   }

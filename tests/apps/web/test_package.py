@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from diffbit.apps.web.site import PACKAGE, PACKAGES
-from diffbit.runtime import Chat, Session, generate
+from diffbit.runtime import Chat, Sampler, Session, generate
 
 from .modules import module
 from .test_site import MODULES, READY, artifacts, evaluate
@@ -42,7 +42,7 @@ export default async (place, texts, messages, maxTokens) => {
   const answers = [];
   for (const text of texts) {
     let whole = "";
-    for await (const more of model.generate(text, { maxTokens })) whole += more;
+    for await (const more of model.generate(text, { maxTokens, temperature: 0 })) whole += more;
     answers.push([model.last.ids, whole]);
   }
   const stop = new AbortController();
@@ -75,7 +75,7 @@ export default async (place, messages, maxTokens) => {
   const answers = [];
   for (const content of ["And now?", "And then?", ""]) {
     let answer = "";
-    for await (const more of model.chat(messages, { maxTokens })) answer += more;
+    for await (const more of model.chat(messages, { maxTokens, temperature: 0 })) answer += more;
     answers.push([model.last.ids, model.last.dropped]);
     messages.push({ role: "assistant", content: answer }, { role: "user", content });
   }
@@ -156,7 +156,7 @@ def test_node_writes_what_run_writes(artifacts: dict[str, Path], modules: Path) 
 def test_a_conversation_that_grows_too_long(artifacts: dict[str, Path], modules: Path) -> None:
     """The oldest turns are left out, as Python's Chat does, and a damaged file is refused."""
     answers = in_node(modules, CHAT, str(artifacts["chat"]), MESSAGES, 100)
-    chat = Chat(Session(artifacts["chat"]), system="Short.", max_tokens=100)
+    chat = Chat(Session(artifacts["chat"]), system="Short.", max_tokens=100, sampler=Sampler())
     replies = [chat.send(text) for text in ("class Stack:", "And now?", "And then?")]
     assert replies[-1].dropped and answers == [[list(reply.token_ids), reply.dropped] for reply in replies]
     broken = shutil.copytree(artifacts["chat"], modules.parent / "broken")

@@ -27,7 +27,7 @@ from diffbit.export import export_artifact
 from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.quantize import Scheme, quantize_checkpoint
-from diffbit.runtime import Chat, Session, Tokenizer, generate
+from diffbit.runtime import Chat, Sampler, Session, Tokenizer, generate
 
 from .modules import module
 
@@ -141,7 +141,7 @@ def test_the_page_writes_what_run_writes(artifacts: dict[str, Path], tmp_path: P
     for module_file in (tmp_path / "chat" / "diffbit" / "wasm").glob("*.wasm"):
         module_file.unlink()
     page = drive(tmp_path / "chat", *(("ask", text) for text in texts), narrow, ("stop", "More?"), most=60)
-    chat = Chat(Session(artifacts["chat"]), max_tokens=60)
+    chat = Chat(Session(artifacts["chat"]), max_tokens=60, sampler=Sampler())
     assert page["answers"][:2] == [list(chat.send(text).token_ids) for text in texts]
     assert len(page["answers"][2]) < 600 and ": stopped." in page["state"]
     assert "onnxruntime-web" in page["about"] and "threads" in page["about"]
