@@ -20,7 +20,8 @@ from diffbit.runtime.verify import verify
 from .helpers import config_of, graph_of, relative_error, write_model
 
 INT8, INT4, NF4 = parse_format("int8"), parse_format("int4_g32"), parse_format("nf4")
-IDS = torch.randint(0, 61, (1, 9), generator=torch.Generator().manual_seed(1))
+# Independent sequences: a last-bit difference moves an activation to the next int8 step in one of them, hardly in half
+IDS = torch.randint(0, 61, (8, 5), generator=torch.Generator().manual_seed(1))
 
 
 def quantized(folder: Path, config: ModelConfig, scheme: Scheme) -> Path:
@@ -62,7 +63,7 @@ def test_tables(tmp_path: Path, tied: bool, embedding: str, head: str, dtype: st
     bound = 1e-4 if dtype == "fp32" else 0.15
     for with_library in (True, False):
         logits = Session(artifact, native=with_library).prefill(IDS.numpy(), all_positions=True)
-        assert np.median(relative_error(logits, expected)) < bound
+        assert np.median(relative_error(logits, expected).max(-1)) < bound
     assert verify(artifact).passed
 
 
@@ -144,6 +145,6 @@ def test_float16_weights_are_resident_once(tmp_path: Path) -> None:
         expected = reference_model(tmp_path / "64" / "float")(IDS)
     for artifact, with_library in ((artifacts[64], True), (artifacts[64], False), (on_gpu, True)):
         logits = Session(artifact, native=with_library).prefill(IDS.numpy(), all_positions=True)
-        assert np.median(relative_error(logits, expected)) < 0.01
+        assert np.median(relative_error(logits, expected).max(-1)) < 0.01
     assert "MatMul" not in {node.op_type for node in graph_of(artifacts[64]).graph.node}
     assert "FloatMatMul" not in {node.op_type for node in graph_of(on_gpu).graph.node}
