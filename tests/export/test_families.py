@@ -71,6 +71,7 @@ def test_artifacts_compute_what_transformers_does(folder: Path, native: bool, tm
     assert (ours - logits[0]).abs().max() < 3e-5 * spread
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEMES)
 def test_quantized_models_are_exported_and_verified(folder: Path, name: str, tmp_path: Path) -> None:
     scheme, method = SCHEMES[name]

@@ -224,6 +224,7 @@ def test_what_stands_before_the_product_is_done_once_at_load(tmp_path: Path, for
     np.testing.assert_allclose(actual, expected, atol=0.02 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 def test_every_format_goes_all_the_way(tmp_path: Path) -> None:
     """A model with each format that there is in a layer of its own: quantized, read back, exported, verified, and its
     bytes are those that the format says."""

@@ -12,6 +12,7 @@ from diffbit.formats import parse_format
 from diffbit.quantize import Scheme, quantize_checkpoint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "format"),
     [

@@ -30,7 +30,9 @@ def torch_tokens(checkpoint: Path) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("format", [None, "int4_g32", "ternary"])
+@pytest.mark.parametrize(
+    "format", ["int4_g32", *(pytest.param(name, marks=pytest.mark.slow) for name in (None, "ternary"))]
+)
 @pytest.mark.parametrize("attention", VARIANTS)
 def test_genai(checkpoint_of: Maker, attention: str, format: str | None) -> None:
     og = pytest.importorskip("onnxruntime_genai")

@@ -267,6 +267,7 @@ def test_buffers_in_place_and_growing(artifact_of: Maker) -> None:
     assert [value.shape()[2] for value in growing._past[:6]] == [64, 64, 2, 2, 64, 64]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("formats", [("int4", "int4"), ("int8", "int4"), (None, "int2")])
 def test_a_context_that_is_no_multiple_of_32(
     formats: tuple[str | None, str], checkpoint_of: Maker, tmp_path: Path
@@ -295,6 +296,7 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert runtime.verify(export_artifact(tmp_path / "q", tmp_path / "a")).passed
 
 
+@pytest.mark.slow
 def test_from_the_command_line(checkpoint_of: Maker, tmp_path: Path) -> None:
     source, folder = checkpoint_of("diff_v1", **CONFIG), tmp_path / "q"
     command = [

@@ -33,7 +33,7 @@ def tokens(session: runtime.Session, count: int = 12) -> tuple[list[int], np.nda
     return every, np.stack(rows)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("fp16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("format", [None, "ternary", "int4_g32", "int4_g32_asym"])
 @pytest.mark.parametrize("attention", VARIANTS)
 def test_kernels_and_bodies_say_the_same(

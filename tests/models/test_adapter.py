@@ -262,6 +262,7 @@ def test_adapters_of_parts_of_fused_tensors_are_written_as_one(tmp_path: Path) -
         torch.testing.assert_close(merged.read(name), checkpoint.read(name) + up @ down, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_quantized_as_the_merged_model_is(tmp_path: Path, trained: Callable[[str], Path]) -> None:
     """`quantize --adapter`: the mix, the calibration and the report are those of the merged model."""
     base, adapter, merged = trained("softmax"), tmp_path / "adapter", tmp_path / "merged"

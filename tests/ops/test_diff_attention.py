@@ -32,7 +32,14 @@ from .onnx_run import body_of, node_of, on_each_isa, on_isas_in_turn, run_node
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 ROUNDING = {torch.float32: 5e-7, torch.float16: 1e-3, torch.bfloat16: 2e-3}  # of an output of size 1
-cases = pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda case: case.name)
+LONG = ("long", "prompt", "prefill_behind")  # names of cases that loops in Python take long for
+cases = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[pytest.mark.slow] * any(word in case.name for word in LONG))
+        for case in ATTENTION_CASES
+    ],
+)
 
 
 class Tokens:

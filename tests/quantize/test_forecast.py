@@ -65,6 +65,7 @@ def peak(action: Callable[[], object], before: Callable[[], object]) -> int:
     return int(done.error.split()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_states_on_the_disk_take_no_memory(model: Path, tmp_path: Path) -> None:
     """They are not in memory, by what is resident; and the result is the same to the bit."""
@@ -91,6 +92,7 @@ def test_states_on_the_disk_take_no_memory(model: Path, tmp_path: Path) -> None:
         assert (tmp_path / "small" / file.name).read_bytes() == file.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_weighing_tokens_takes_the_whole_model_and_a_window(tmp_path: Path) -> None:
     """Here mostly the predictions: 512 tokens of 20,000 words, six times."""

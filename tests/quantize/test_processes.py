@@ -91,6 +91,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.slow)], ids=["", "more"])
 def test_the_same_bytes_as_one_process(cases: Any, sources: Path, tmp_path: Path) -> None:
     """And the same report; every process is told all of it, and the first alone writes."""

@@ -132,6 +132,7 @@ def test_verify_finds_wrong_attention(artifact_of: Maker, warm: None, monkeypatc
     assert [check.name for check in verify(path, device="webgpu").failures] == ["cpu"]
 
 
+@pytest.mark.slow
 def test_bench_counts_nodes(artifact_of: Maker, webgpu: None) -> None:
     row = bench(artifact_of("softmax"), prompt_tokens=4, new_tokens=2, repeats=1, device="webgpu")
     assert row["nodes"]["WebGpuExecutionProvider"]["GroupQueryAttention"] == 1

@@ -16,7 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +67,11 @@ CACHES = {
     "int4, int4 queries": AttentionScheme(qk="int4", keys="int4", values="int4", window=0),
 }
 PROMPT, STEPS = 40, 12
+
+
+def few(names: Iterable[str], quick: str) -> list[Any]:
+    """Parameters of a test, all of which but one are left out of the quick tests."""
+    return [pytest.param(name, marks=[] if name == quick else pytest.mark.slow) for name in names]
 
 
 def odd(folder: Path) -> Path:
@@ -208,7 +213,7 @@ def test_float16_artifacts_give_the_same(pair: Pair, record_property: Record) ->
         assert difference.max() <= 2 * np.abs(logits["plain"] - exact).max()
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", few(FORMATS, "int4_g32"))
 def test_quantized_weights_give_the_same(pair: Pair, format: str, record_property: Record) -> None:
     """Both rows of a pair get the same codes, o_proj the same with a doubled scale; logits are equal."""
     scheme = Scheme(weights=parse_format(format))
@@ -224,7 +229,7 @@ def test_quantized_weights_give_the_same(pair: Pair, format: str, record_propert
     check_artifacts(pair.artifacts(scheme), pair.ids, record_property)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", few(RECIPES, "gptq"))
 def test_methods_give_the_same(pair: Pair, recipe: str, record_property: Record) -> None:
     artifacts = pair.artifacts(Scheme(weights=parse_format("int4_g32")), recipe)
     if recipe not in INEXACT:
@@ -236,7 +241,7 @@ def test_methods_give_the_same(pair: Pair, recipe: str, record_property: Record)
     assert 0.5 < errors["diff"] / errors["plain"] < 2, errors  # the noise of a method, not of a bug
 
 
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("cache", few(CACHES, "int4"))
 def test_low_bit_caches_give_the_same(pair: Pair, cache: str, record_property: Record) -> None:
     check_artifacts(pair.artifacts(Scheme(attention=CACHES[cache])), pair.ids, record_property)
 

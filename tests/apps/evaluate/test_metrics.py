@@ -156,6 +156,7 @@ def series(rng: np.random.Generator, windows: int, rho: float, documents: int | 
     return z
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("windows", "rho", "documents", "lognormal", "least"),
     [

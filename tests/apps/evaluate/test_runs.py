@@ -142,6 +142,7 @@ def test_what_are_no_runs_of_one_model(
         compare([paths[place] for place in order], text, ["3"], ["weights"], runs=runs)
 
 
+@pytest.mark.slow
 def test_the_command_says_how_many_runs(tmp_path: Path) -> None:
     """Two runs of pico: the second is the first, changed a little."""
     runs = []

@@ -88,6 +88,7 @@ def test_what_the_widths_do_not_allow_is_left_out(checkpoint: Path, tmp_path: Pa
     assert "narrow: kv at 4 bits are left out: keys cannot be int4" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_large_model_shows_some_layers(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_model(tmp_path / "deep", checkpoint, num_layers=5)
     prompt = "def add(a, b):"

@@ -40,6 +40,7 @@ def test_counts_against_the_sum_written_out() -> None:
     assert {name: counted[name] for name in extra} == {name: shared + attention + more for name, more in extra.items()}
 
 
+@pytest.mark.slow
 def test_yoco_caches_once() -> None:
     """Of 4 layers 2 have a window, 1 all keys and 1 those of that layer; a model without keys cannot."""
     for attention in ("softmax", "diff_v1", "diff_v2"):

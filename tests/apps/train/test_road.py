@@ -68,7 +68,12 @@ def tune(start: Path, conversations: Path, out: Path, *options: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [("--lora", 8), (), ("--lora", 8, "--qat", "int4_g32")], ids=["lora", "float", "qat-lora"]
+    "options",
+    [
+        pytest.param(("--lora", 8), id="lora"),
+        pytest.param((), id="float", marks=pytest.mark.slow),
+        pytest.param(("--lora", 8, "--qat", "int4_g32"), id="qat-lora", marks=pytest.mark.slow),
+    ],
 )
 def test_from_conversations_to_an_answer(
     options: tuple[object, ...],

@@ -98,6 +98,7 @@ CASES = {  # weights, keys and values, the artifact's dtype, the sliding window,
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_session_computes_what_torch_does(tmp_path: Path, case: str) -> None:
     """A layer of each variant, the last of which reads the first's keys and values."""

@@ -119,6 +119,7 @@ CASES = {  # weights, keys and values, the artifact's dtype, the sliding window,
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_session_computes_what_torch_does(tmp_path: Path, case: str) -> None:
     weights, kv, dtype, window, bound = CASES[case]

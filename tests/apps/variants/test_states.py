@@ -28,6 +28,7 @@ MIXERS: dict[str, MixerOptions] = {
 CALLS = (11, 1, 1, 6, *(1,) * 9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", ["float", "int8"])
 @pytest.mark.parametrize("name", MIXERS)
 def test_session_rounds_states_as_torch_does(tmp_path: Path, name: str, kv: str) -> None:

@@ -121,6 +121,7 @@ def test_the_package_says_what_the_site_pins() -> None:
     assert (PACKAGE / "LICENSE").read_text() == (Path(__file__).parents[3] / "LICENSE").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not READY, reason="needs Node.js and tests/apps/web/node_modules")
 def test_what_is_packed(modules: Path) -> None:
     files = {file.name for file in (modules / "diffbit").iterdir()}

@@ -47,6 +47,7 @@ def perturbed(decoder: Decoder, module: str, noise: Tensor) -> Decoder:
     return other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("attention", "tied"), [("softmax", True), ("diff_v1", False), ("diff_v2", True)])
 def test_the_fisher_matrix_gives_the_divergence_of_noise(attention: str, tied: bool) -> None:
     """Noise with random signs: what it costs is half the sum of its squares times the matrix's diagonal."""

@@ -49,7 +49,7 @@ def divergences(decoder: Decoder, module: str, ids: Tensor, size: float) -> Tens
     return found
 
 
-@pytest.mark.parametrize("attention", ["softmax", "diff_v1"])
+@pytest.mark.parametrize("attention", ["softmax", pytest.param("diff_v1", marks=pytest.mark.slow)])
 def test_a_token_weighs_what_errors_at_it_cost(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = make(resized(CONFIG, attention=attention)).double()
     ids = IDS[:1, :10]
