@@ -60,7 +60,7 @@ WAIT = 0.5  # seconds between two looks whether another process has made the art
 Quantize = Annotated[
     str,
     of_formats(
-        "Format for the weights of a float model: auto (about 5 bits that lose little), int4_g32, int8, ..., or none "
+        "Format for the weights of a float model: auto (6 bits, which lose little), int4_g32, int8, ..., or none "
         "(float). The artifact is kept in the user's cache folder, from where the next start loads it."
     ),
 ]

@@ -2,8 +2,8 @@
 are chosen here, and the result is measured.
 
     formats   a mix of 5 bits per weight on average, a format for each layer (quantize/allocation); int4_g32 if the
-              float model does not fit in memory with its gradients; int5_g32_s8 with --fast, because rounding to
-              nearest loses much at 4 bits
+              float model does not fit in memory with its gradients; int6_g32_s8 with --fast, because rounding to
+              nearest loses much at 4 bits, and at 5 it takes a model of 135 million parameters its answers
     method    guided; gptq if the float model does not fit in memory; rtn for 8 bits and more, where methods differ
               little, and for a model without a tokenizer, which cannot read text
     text      mix: prose, twelve languages, dialogues and code
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["QuantizedModel", "quantize_model", "resolve_method", "summary", "values"]
 
 BITS = 5.0  # per weight, of a mix
-UNIFORM, FAST = "int4_g32", "int5_g32_s8"  # without a mix
+UNIFORM, FAST = "int4_g32", "int6_g32_s8"  # without a mix
 TEXT = "mix"
 PLAIN_BITS = 8  # from which on rounding to nearest suffices
 ESTIMATE = (16, 256)  # windows of text for the choice of formats, and their length

@@ -33,7 +33,7 @@ LOG = VENV / "install.log"
 NOTES = VENV / "installed.json"
 OLDEST = (3, 11)
 # What is said before the work begins, as measured on 2 cores (README.md)
-PACKAGES, PACKAGES_TO_DEVELOP = "72 packages, 1.8 GB", "about 95 more packages, 0.9 GB"
+PACKAGES, PACKAGES_TO_DEVELOP = "72 packages, 1.9 GB", "89 more packages, 1.2 GB"
 COMPILE_SECONDS = 160  # of one core
 # PyPI's torch for Linux brings gigabytes of CUDA, which a machine without a card has no use for
 TORCH_WITHOUT_CUDA = "https://download.pytorch.org/whl/cpu"

