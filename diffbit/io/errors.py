@@ -14,11 +14,21 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
+MOST_CHARACTERS = 2000  # of a message
 TORCH_WITHOUT_CUDA = "https://download.pytorch.org/whl/cpu"  # PyPI's torch for Linux brings gigabytes of CUDA
 
 
 class DiffbitError(Exception):
-    """Bad input or an impossible request, in one sentence."""
+    """Bad input or an impossible request, in one sentence, which is `shortened`."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(shortened(sentence))
+
+
+def shortened(message: str, most: int = MOST_CHARACTERS) -> str:
+    """Return a message of at most about `most` characters: the middle of a longer one, which quotes a long name, number
+    or text from a file or a request, is left out."""
+    return message if len(message) <= most else f"{message[: most // 2]} ... {message[-most // 2 :]}"
 
 
 class MissingDependency(DiffbitError):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from diffbit.io.errors import MissingDependency, how_to_install
+from diffbit.io.errors import DiffbitError, MissingDependency, how_to_install
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,6 +31,13 @@ def arguments(extra: str) -> list[str]:
     """The advice's words after `install`."""
     words = shlex.split(how_to_install(extra))
     return words[words.index("install") + 1 :]
+
+
+def test_no_message_repeats_a_long_input() -> None:
+    name = "n" * 300_000
+    message = str(DiffbitError(f"{name}: is wrong; copy the file again"))
+    assert len(message) < 2100 and message.startswith("nnn") and message.endswith("copy the file again")
+    assert str(DiffbitError("x" * 2000)) == "x" * 2000
 
 
 def test_an_editable_installation_stays_editable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -333,7 +333,8 @@ def test_a_site_has_the_files_that_the_page_reads() -> None:
             "chat_template.jinja", "model.onnx", "onnx/model.onnx", "model.onnx.data", "model.onnx.data_1",
             "onnx/model.onnx_data", "onnx/model.onnx_data_12"]  # fmt: skip
     others = ["config.json", "index.html", "model.onnx.data_", "model.onnx.data_1.js", "onnx/x.js",
-              "onnx/tokenizer.json", "model_onnx", "model.onnx\n", "model.onnx_data", ".tokenizer.json", "model.onnx.data_\u0661"]  # fmt: skip
+              "onnx/tokenizer.json", "model_onnx", "model.onnx\n", "model.onnx_data", ".tokenizer.json",
+              "model.onnx.data_\u0661"]  # fmt: skip
     script = f"""
     import {{ isRead }} from {json.dumps((PACKAGE / "files.js").as_uri())};
     console.log(JSON.stringify({json.dumps(read + others)}.filter(isRead)));
