@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..devices import device_of, dtype_for
-from ..io.errors import DiffbitError, how_to_install
+from ..io.errors import DiffbitError, MissingDependency
 from ..io.fields import get
 from ..io.files import (
     Busy,
@@ -102,11 +102,12 @@ def as_artifacts(paths: Sequence[Path], device: str, quantize: str | None = None
                 command = f"diffbit export {path} -o FOLDER{'' if target == 'cpu' else f' --target {target}'}"
                 remark(f"{path}: is a checkpoint, exported to a temporary folder; to keep the artifact: {command}")
                 artifacts.append(artifact)
-            except ModuleNotFoundError as error:
+            except ImportError as error:
+                if not error.name or error.name.startswith("diffbit"):
+                    raise
+                missing = MissingDependency(error.name, "lab", f"{path}: is a checkpoint, and exporting it", error)
                 raise DiffbitError(
-                    f"{path}: is a checkpoint, and exporting it needs {error.name}, which is not installed: "
-                    f"{how_to_install('lab')}, or run `diffbit export {path} -o ARTIFACT` on another machine and pass "
-                    "ARTIFACT"
+                    f"{missing}, or run `diffbit export {path} -o ARTIFACT` on another machine and pass ARTIFACT"
                 ) from None
         yield artifacts
 

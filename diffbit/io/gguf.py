@@ -30,6 +30,10 @@ KINDS = {int: "iu", float: "iuf"}  # of numpy's types, those that `GGUF.array` t
 WORDS = {str: "texts", int: "whole numbers", float: "finite numbers"}
 MOST_DIMENSIONS = 4
 LARGE = 1 << 24  # bytes of a file whose header is kept
+# Limits of a header, several times what any model has. A file with holes in it is as long as it likes at no cost
+MOST_TENSORS, MOST_PAIRS = 1 << 17, 1 << 13
+MOST_ENTRIES = 1 << 21  # of arrays, in all: each token of a vocabulary has a text, a score and a type
+HEADER_BYTES = 1 << 28
 ALIGNMENT = Annotated[int, bounds(1, 1 << 20)]
 
 
@@ -112,6 +116,7 @@ class _Reader:
         self.file, self.stream = file, stream
         self.status = os.fstat(stream.fileno())
         self.size = self.status.st_size
+        self.entries = 0  # of the arrays so far
 
     def header(self) -> GGUF:
         if (magic := self.stream.read(4)) != b"GGUF":
@@ -121,7 +126,7 @@ class _Reader:
             raise DiffbitError(f"{self.file}: has GGUF version {version}, wanted 2 or 3 (little-endian)")
         tensors, pairs = self.number("Q"), self.number("Q")
         metadata: dict[str, Any] = {}
-        for _ in range(self.fitting(pairs, 13)):
+        for _ in range(self.limited(self.fitting(pairs, 13), MOST_PAIRS, "metadata")):
             key = self.string()
             if key in metadata:
                 raise self.damaged(f"holds the metadata {key!r} twice")
@@ -134,7 +139,7 @@ class _Reader:
                 f"{self.file}: is one of {count} parts of a model; join them with llama-gguf-split --merge"
             )
         relative: dict[str, TensorInfo] = {}
-        for _ in range(self.fitting(tensors, 32)):
+        for _ in range(self.limited(self.fitting(tensors, 32), MOST_TENSORS, "tensors")):
             name = self.string()
             if name in relative:
                 raise self.damaged(f"holds the tensor {name!r} twice")
@@ -162,6 +167,8 @@ class _Reader:
             return self.string()
         if kind == ARRAY:
             kind, count = self.number("I"), self.number("Q")
+            self.entries += self.fitting(count, 1)
+            self.limited(self.entries, MOST_ENTRIES, "entries of arrays")
             if kind == STRING:
                 return [self.string() for _ in range(self.fitting(count, 8))]
             dtype = self.dtype(kind)
@@ -184,10 +191,18 @@ class _Reader:
         return int(struct.unpack(f"<{code}", self.read(struct.calcsize(code)))[0])
 
     def read(self, count: int) -> bytes:
+        if self.stream.tell() + count > HEADER_BYTES:
+            raise self.damaged(f"has a header of more than {HEADER_BYTES:,} bytes, the most that are read")
         data = self.stream.read(self.fitting(count, 1))
         if len(data) != count:
             raise self.damaged("is cut short")
         return data
+
+    def limited(self, count: int, most: int, what: str) -> int:
+        """Return `count` if it is at most `most`, else raise."""
+        if count > most:
+            raise self.damaged(f"announces {count:,} {what}, more than the {most:,} that are read")
+        return count
 
     def fitting(self, count: int, size: int) -> int:
         """Return `count` if the rest of the file can hold that many entries of at least `size` bytes, else raise."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from .errors import DiffbitError, MissingDependency
+from .errors import DiffbitError, needs
 from .fields import bounds, located
 from .files import check_within
 from .gguf import GGUF, find_gguf, read_gguf
@@ -86,10 +86,8 @@ def open_tokenizer(data: bytes, path: Path) -> Tokenizer:
 
     path: for messages. Raises DiffbitError if it is not a tokenizer, is too large, or may make a text too long.
     """
-    try:
+    with needs("tokenizers", "cpu", "reading a tokenizer.json"):
         import tokenizers
-    except ModuleNotFoundError:
-        raise MissingDependency("tokenizers", "cpu", "reading a tokenizer.json") from None
     if len(data) > MOST_BYTES:
         raise DiffbitError(f"{path}: is larger than {MOST_BYTES >> 20} MiB, too large for a tokenizer.json")
     with tokenizer_errors(path, "is not a tokenizer.json that tokenizers can read"):
@@ -138,17 +136,14 @@ def from_gguf(header: GGUF) -> dict[str, bytes]:
         model, template = (header.get(f"tokenizer.{key}", str) for key in ("ggml.model", "chat_template"))
     if model in (None, "none", "no_vocab"):
         return {}
-    try:
-        with located(header.file):
-            if model == "gpt2":
-                backend, add_bos = _byte_level(header)
-            elif model == "llama":
-                backend, add_bos = _sentencepiece(header), True
-            else:
-                raise DiffbitError(f"its tokenizer is {model!r}, wanted 'gpt2' (BPE) or 'llama' (SentencePiece)")
-            options = _special_tokens(header, backend, add_bos)
-    except ModuleNotFoundError:
-        raise MissingDependency("tokenizers", "cpu", "reading the tokenizer of a GGUF file") from None
+    with needs("tokenizers", "cpu", "reading the tokenizer of a GGUF file"), located(header.file):
+        if model == "gpt2":
+            backend, add_bos = _byte_level(header)
+        elif model == "llama":
+            backend, add_bos = _sentencepiece(header), True
+        else:
+            raise DiffbitError(f"its tokenizer is {model!r}, wanted 'gpt2' (BPE) or 'llama' (SentencePiece)")
+        options = _special_tokens(header, backend, add_bos)
     texts = {TOKENIZER: backend.to_str(pretty=True), "tokenizer_config.json": json.dumps(options, indent=2)}
     if template:
         texts["chat_template.jinja"] = template

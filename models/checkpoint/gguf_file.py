@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...io.errors import DiffbitError, MissingDependency
+from ...io.errors import DiffbitError, needs
 from ...io.fields import located
 from ...io.gguf import GGUF, read_gguf
 from ...io.safetensors import Entry, stamp
@@ -109,11 +109,9 @@ def _block(type: int, where: str) -> tuple[int, int]:
     if type in LEVELS:
         weights, levels = LEVELS[type]
         return weights, 2 + weights * (len(levels) - 1).bit_length() // 8
-    try:
+    with needs("gguf", "lab", "reading a quantized GGUF file"):
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
         from gguf.quants import dequantize
-    except ModuleNotFoundError:
-        raise MissingDependency("gguf", "lab", "reading a quantized GGUF file") from None
     try:
         known = GGMLQuantizationType(type)
         dequantize(np.zeros((1, GGML_QUANT_SIZES[known][1]), np.uint8), known)

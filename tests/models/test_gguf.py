@@ -409,6 +409,31 @@ def test_tensors_that_overlap_or_are_not_aligned_are_refused(tmp_path: Path) -> 
             Checkpoint(file)
 
 
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "pairs", "body", "message"),
+    [
+        (0, 1 << 36, b"", "announces 68,719,476,736 metadata"),
+        (1 << 36, 0, b"", "announces 68,719,476,736 tensors"),
+        (0, 1, text("k") + struct.pack("<IIQ", 9, 8, 1 << 33), "announces 8,589,934,592 entries of arrays"),
+        (0, 1, text("k") + struct.pack("<IIQ", 9, 4, 1 << 33), "announces 8,589,934,592 entries of arrays"),
+        (0, 2, 2 * (text("k") + struct.pack("<IIQ", 9, 0, 1 << 20) + bytes(1 << 20)), "the metadata 'k' twice"),
+        (0, 1, text("k") + struct.pack("<IQ", 8, 1 << 33), "has a header of more than 268,435,456 bytes"),
+        (0, 1, struct.pack("<Q", 1 << 40), "has a header of more than 268,435,456 bytes"),
+    ],
+)
+def test_absurd_counts_are_refused(tensors: int, pairs: int, body: bytes, message: str, tmp_path: Path) -> None:
+    """In a file of 4 TB, all of it a hole, into which any count fits."""
+    with open(tmp_path / "m.gguf", "wb") as file:
+        file.write(b"GGUF" + struct.pack("<IQQ", 3, tensors, pairs) + body)
+        file.truncate(1 << 42)
+    with pytest.raises(DiffbitError, match=message):
+        io_gguf.read_gguf(tmp_path / "m.gguf")
+
+
 def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
     file, other = write(tmp_path / "m.gguf", TYPES.F16), write(tmp_path / "other" / "m.gguf", TYPES.F16, tied=False)
     checkpoint = Checkpoint(file)

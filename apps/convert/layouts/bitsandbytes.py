@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ....formats import TABLES, CodebookFormat, Format, QTensor, finite, parse_format
-from ....io.errors import DiffbitError, MissingDependency
+from ....io.errors import DiffbitError, needs
 from ....io.fields import located, one_of
 from ....models import Checkpoint, ModelConfig
 from ....quantize import Scheme, linear_shapes
@@ -47,10 +47,8 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
 
 def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
     """Read a weight; its scales are absmax as bitsandbytes computes it."""
-    try:
+    with needs("bitsandbytes", "lab", f"reading the {format} weights of {checkpoint.path}"):
         from bitsandbytes.functional import QuantState
-    except ModuleNotFoundError:
-        raise MissingDependency("bitsandbytes", "lab", f"reading the {format} weights of {checkpoint.path}") from None
 
     shape, name = shape_of(checkpoint, module), f"{module}.weight"
     where = f"{checkpoint.path}: tensor {name}"
