@@ -29,7 +29,7 @@ from ..quantize import AttentionScheme, Scheme, read_scheme, sizes
 from ..quantize.device_cache import cache_spec
 from ..quantize.forecast import SLACK, Demand
 from ..quantize.sizes import TensorSize
-from ..runtime.artifact import HIDDEN, MANIFEST, ONNX, TARGETS, TOKENIZER, VERSION, manifest_sha256
+from ..runtime.artifact import HIDDEN, MANIFEST, ONNX, POOLINGS, TARGETS, TOKENIZER, VERSION, manifest_sha256
 from ..runtime.native import library as native_library
 from ..runtime.sampler import GENERATION
 from ..settings import OF_MODEL
@@ -86,6 +86,11 @@ def export_artifact(
         if value not in choices:
             raise DiffbitError(f"{name} is {value!r}, wanted one of {', '.join(choices)}")
     source = Checkpoint(checkpoint)
+    if embeddings and source.config.pooling not in (None, *POOLINGS):
+        raise DiffbitError(
+            f"{source.path}: its embeddings are made of its hidden states by {source.config.pooling}, wanted "
+            f"{' or '.join(POOLINGS)}"
+        )
     files.check_apart(out, source.path, *([] if tokenizer is None else [tokenizer]))
     check_scheme(source, target)
     config, length = source.config, _context_length(source, context_length)

@@ -102,6 +102,9 @@ class Stream:
         assemble(top, weights, scheme, torch.float32)
         as_exported(top, self._target)
         with torch.inference_mode():
+            if embeddings:  # as in the model that its authors published
+                for parameter in norm.parameters():
+                    parameter.mul_(config.hidden_scale)
             hidden = norm(self._x[:, -1:])
             head = None if embeddings else top["lm_head"]
             return norm, head, (hidden if head is None else head(hidden))[:, 0]

@@ -32,9 +32,11 @@ from ..families._family import Stored
 from ..families._gguf import GGUFFamily
 from ..families._huggingface import special_tokens
 from .adapter import Adapter, LowRank, merged
-from .folder import GENERATION, INDEX, check_folder, check_no_adapter, find_tensors, inside
-from .gguf_file import open_gguf
+from .folder import GENERATION, INDEX, check_folder, check_no_adapter, find_pooling, find_tensors, inside
+from .gguf_file import open_gguf, open_pooling
 from .names import EMBEDDING, FLOATS, HEAD, layer_of, linear_of, reorder, shapes, stays_float32
+
+BODY = "model."  # of the names of all tensors but the head's
 
 
 class Checkpoint:
@@ -70,6 +72,9 @@ class Checkpoint:
             family = family.opened(values, stored)
             self._family = family if gguf is None else GGUFFamily(family.model_type, family)
             self.config: ModelConfig = self._family.read(values)
+            if self.config.pooling is None:
+                pooled = find_pooling(self.path) if gguf is None else open_pooling(gguf)
+                self.config = replace(self.config, pooling=pooled)
         self._names_in_transformers = family
         if self.quantization is not None and not self._family.quantized:
             raise DiffbitError(f"{source}: is quantized, and quantized folders of this layout are not read")
@@ -78,7 +83,7 @@ class Checkpoint:
             with located(generation):
                 # its tokens take precedence, as in transformers
                 self.config = replace(self.config, **special_tokens(files.read_json(generation)))
-        stored = {name: entry for name, entry in stored.items() if not self._family.ignores(name)}
+        stored = {_prefixed(name, stored): entry for name, entry in stored.items() if not self._family.ignores(name)}
         if self.adapter is not None:
             self._replace(self.adapter, stored)
         self._tied_head = stored.pop(HEAD, None) if self.config.tie_embeddings else None
@@ -122,7 +127,7 @@ class Checkpoint:
                 f"{self.path}: is quantized, and an adapter is merged into float weights; pass the float model that it "
                 "was made from"
             )
-        untied = replace(self.config, tie_embeddings=False)
+        untied = replace(self.config, tie_embeddings=False, hidden_scale=1.0)
         there, on_disk = (
             {name: family.stored(untied, name) for name in shapes(untied)}
             for family in (self._names_in_transformers, self._family)
@@ -354,6 +359,13 @@ def _check_finite(entry: Entry, name: str, tensor: Tensor) -> None:
     low, high = torch.aminmax(tensor)  # both NaN if any is; unlike isfinite() it allocates nothing
     if not (torch.isfinite(low) and torch.isfinite(high)):
         raise DiffbitError(f"{entry.file}: tensor {name} holds NaN or infinity; the checkpoint is damaged")
+
+
+def _prefixed(name: str, stored: Mapping[str, Entry]) -> str:
+    """Return the name that a tensor of transformers' AutoModel, such as an embedding model's, has in the model with a
+    head."""
+    is_bare = EMBEDDING.removeprefix(BODY) in stored and EMBEDDING not in stored
+    return f"{BODY}{name}" if is_bare and name != HEAD else name
 
 
 def _label(dtype: torch.dtype) -> str:
