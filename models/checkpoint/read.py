@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...io import files
 from ...io.errors import DiffbitError
-from ...io.fields import get, located
+from ...io.fields import located
 from ...io.gguf import find_gguf
 from ...io.safetensors import Entry
 from ...io.sentencepiece import SENTENCEPIECE
@@ -32,7 +32,16 @@ from ..families._family import Stored
 from ..families._gguf import GGUFFamily
 from ..families._huggingface import special_tokens
 from .adapter import Adapter, LowRank, merged
-from .folder import GENERATION, INDEX, check_folder, check_no_adapter, find_pooling, find_tensors, inside
+from .folder import (
+    GENERATION,
+    INDEX,
+    check_folder,
+    check_no_adapter,
+    find_pooling,
+    find_quantization,
+    find_tensors,
+    inside,
+)
 from .gguf_file import open_gguf, open_pooling
 from .names import EMBEDDING, FLOATS, HEAD, layer_of, linear_of, reorder, shapes, stays_float32
 
@@ -68,7 +77,7 @@ class Checkpoint:
         self._source = source
         self._described = source if gguf is None else "its metadata"  # by what
         with located(source):
-            self.quantization: dict[str, Any] | None = get(values, "quantization_config", Mapping[str, Any], None)
+            self.quantization: dict[str, Any] | None = find_quantization(self.path, values) if gguf is None else None
             family = family.opened(values, stored)
             self._family = family if gguf is None else GGUFFamily(family.model_type, family)
             self.config: ModelConfig = self._family.read(values)
@@ -201,8 +210,8 @@ class Checkpoint:
                     hint = "; if the head shares the embedding, config.json must say tie_word_embeddings: true"
                 raise DiffbitError(f"{self.path}: tensor {name} of shape {shape} is missing from the weights{hint}")
             entry = stored[name]
-            if self._is_part(name, expected) and entry.dtype not in FLOATS:
-                continue
+            if self._is_part(name, expected) and (entry.dtype not in FLOATS or f"{name}.absmax" in stored):
+                continue  # bitsandbytes may store codes as floats
             if entry.shape != shape:
                 raise DiffbitError(
                     f"{entry.file}: tensor {name} has shape {entry.shape}, wanted {shape} from {self._described}"
@@ -305,6 +314,10 @@ class Checkpoint:
         tensor = entry.read()
         _check_finite(entry, name, tensor)
         return tensor
+
+    def read_bytes(self, name: str) -> Tensor:
+        """Read a tensor's bytes, uint8, whatever its dtype."""
+        return self._entries[name].stored_bytes()
 
     def sha256(self) -> str:
         """Hash the model: the lines "<sha256> <name>" of config.json and the weight files, sorted by name."""
