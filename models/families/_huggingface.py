@@ -278,7 +278,7 @@ def _yarn(rope: Mapping[str, Any], original: int, max_position: int) -> Yarn:
         get(rope, "attention_factor", Positive, default),
         beta_fast=get(rope, "beta_fast", Positive, 32.0),
         beta_slow=get(rope, "beta_slow", Positive, 1.0),
-        truncate=get(rope, "truncate", bool, True),
+        truncate="truncate" not in rope or get(rope, "truncate", bool, False),  # null is false to transformers
     )
 
 

@@ -13,7 +13,7 @@ from diffbit import DiffbitError, models
 from diffbit.models import Checkpoint
 
 from ..models.test_gguf import FFN, HEADS, HIDDEN, KV, LAYERS, VOCABULARY, WIDTH, write
-from .metadata import ABSENT, GGUF_FORMULAS, GGUF_YARN, KINDS, ROPES, YARN, Case, check, gguf_keys, outcome, sample
+from .metadata import ABSENT, GGUF_FORMULAS, GGUF_YARN, KINDS, ROPES, YARN, Case, check, check_gguf, outcome, sample
 
 EQUAL = (
     Case("mistral", "layer_types", KINDS),
@@ -110,7 +110,4 @@ def test_a_key_of_gguf_is_refused(keys: dict[str, Any], word: str, tmp_path: Pat
 
 
 def test_unknown_keys_of_gguf_are_refused_by_name(tmp_path: Path) -> None:
-    for key, value in gguf_keys(25):
-        with pytest.raises(DiffbitError) as error:
-            Checkpoint(write(tmp_path / "m.gguf", others={f"llama.{key}": value}))
-        assert f"llama.{key} is " in str(error.value)
+    assert not check_gguf(25, 1, tmp_path)
