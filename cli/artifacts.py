@@ -16,6 +16,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -229,10 +230,24 @@ def _compared(checkpoint: Checkpoint, artifact: Path) -> Quality | None:
 
 
 def _export(checkpoint: Path, folder: Path, target: str) -> None:
-    from ..export import export_artifact
+    export_fitting(checkpoint, folder, dtype=dtype_for(target), target=target, overwrite=True)
 
-    kv = kv_for(checkpoint, target)
-    export_artifact(checkpoint, folder, dtype=dtype_for(target), kv=kv, target=target, overwrite=True)
+
+def export_fitting(
+    checkpoint: Path, folder: Path, *, target: str, kv: str | None = None, layout: str = "plain", **options: Any
+) -> None:
+    """`export_artifact`, with the cache of `kv_for` if kv is None, or in float32 where that cannot hold the keys."""
+    from ..export import HalfOverflow, export_artifact
+
+    write = partial(export_artifact, checkpoint, folder, target=target, layout=layout, **options)
+    usual = kv_for(checkpoint, target, layout)
+    try:
+        write(kv=kv or usual)
+    except HalfOverflow as problem:
+        if kv is not None or usual is None:
+            raise
+        remark(f"{str(problem).partition(';')[0]}: the cache is exported in float32")
+        write(kv=None)
 
 
 def _formats(report: Report) -> str:

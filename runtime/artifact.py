@@ -31,6 +31,7 @@ ONNX = "onnx/"  # the folder of the graph and its data in the layout of transfor
 TOKENIZER = "tokenizer.json"
 TARGETS = ("cpu", "cuda", "webgpu")  # that a graph's operators are chosen for
 LOGITS, HIDDEN = "logits", "hidden_states"  # outputs of a graph
+POOLINGS = "mean", "last"  # how one vector is made of the hidden states of all tokens; the first is the default
 # Optional inputs: the first new token whose logits are computed; how many tokens each row lacks of the mask's
 LOGITS_FROM, SHORTER_BY = "logits_from", "shorter_by"
 FILE_BYTES = 2_000_000_000  # of a file, at most: a browser's ArrayBuffer holds slightly more
@@ -175,6 +176,11 @@ class Artifact:
     def width(self) -> int:
         """Numbers that the graph returns for a token."""
         return self.vocab_size if self.output == LOGITS else get(self.model, "hidden_size", Count, place="model")
+
+    @property
+    def pooling(self) -> str:
+        """How one vector is made of HIDDEN, one of POOLINGS: as the model's authors say, if they do."""
+        return str(get(self.model, "pooling", Annotated[str, one_of(*POOLINGS)], POOLINGS[0], "model"))
 
     def check_output(self, output: str = LOGITS) -> None:
         """Raise DiffbitError if the graph returns something else."""

@@ -22,7 +22,7 @@ import numpy as np
 from .errors import DiffbitError
 from .fields import FieldError, bounds, located, read, shown
 
-SUFFIX = ".gguf"
+SUFFIX, MAGIC = ".gguf", b"GGUF"
 VERSIONS = (2, 3)
 NUMBERS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "bool", 10: "u8", 11: "i8", 12: "f8"}
 FLOAT32, STRING, ARRAY = 6, 8, 9
@@ -56,6 +56,12 @@ class GGUF:
         value = self._metadata.get(key)
         return default if value is None else read(kind, _plain(value), key)
 
+    def below(self, prefix: str) -> dict[str, Any]:
+        """Return the metadata whose keys begin with `prefix`, by the rest of the key."""
+        return {
+            key.removeprefix(prefix): _plain(value) for key, value in self._metadata.items() if key.startswith(prefix)
+        }
+
     def array(self, key: str, kind: type[str] | type[int] | type[float]) -> list[Any]:
         """Return an array as a list of str, int or (finite) float; empty if absent. Raises DiffbitError as `get` does.
 
@@ -73,8 +79,9 @@ def _plain(value: Any) -> Any:
 
 
 def find_gguf(path: Path) -> Path | None:
-    """`path` itself if it is named *.gguf, or the only such file in a folder without safetensors; otherwise None."""
-    if path.suffix.lower() == SUFFIX and not path.is_dir():
+    """`path` itself if it is named *.gguf or begins as such a file does (ollama's have no ending), or the only file of
+    that name in a folder without safetensors; otherwise None."""
+    if not path.is_dir() and (path.suffix.lower() == SUFFIX or _begins_as_gguf(path)):
         return path
     if not path.is_dir() or any(path.glob("*.safetensors")) or (path / "diffbit.json").exists():
         return None
@@ -82,6 +89,14 @@ def find_gguf(path: Path) -> Path | None:
     if len(files) > 1:
         raise DiffbitError(f"{path}: holds {len(files)} GGUF files; name one of them, such as {files[0]}")
     return files[0] if files else None
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    try:
+        with path.open("rb") as stream:
+            return path.is_file() and stream.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
 
 
 def read_gguf(file: Path) -> GGUF:
@@ -119,7 +134,7 @@ class _Reader:
         self.entries = 0  # of the arrays so far
 
     def header(self) -> GGUF:
-        if (magic := self.stream.read(4)) != b"GGUF":
+        if (magic := self.stream.read(4)) != MAGIC:
             raise DiffbitError(f"{self.file}: is not a GGUF file: it begins with {magic!r}, wanted b'GGUF'")
         version = self.number("I")
         if version not in VERSIONS:

@@ -41,6 +41,14 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    # of other tools' layouts, which their readers refuse by name
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
 }
 LIMIT = 1 << 63  # of sizes and their products
 HEADER_LIMIT = 16 << 20  # bytes; the library safetensors allows 100 MB. A header has about 100 bytes a tensor

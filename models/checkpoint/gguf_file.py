@@ -22,7 +22,7 @@ from ...io.errors import DiffbitError, needs
 from ...io.fields import located
 from ...io.gguf import GGUF, read_gguf
 from ...io.safetensors import Entry, stamp
-from ..families._gguf import ROPE_FREQS, fields
+from ..families._gguf import ROPE_FREQS, fields, pooling
 
 FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml's type numbers
 CHUNK = 8 << 20  # bytes of float32
@@ -79,6 +79,11 @@ def open_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
     factors = entries.pop(ROPE_FREQS, None)
     with located(file):
         return fields(header, None if factors is None else factors.read().numpy()), entries
+
+
+def open_pooling(file: Path) -> str | None:
+    """Return how a file's embeddings are made; None: it does not say."""
+    return pooling(read_gguf(file))
 
 
 def _entry(header: GGUF, name: str) -> GGUFEntry:
