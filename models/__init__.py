@@ -10,7 +10,7 @@ block = models.load_block(checkpoint, 0)
 
 from .checkpoint.read import Checkpoint, load, load_block
 from .checkpoint.write import CheckpointWriter, save, save_adapter
-from .config import LayerSpec, ModelConfig, NumLayers, attention_options, variants
+from .config import LayerSpec, ModelConfig, NumLayers, attention_options, is_experimental, variants
 from .decoder import Block, Decoder, num_parameters, rope_for, rope_tables
 from .layers.masks import causal_mask
 from .layers.rope import RopeScaling
@@ -19,6 +19,6 @@ from .torch_cache import KVCache
 
 __all__ = [
     "Block", "Checkpoint", "CheckpointWriter", "Decoder", "KVCache", "LayerCache", "LayerSpec", "ModelConfig",
-    "NumLayers", "RopeScaling", "attention_options", "causal_mask", "load", "load_block", "num_parameters", "rope_for",
-    "rope_tables", "save", "save_adapter", "variants",
+    "NumLayers", "RopeScaling", "attention_options", "causal_mask", "is_experimental", "load", "load_block",
+    "num_parameters", "rope_for", "rope_tables", "save", "save_adapter", "variants",
 ]  # fmt: skip

@@ -45,6 +45,12 @@ def variants() -> tuple[str, ...]:
     return tuple(sorted([*plugins.names(ATTENTION), *others]))
 
 
+def is_experimental(name: str) -> bool:
+    """Return whether a variant is of a paper without a published model: apps/variants has it."""
+    files = plugins.names(MIXERS) | plugins.names(ATTENTION)
+    return files[name].startswith("diffbit.apps.")
+
+
 def attention_options(name: str) -> Any:
     """Return the options class of an attention variant."""
     if name not in (known := variants()):

@@ -9,7 +9,7 @@ largest determines it: a table (embedding, head), or a decoder layer,
                 (searching scales takes no more)
     gptq ...    matrices of K^2 numbers
     guided      the whole float model and the activations of a window, if these are more
-    learned     32 bytes per weight (apps/methods/learned.py), and activations of the tokens of a training step, twice
+    learned     32 bytes per weight (methods/learned.py), and activations of the tokens of a training step, twice
 
 and, with calibration text, the tokens' hidden states, unless they are on disk. docs/memory.md compares this with
 measurements: a run took up to 1.12 times as much.

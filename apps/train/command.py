@@ -56,8 +56,8 @@ Attention = Annotated[
     typer.Option(
         metavar="VARIANT",
         autocompletion=completion(lambda: plugins.names("diffbit.models.attention")),
-        help="Attention variant: diff_v1, diff_v2, softmax, ... (--list-presets lists all); default: diff_v1, or that "
-        "of --init.",
+        help="Attention variant: diff_v1, diff_v2, softmax, mla, gdla, or an experimental one (--list-presets lists "
+        "all); default: diff_v1, or that of --init.",
     ),
 ]
 Init = Annotated[

@@ -31,7 +31,7 @@ import torch
 from ...calib_data import load_tokenizer
 from ...formats import parse_format
 from ...io.errors import DiffbitError
-from ...models import Checkpoint, ModelConfig, attention_options, num_parameters, variants
+from ...models import Checkpoint, ModelConfig, attention_options, is_experimental, num_parameters, variants
 from ...models.attention import AttentionOptions
 from .config import TrainConfig
 from .folder import MASTER
@@ -263,16 +263,19 @@ def _model_of(
 
 
 def parameters() -> list[dict[str, Any]]:
-    """A row for each preset and each of its variants, with sizes and parameters (a tied embedding counts once)."""
+    """A row for each preset and each of its variants, the experimental ones last, with sizes and parameters (a tied
+    embedding counts once)."""
     rows = []
     for preset in PRESETS:
-        for attention in variants():
+        for attention in sorted(variants(), key=is_experimental):
             try:
                 config = model_config(preset, attention)
             except DiffbitError:  # yoco has only variants that can read another layer's keys
                 continue
             mixer = config.layers[0].mixer
-            row = {"preset": preset, "attention": attention, "parameters": num_parameters(config)}
+            label = "yes" if is_experimental(attention) else "no"
+            row: dict[str, Any] = {"preset": preset, "attention": attention, "experimental": label}
+            row |= {"parameters": num_parameters(config)}
             row |= {"hidden_size": config.hidden_size, "num_layers": config.num_layers}
             row |= {name: getattr(mixer, name, None) for name in ("num_heads", "num_kv_heads", "head_dim")}
             rows.append(row | {"vocab_size": config.vocab_size, "context": config.max_position})

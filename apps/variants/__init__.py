@@ -1,5 +1,3 @@
-"""Mixers, MLPs and families beyond those of the core, which finds them by entry points in pyproject.toml.
-
-They are models that a differential model is compared with or made from, and parts of published hybrids; the core
-neither imports nor names them.
+"""Experimental attentions, mixers and MLPs of papers without a published model; the core finds them by entry points in
+pyproject.toml, and neither imports nor names them.
 """

@@ -1,7 +1,15 @@
 """Layouts of quantized weights in a checkpoint folder: one file for each `quant_method` of config.json.
 
-diffbit.py is diffbit's own; apps/convert has those of other libraries, and packages can add more (io/plugins.py). Each
-file makes LAYOUT, a `Layout`.
+    diffbit              codes, scales and zero points by name                 diffbit's own
+    gptq                 <linear>.qweight, .qzeros, .scales        GPTQModel, AutoGPTQ: 2, 3, 4 and 8 bits
+    awq                  the same, packed along out_features       AutoAWQ: 4 bits, "gemm" and "gemv"
+    auto_round           either of these                           AutoRound
+    compressed_tensors   <linear>.weight_packed, .weight_scale     llm-compressor, vLLM: integers of 2 to 8 bits
+    bitsandbytes         <linear>.weight, .weight.absmax, ...      nf4 and fp4
+    bitnet               <linear>.weight, .weight_scale            ternary
+
+Packages can add more (io/plugins.py). Each file makes LAYOUT, a `Layout`. Codes, zero points and scales of other
+libraries become one of diffbit's formats (formats/) without rounding again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Quantization methods, which turn float weights into low-bit ones, and recipes, which join several.
 
-A method is a file of this folder, or one that an app (apps/methods) or a package adds to it (io/plugins.py), and makes
-METHOD, a `Method`. A recipe is methods in the order they run, joined by + as in "rotate+gptq": transforms first, then
-at most one that rounds, by default rtn. A method that trains may be given the number of its steps, as in "learned:50".
+A method is a file of this folder, or one that a package adds to it (io/plugins.py), and makes METHOD, a `Method`. A
+recipe is methods in the order they run, joined by + as in "rotate+gptq": transforms first, then at most one that
+rounds, by default rtn. A method that trains may be given the number of its steps, as in "learned:50".
 """
 
 from __future__ import annotations

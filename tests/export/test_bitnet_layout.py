@@ -22,7 +22,7 @@ from diffbit.models.checkpoint.names import shapes
 from diffbit.quantize import AttentionScheme, Scheme, load, quantize_checkpoint, read_weight
 from diffbit.runtime import verify
 
-from ..apps.convert.bitnet_folders import DIVIDING, MASTER, PACKED, theirs, write_folder
+from ..quantize.layouts.bitnet_folders import DIVIDING, MASTER, PACKED, theirs, write_folder
 from .conftest import Maker
 from .helpers import Runner, relative_error, write_tokenizer
 

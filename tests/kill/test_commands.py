@@ -20,7 +20,6 @@ import torch
 
 from diffbit.apps.convert.differential import convert
 from diffbit.apps.evaluate.compare import compare
-from diffbit.apps.methods import learned
 from diffbit.apps.train import trainer as trainer_module
 from diffbit.apps.train.config import TrainConfig
 from diffbit.apps.train.new_tokenizer import train_tokenizer
@@ -35,6 +34,7 @@ from diffbit.io import drawing
 from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig, save
 from diffbit.quantize import Scheme, quantize_checkpoint
+from diffbit.quantize.methods import learned
 
 from .points import killed_after, killed_at
 

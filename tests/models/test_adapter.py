@@ -19,7 +19,7 @@ from diffbit.models import Checkpoint
 from diffbit.models.checkpoint.names import EMBEDDING, HEAD
 
 from ..adapters import write_adapter
-from ..apps.variants import phi4flash as phi
+from . import phi4flash as phi
 from .helpers import hf_model, saved, tokens
 from .test_gguf import TYPES, theirs
 from .test_gguf import write as write_gguf

@@ -11,10 +11,10 @@ import onnxruntime
 import pytest
 import torch
 
-from diffbit.apps.variants.mixers import mamba
 from diffbit.export import export_artifact
 from diffbit.models import Decoder, LayerSpec, ModelConfig, save
 from diffbit.models.attention import diff_v1
+from diffbit.models.mixers import mamba
 from diffbit.models.mlp import swiglu
 from diffbit.runtime import Artifact, Session
 from diffbit.runtime.native import library

@@ -17,12 +17,12 @@ from transformers import BitNetForCausalLM
 
 import diffbit
 from diffbit import models
-from diffbit.apps.variants.mixers import mamba
 from diffbit.cli.app import main
 from diffbit.export import export_artifact, reference_model
 from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, Decoder, ModelConfig, num_parameters
+from diffbit.models.mixers import mamba
 from diffbit.quantize import Scheme, quantize_checkpoint
 from diffbit.runtime import Session, verify
 

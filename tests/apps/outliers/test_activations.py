@@ -13,10 +13,10 @@ import torch
 from diffbit.apps.outliers.activations import OutlierReport, measure, rows
 from diffbit.apps.outliers.plot import plot_outliers
 from diffbit.apps.outliers.statistics import RANKS, Summary
-from diffbit.apps.variants.mixers import mamba
 from diffbit.calib_data import Windows
 from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig, rope_for
+from diffbit.models.mixers import mamba
 
 from .test_statistics import expected
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from diffbit import DiffbitError
-from diffbit.apps.methods import awq, rotate, rotate_heads
 from diffbit.apps.variants.attention import crate
 from diffbit.apps.variants.mlp import ista
 from diffbit.models import Decoder, LayerSpec, ModelConfig, rope_for
 from diffbit.models.mlp import swiglu
 from diffbit.quantize import Scheme
+from diffbit.quantize.methods import awq, rotate, rotate_heads
 from diffbit.quantize.reorder import reordered
 
 from ...quantize.transforms import transformed

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from diffbit import DiffbitError
-from diffbit.apps.methods import awq, rotate
 from diffbit.apps.variants.mlp import kan
 from diffbit.models import Decoder, LayerSpec, ModelConfig
 from diffbit.models.attention import diff_v1
 from diffbit.models.mixers import Place
 from diffbit.quantize import Scheme
+from diffbit.quantize.methods import awq, rotate
 from diffbit.quantize.reorder import reordered
 
 from ...quantize.transforms import transformed

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from diffbit.apps.variants.mixers import infini, mamba, retention, ttt
+from diffbit.apps.variants.mixers import infini, retention, ttt
 from diffbit.io.errors import DiffbitError
 from diffbit.models import KVCache
 from diffbit.models.attention import diff_v1, softmax
-from diffbit.models.mixers import MixerOptions
+from diffbit.models.mixers import MixerOptions, mamba
 from diffbit.quantize import AttentionScheme, Scheme, apply
 from diffbit.runtime import Artifact, Session
 

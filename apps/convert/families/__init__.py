@@ -1,1 +1,0 @@
-"""Families of plain models beyond the core's, read only: entry points of pyproject.toml name this folder."""

@@ -1,1 +1,0 @@
-"""Attention over a cache of latents: variants, and families of checkpoints that have it."""

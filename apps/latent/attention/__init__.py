@@ -1,1 +1,0 @@
-"""Attention over a cache of latents, without and with a difference."""

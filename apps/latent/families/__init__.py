@@ -1,1 +1,0 @@
-"""Families of checkpoints with latent attention."""

@@ -1,1 +1,0 @@
-"""Mixtures of the heads of each variant of the core."""
