@@ -102,13 +102,22 @@ class Written(asyncio.Transport):
 
     def __init__(self) -> None:
         super().__init__()
-        self.data, self.closed = b"", False
+        self.data, self.closed, self.waiting = b"", False, 0
 
     def write(self, data: Any) -> None:
         self.data += data
 
     def is_closing(self) -> bool:
         return self.closed
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        assert high == 0
+
+    def get_write_buffer_size(self) -> int:
+        return self.waiting
+
+    def abort(self) -> None:
+        self.closed = True
 
     def close(self) -> None:
         self.closed = True
