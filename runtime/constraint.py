@@ -152,7 +152,7 @@ class Grammars:
                 if isinstance(kept, _Compiled):
                     self._live.add(kept)
         if isinstance(kept, DiffbitError):
-            raise kept
+            raise DiffbitError(str(kept))
         return kept
 
     def _make_room(self) -> None:
@@ -292,18 +292,18 @@ class _Compiled:
         self.shortest, self.nbytes, self._place = shortest, nbytes, place
         self._lock = threading.Lock()
 
-    def text(self) -> _Text:
+    def text(self) -> _Follower:
         """A new text."""
         if isinstance(self._place, grammar_process.Grammar):
-            return _Text(grammar_process.Text(self._place))
+            return _Follower(grammar_process.Text(self._place))
         mine, theirs = socket.socketpair()
         mine.settimeout(PATIENCE)
         with theirs, self._lock, _too_complex():
             socket.send_fds(self._place, [b"+"], [theirs.fileno()])
-        return _Text(mine)
+        return _Follower(mine)
 
 
-class _Text:
+class _Follower:
     """One text: the process that follows it, or without processes the text itself."""
 
     def __init__(self, place: socket.socket | grammar_process.Text) -> None:
@@ -367,10 +367,10 @@ class Constraint:
 
     def start(self, most: int | None = None) -> None:
         """Begin a text of at most `most` tokens, the end token included."""
-        self._text: _Text | None = None  # begins with the first question
+        self._text: _Follower | None = None  # begins with the first question
         self._left = most
 
-    def _begun(self) -> _Text:
+    def _begun(self) -> _Follower:
         if self._text is None:
             self._text = self._compiled.text()
         return self._text

@@ -5,8 +5,9 @@ A constrained text must fit its schema, but it need not be able to become each t
 replaced by a narrower one. Where nothing else is said, a keyword stays as it is.
 
 - `format` is an annotation (JSON Schema 2020-12, section 7.2.1): one that llguidance lacks is left out.
-- A bound at or beyond the ends of 64 bits is no bound. llguidance reads numbers as doubles, with at most one rounding
-  if they have a coefficient of at most 2^53 and a power of ten of at most 22; others are refused.
+- llguidance fails at bounds at or beyond the ends of 64 bits, so they become the last double before, or none if they
+  are astronomic. It reads numbers as doubles, with at most one rounding if they have a coefficient of at most 2^53 and
+  a power of ten of at most 22; others are refused.
 - `propertyNames` become properties, or a pattern of them.
 - `pattern`: (?=A) at its beginning is a pattern of its own. Patterns with (?!A) that Pydantic and Zod write are
   replaced by narrower ones.
@@ -32,6 +33,8 @@ NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}  # the side that is open
 LENGTHS = ("maxLength", "maxItems", "maxProperties")
 LEAST, MOST = -(1 << 63), (1 << 63) - 1
+LARGEST = (1 << 63) - 1024  # the double below
+ASTRONOMIC = 1e100  # a bound that no text reaches
 EXACT, POWER = 1 << 53, 22  # of a double
 LONG = 1 << 31
 ANNOTATIONS = frozenset(
@@ -113,7 +116,9 @@ def _bounds(schema: dict[str, Any]) -> None:
         if not _is_number(value := schema.get(key)):
             continue
         if value <= LEAST if side < 0 else value >= MOST:
-            del schema[key]
+            schema[key] = side * LARGEST
+            if abs(value) > ASTRONOMIC:
+                del schema[key]
         else:
             schema[key] = _exact(key, value)
 

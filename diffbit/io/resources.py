@@ -80,7 +80,8 @@ def _quotas() -> Iterator[float]:
     except OSError:  # another system
         return
     for line in lines:
-        _, controllers, path = line.split(":", 2)
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
         if controllers == "":
             root, files = GROUP, ["cpu.max"]
         elif "cpu" in controllers.split(","):
