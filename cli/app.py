@@ -21,6 +21,7 @@ from ..io import plugins
 from ..io.errors import DiffbitError, MissingDependency
 from ..io.hub import download, is_hub_name
 from ..io.processes import leave, speaks
+from ..io.resources import default_threads
 from ..version import __version__
 from . import bench, export, quantize, run, verify
 from .output import out_of_memory, print_error
@@ -165,6 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper):  # bytes that are not UTF-8 are reported where they are used
             stream.reconfigure(errors=errors)
+    if (threads := default_threads()) is not None:
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torch and numpy do not see the quota of a container
     try:
         sys.exit(app(arguments, standalone_mode=False) or 0)
     except typer.TyperException as error:  # an unknown option, a missing argument, a wrong value; no message: help

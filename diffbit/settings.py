@@ -23,7 +23,7 @@ class SessionOptions:
     """How an artifact runs (runtime/session.py). `Session`, `verify` and `bench` take one, or its fields by name."""
 
     threads: Annotated[int, bounds(1, MAX_THREADS)] | None = field(
-        default=None, metadata={"help": "CPU threads; default: one per physical core."}
+        default=None, metadata={"help": "CPU threads; default: one per physical core that the system allows."}
     )
     device: DeviceName = field(
         default="cpu",

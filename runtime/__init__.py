@@ -12,7 +12,7 @@ from ..settings import SessionOptions
 from .artifact import FILE_BYTES, MANIFEST, POOLINGS, Artifact
 from .bench import bench
 from .chat import Chat
-from .constraint import Constraint, Grammars
+from .constraint import Abandoned, Constraint, Grammars
 from .generate import MAX_TOKENS, FinishReason, Generation, Pieces, TextOutput, generate
 from .loops import LoopGuard
 from .sampler import Sampler
@@ -23,8 +23,9 @@ from .tokenizer import TextStream, Tokenizer
 from .verify import Verification, verify
 
 __all__ = [
-    "FILE_BYTES", "MANIFEST", "MAX_TOKENS", "POOLINGS", "RESERVED_VARIABLES", "THINKING_SWITCHES", "Artifact", "Chat",
-    "ChatTemplate", "Constraint", "FinishReason", "Generation", "Grammars", "Logits", "LoopGuard", "Message",
+    "FILE_BYTES", "MANIFEST", "MAX_TOKENS", "POOLINGS", "RESERVED_VARIABLES", "THINKING_SWITCHES", "Abandoned",
+    "Artifact", "Chat", "ChatTemplate", "Constraint", "FinishReason", "Generation", "Grammars", "Logits", "LoopGuard",
+    "Message",
     "NoTemplate", "Pieces", "Sampler", "Session", "SessionOptions", "TextOutput", "TextStream", "ThinkingReader",
     "Tokenizer", "Verification", "begins_thinking", "bench", "generate", "slowdowns", "verify",
 ]  # fmt: skip

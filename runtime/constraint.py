@@ -3,60 +3,86 @@
 A constraint says for each step which tokens may come next; `Sampler` chooses among those, so every loop that takes a
 sampler takes a constraint: `generate`, `Chat`, and each row of the server's batch.
 
-A limit of tokens does not cut a constrained text: the constraint knows a short way to the end of the text (`_ending`)
-and takes it while the limit still has room for it. It finds the way greedily, from forced bytes and single characters
-that close what is open. For some grammars it finds none; their text is then cut like any other.
+A limit of tokens does not cut a constrained text: the constraint knows a short way to the end of the text and takes it
+while the limit still has room for it. It finds the way greedily, from forced bytes and single characters that close
+what is open. For some grammars it finds none; their text is then cut like any other.
+
+A schema or a grammar may come from anybody, so llguidance runs in processes with limits (grammar_process.py).
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import islice
+import os
+import select
+import socket
+import struct
+import subprocess
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..io.errors import DiffbitError, needs
+from ..io.errors import DiffbitError, MissingDependency
 from ..io.fields import located
 from ..io.files import read_json
 from ..io.tokenizer_files import tokenizer_errors
+from . import grammar_process
+from .child_process import python_script
+from .grammar_process import ASKED, LONGEST, MASK, MEMORY, SECONDS, TOKEN, one_line, receive, send
+from .json_schema import prepared
 from .tokenizer import Tokenizer
 
 MOST_CHARACTERS = 1 << 17  # of a schema or a grammar
-MOST_PROBLEMS = 50  # parts of a schema that are compiled to find the one that is wrong
-LONGEST = 2048  # tokens of the shortest text that a schema may ask for
 CLOSE = 512  # tokens before the limit at which the way to the end is watched
-# Characters in the order in which they end a text: what closes a string, an object or an array; then digits, signs that
-# patterns want, the letters of null, true and false; all others; and last, what opens or escapes something
-CLOSING = '"}]0123456789 -.:,/@_+ntf'
-OPENING = "[{\\"
-CLOSERS = 3  # of CLOSING: those that close something
-STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as json.dumps writes
-SUBSCHEMAS = ("properties", "patternProperties", "$defs", "definitions")  # objects whose values are schemas
+PATIENCE = 20.0  # seconds of a busy machine, after which a process that should have ended itself is given up
+ASKS_SECONDS = 0.05  # between two questions whether a grammar is still wanted
+MOST_COMPILING = 2  # at a time; others wait
+MOST_KEPT, MOST_KEPT_BYTES = 32, 512 << 20  # compiled grammars
+MOST_BYTES = 1 << 30  # of all compiled grammars, also those in use
+CAN_FORK = hasattr(os, "fork") and hasattr(socket, "recv_fds")
+
+
+class Abandoned(DiffbitError):
+    """Nobody waits for a grammar any more."""
 
 
 class Grammars:
-    """Makes constraints for the texts of one tokenizer. `end_tokens` end a text; compiled schemas are not kept.
+    """Makes constraints for the texts of one tokenizer. `end_tokens` end a text. The last grammars stay compiled.
 
-    Raises MissingDependency without llguidance, DiffbitError for a model without end tokens.
+    Several threads may use it. Raises MissingDependency without llguidance, DiffbitError for a model without an end
+    token.
     """
 
     def __init__(self, tokenizer: Tokenizer, end_tokens: Collection[int]) -> None:
-        with needs("llguidance", "structured", "a JSON schema or a grammar"):
-            from llguidance import LLMatcher, LLTokenizer, grammar_from
+        if importlib.util.find_spec("llguidance") is None:
+            raise MissingDependency("llguidance", "structured", "a JSON schema or a grammar")
         if not end_tokens:
             raise DiffbitError("the model has no token that ends a text, so a schema or a grammar cannot be used")
-        self._matcher, self._to_lark = LLMatcher, grammar_from
-        with tokenizer_errors(tokenizer.path, "cannot be used for a grammar"):
-            self.vocabulary = LLTokenizer(tokenizer.as_json(), eos_token=sorted(end_tokens))
-        characters = [chr(code) for code in range(32, 127)]
-        others = [one for one in characters if one not in CLOSING + OPENING]
-        singles = [(one, self.vocabulary.greedy_tokenize(one)) for one in (*CLOSING, *others, *OPENING)]
-        self.closing = [ids[0] for one, ids in singles if self.vocabulary.decode_bytes(ids[:1]) == one.encode()]
+        self._tokenizer, self._end_tokens = tokenizer, sorted(end_tokens)
+        self._lock, self._slots = threading.Lock(), threading.BoundedSemaphore(MOST_COMPILING)
+        self._kept: OrderedDict[tuple[str, str, str | None], _Compiled | DiffbitError] = OrderedDict()
+        self._live: weakref.WeakSet[_Compiled] = weakref.WeakSet()
+        self._owner = 0
+        self._control: socket.socket | None = None  # to the process that has the tokenizer
+        self._here: grammar_process.Vocabulary | None = None  # where there are no processes
+
+    @cached_property
+    def vocabulary(self) -> Any:
+        """llguidance's, which knows the bytes of tokens."""
+        import llguidance
+
+        with tokenizer_errors(self._tokenizer.path, "cannot be used for a grammar"):
+            return llguidance.LLTokenizer(self._tokenizer.as_json(), eos_token=self._end_tokens)
 
     def json_schema_file(self, file: Path) -> Constraint:
         """`json_schema` of the schema in a file."""
@@ -64,11 +90,12 @@ class Grammars:
         with located(file):
             return self.json_schema(schema)
 
-    def json_schema(self, schema: object) -> Constraint:
-        """Texts that are JSON values of a schema: an object, or true for any value.
+    def json_schema(self, schema: object, wanted: Callable[[], bool] = lambda: True) -> Constraint:
+        """Texts that are JSON values of a schema: an object, or true for any value. An object has no key twice.
 
-        Raises DiffbitError with the place for a schema that is wrong, uses a keyword that llguidance lacks, or has no
-        text of at most LONGEST tokens.
+        wanted: is asked now and then; False: nobody waits any more, which raises Abandoned. Raises DiffbitError with
+        the place for a schema that is wrong, uses a keyword that cannot be held, takes more than SECONDS of processor
+        time or MEMORY, or has no text of at most LONGEST tokens.
         """
         schema = {} if schema is True else schema
         if not isinstance(schema, Mapping):
@@ -78,55 +105,250 @@ class Grammars:
         except (ValueError, RecursionError):
             raise DiffbitError("the JSON schema is nested too deeply") from None
         _check_length(text, "JSON schema")
-        if problem := self._problem(schema):
-            definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-            problems = islice(self._problems(schema, "#", definitions), MOST_PROBLEMS)
-            place, problem = max(problems, key=lambda found: found[0].count("/"), default=("#", problem))
-            raise DiffbitError(f"the JSON schema cannot be used at {place}: {problem}")
-        constraint = Constraint(self, self._compiled(schema))
-        if constraint.shortest is None:
+        compiled = self._compiled("schema", json.dumps(prepared(schema)), "", wanted)
+        if compiled.shortest is None:
             raise DiffbitError(
                 f"no text of at most {LONGEST} tokens was found that the JSON schema allows; bound its lengths, and "
                 "let references to itself be optional"
             )
-        return constraint
+        return Constraint(compiled)
 
     @staticmethod
-    def rule(schema: object) -> str:
-        """A JSON schema as a part of a Lark grammar."""
-        return f"%json {json.dumps({'x-guidance': STYLE} | dict(schema) if isinstance(schema, Mapping) else schema)}"
+    def rule(schema: object, lenient: bool = False) -> str:
+        """A JSON schema as a part of a Lark grammar. lenient: leave out what cannot be held.
 
-    def grammar(self, text: str) -> Constraint:
-        """Texts of a grammar: GBNF as llama.cpp reads it, or Lark as llguidance does."""
+        Raises DiffbitError for a schema that `json_schema` refuses before it is compiled.
+        """
+        schema = {} if schema is True else schema
+        if not isinstance(schema, Mapping):
+            return f"%json {json.dumps(schema)}"
+        options = {"x-guidance": grammar_process.STYLE | ({"lenient": True, "coerce_one_of": True} if lenient else {})}
+        return f"%json {json.dumps(options | prepared(schema, lenient))}"
+
+    def grammar(
+        self, text: str, wanted: Callable[[], bool] = lambda: True, *, json_after: str | None = None
+    ) -> Constraint:
+        """Texts of a grammar: GBNF as llama.cpp reads it, or Lark as llguidance does.
+
+        json_after: what comes before JSON, in whose objects no key comes twice; "": all of a text is JSON. wanted: as
+        in `json_schema`.
+        """
         _check_length(text, "grammar")
+        return Constraint(self._compiled("grammar", text, json_after, wanted))
+
+    def _compiled(self, kind: str, text: str, marker: str | None, wanted: Callable[[], bool]) -> _Compiled:
+        key = kind, text, marker
+        with self._lock:
+            if self._owner != os.getpid():  # a fork of this process has the same sockets, but they are not its own
+                self._kept.clear()
+            kept = self._kept.get(key)
+            if kept is not None:
+                self._kept.move_to_end(key)
+        if kept is None:
+            kept = self._compile(kind, text, marker, wanted)
+            with self._lock:
+                self._kept[key] = kept
+                self._make_room()
+                if isinstance(kept, _Compiled):
+                    self._live.add(kept)
+        if isinstance(kept, DiffbitError):
+            raise DiffbitError(str(kept))
+        return kept
+
+    def _make_room(self) -> None:
+        def size() -> int:
+            return sum(one.nbytes for one in self._kept.values() if isinstance(one, _Compiled))
+
+        while len(self._kept) > MOST_KEPT or (len(self._kept) > 1 and size() > MOST_KEPT_BYTES):
+            self._kept.popitem(last=False)
+
+    def _compile(
+        self, kind: str, text: str, marker: str | None, wanted: Callable[[], bool]
+    ) -> _Compiled | DiffbitError:
+        with self._lock:
+            in_use = sum(one.nbytes for one in self._live)
+        if in_use > MOST_BYTES:
+            raise DiffbitError(f"the grammars in use take more than {MOST_BYTES >> 30} GiB; try again later")
+        while not self._slots.acquire(timeout=ASKS_SECONDS):
+            if not wanted():
+                raise Abandoned("nobody waits for this grammar")
         try:
-            compiled = self._to_lark("grammar", text)
-        except ValueError as error:
-            raise DiffbitError(f"the grammar cannot be read: {_line(error)}") from None
-        matcher = self._matcher(self.vocabulary, compiled, log_level=0)
-        if matcher.is_error():
-            raise DiffbitError(f"the grammar cannot be used: {_line(matcher.get_error())}")
-        return Constraint(self, matcher)
+            if not CAN_FORK:
+                return self._compile_here(kind, text, marker)
+            return self._compile_there(kind, text, marker, wanted)
+        finally:
+            self._slots.release()
 
-    def _compiled(self, schema: Mapping[str, Any]) -> Any:
-        grammar = self._matcher.grammar_from_json_schema(json.dumps(schema), overrides=STYLE)
-        return self._matcher(self.vocabulary, grammar, log_level=0)
-
-    def _problem(self, schema: Mapping[str, Any]) -> str:
-        """Why a schema cannot be compiled; empty if it can."""
+    def _compile_there(
+        self, kind: str, text: str, marker: str | None, wanted: Callable[[], bool]
+    ) -> _Compiled | DiffbitError:
+        """In a process."""
+        what = "JSON schema" if kind == "schema" else "grammar"
+        connection = self._forked()
+        request = {"kind": kind, "text": text, "marker": marker}
         try:
-            return _line(self._compiled(schema).get_error())
-        except ValueError as error:
-            return _line(error)
+            send(connection, json.dumps(request).encode())
+            answer = json.loads(_wait(connection, wanted))
+            if "error" in answer and "place" not in answer:
+                try:
+                    answer = json.loads(_wait(connection, wanted))
+                except (EOFError, OSError):
+                    answer["place"] = None
+        except (EOFError, OSError):
+            return DiffbitError(
+                f"the {what} cannot be used: compiling it takes more than {SECONDS:g} seconds, {MEMORY >> 20} MiB of "
+                "memory, or too deep a recursion; make it smaller"
+            )
+        if "error" not in answer:
+            return _Compiled(answer["shortest"], answer["bytes"], connection)
+        connection.close()
+        return self._error(kind, answer["error"], answer["place"])
 
-    def _problems(
-        self, schema: Mapping[str, Any], place: str, definitions: Mapping[str, Any]
-    ) -> Iterator[tuple[str, str]]:
-        """(place, problem) of each part of a schema that cannot be compiled."""
-        if problem := self._problem({**definitions, **schema}):
-            yield place, problem
-            for path, part in _parts(schema):
-                yield from self._problems(part, f"{place}/{path}", definitions)
+    def _error(self, kind: str, error: str, place: Any) -> DiffbitError:
+        if place == "tokenizer":
+            return DiffbitError(f"{self._tokenizer.path}: cannot be used for a grammar ({error}); restore the file")
+        if kind != "schema":
+            return DiffbitError(f"the grammar cannot be used: {error}")
+        where, problem = place or ("#", error)
+        return DiffbitError(f"the JSON schema cannot be used at {where}: {problem}")
+
+    def _compile_here(self, kind: str, text: str, marker: str | None) -> _Compiled | DiffbitError:
+        """Without processes."""
+        with self._lock:
+            if self._here is None:
+                with tokenizer_errors(self._tokenizer.path, "cannot be used for a grammar"):
+                    self._here = grammar_process.Vocabulary(self._tokenizer.as_json(), self._end_tokens)
+            vocabulary, self._owner = self._here, os.getpid()
+        try:
+            made = grammar_process.Grammar(vocabulary, kind, text, marker)
+        except ValueError as error:
+            place = grammar_process.place_of(vocabulary, text) if kind == "schema" else None
+            return self._error(kind, one_line(error), place)
+        return _Compiled(made.shortest, 0, made)
+
+    def _forked(self) -> socket.socket:
+        """A connection to a new process."""
+        mine, theirs = socket.socketpair()
+        with theirs, self._lock:
+            for again in (False, True):
+                try:
+                    if self._control is None or self._owner != os.getpid() or again:
+                        self._control, self._owner = self._started(), os.getpid()
+                    socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+                    return mine
+                except OSError:  # it was killed
+                    continue
+        raise DiffbitError("no process can be started to read a grammar; is there memory?")
+
+    def _started(self) -> socket.socket:
+        """A connection to a process that reads the tokenizer, and forks for each socket which is sent to it."""
+        control, theirs = socket.socketpair()
+        with theirs:
+            try:
+                process = subprocess.Popen(
+                    python_script(Path(grammar_process.__file__)), stdin=theirs.fileno(), stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL, start_new_session=True,  # Ctrl-C is for this process
+                    env={**os.environ, "MALLOC_ARENA_MAX": "1"},  # each arena takes 64 MiB of the address space
+                )  # fmt: skip
+            except OSError as error:
+                raise DiffbitError(f"no process can be started to read a grammar ({error.strerror})") from None
+        weakref.finalize(self, _end, control, process, os.getpid())
+        about = {"tokenizer": self._tokenizer.as_json(), "end_tokens": self._end_tokens}
+        send(control, json.dumps(about).encode())
+        return control
+
+
+def _end(control: socket.socket, process: subprocess.Popen[bytes], owner: int) -> None:
+    control.close()
+    if os.getpid() == owner:
+        process.kill()
+        process.wait()
+
+
+def _wait(connection: socket.socket, wanted: Callable[[], bool]) -> bytes:
+    """The next message. Raises EOFError if there comes none, Abandoned if it is not wanted any more."""
+    until = time.monotonic() + PATIENCE
+    while not _arrives(connection, ASKS_SECONDS):
+        if not wanted():
+            connection.close()  # which ends the process
+            raise Abandoned("nobody waits for this grammar")
+        if time.monotonic() > until:
+            connection.close()
+            raise EOFError
+    return receive(connection)
+
+
+def _arrives(connection: socket.socket, seconds: float) -> bool:
+    """Whether there is something to read, within so many seconds."""
+    waiting = select.poll()  # unlike select, it takes any number of open files
+    waiting.register(connection, select.POLLIN)
+    return bool(waiting.poll(1000 * seconds))
+
+
+class _Compiled:
+    """A compiled grammar: the process that has it, or without processes the grammar itself."""
+
+    def __init__(self, shortest: int | None, nbytes: int, place: socket.socket | grammar_process.Grammar) -> None:
+        self.shortest, self.nbytes, self._place = shortest, nbytes, place
+        self._lock = threading.Lock()
+
+    def text(self) -> _Follower:
+        """A new text."""
+        if isinstance(self._place, grammar_process.Grammar):
+            return _Follower(grammar_process.Text(self._place))
+        mine, theirs = socket.socketpair()
+        mine.settimeout(PATIENCE)
+        with theirs, self._lock, _too_complex():
+            socket.send_fds(self._place, [b"+"], [theirs.fileno()])
+        return _Follower(mine)
+
+
+class _Follower:
+    """One text: the process that follows it, or without processes the text itself."""
+
+    def __init__(self, place: socket.socket | grammar_process.Text) -> None:
+        self._place = place
+        self._mask: bytes | None = None
+
+    def is_ready(self) -> bool:
+        """Whether `mask` would not wait."""
+        if self._mask is not None or not isinstance(self._place, socket.socket):
+            return True
+        return _arrives(self._place, 0)
+
+    def mask(self) -> bytes:
+        if self._mask is None:
+            with _too_complex():
+                self._mask = self._message(MASK) if isinstance(self._place, socket.socket) else self._place.mask()
+        return self._mask
+
+    def accept(self, token: int, left: int | None) -> int:
+        self._mask = None
+        with _too_complex():
+            if not isinstance(self._place, socket.socket):
+                return self._place.accept(token, left)
+            self._place.sendall(struct.pack("<I", ASKED.size) + ASKED.pack(token, -1 if left is None else left))
+            return token if left is None else int(struct.unpack("<q", self._message(TOKEN))[0])
+
+    def _message(self, kind: bytes) -> bytes:
+        assert isinstance(self._place, socket.socket)
+        data = receive(self._place)
+        if data[:1] != kind:
+            raise ValueError(data[1:].decode())
+        return data[1:]
+
+
+@contextmanager
+def _too_complex() -> Iterator[None]:
+    """Raise DiffbitError for what the process of a text does not do within its limits."""
+    try:
+        yield
+    except (OSError, EOFError):
+        raise DiffbitError(
+            "the grammar became too complex for this text: a token takes too much time or memory"
+        ) from None
+    except ValueError as error:
+        raise DiffbitError(f"the grammar became too complex for this text: {error}") from None
 
 
 class Constraint:
@@ -135,97 +357,44 @@ class Constraint:
     `shortest` is the number of tokens of a short text, None if none is known.
     """
 
-    def __init__(self, grammars: Grammars, matcher: Any) -> None:
-        self._grammars, self._start = grammars, matcher
-        ending = self._ending(matcher, LONGEST)
-        self.shortest = None if ending is None else len(ending)
+    def __init__(self, compiled: _Compiled) -> None:
+        self._compiled, self.shortest = compiled, compiled.shortest
         self.start()
 
     def copy(self) -> Constraint:
         """The same constraint, for another text."""
-        other = object.__new__(Constraint)
-        vars(other).update(vars(self))
-        other.start()
-        return other
+        return Constraint(self._compiled)
 
     def start(self, most: int | None = None) -> None:
         """Begin a text of at most `most` tokens, the end token included."""
-        self._now, self._left = self._start.deep_copy(), most
-        self._way: list[int] | None = None  # tokens that lead to the end, once the limit is near
+        self._text: _Follower | None = None  # begins with the first question
+        self._left = most
+
+    def _begun(self) -> _Follower:
+        if self._text is None:
+            self._text = self._compiled.text()
+        return self._text
+
+    def is_ready(self) -> bool:
+        """Whether `allowed` would answer at once; if not, it is being computed."""
+        return self._begun().is_ready()
 
     def allowed(self, count: int) -> NDArray[np.int64]:
         """Ids below `count`, that of the model's tokens, of those that may come next, ascending."""
-        bits = np.frombuffer(self._now.compute_bitmask(), np.uint8)
+        bits = np.frombuffer(self._begun().mask(), np.uint8)
         allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")[:count])
-        if self._now.is_error() or not len(allowed):
-            raise DiffbitError(f"the grammar became too complex for this text: {_line(self._now.get_error())}")
+        if not len(allowed):
+            raise DiffbitError("the grammar became too complex for this text: the model has none of its tokens")
         return allowed
 
     def accept(self, token: int) -> int:
         """Continue with a token -> that token, or the one that leads to the end where the limit leaves no room."""
+        near = self._left is not None and self._left <= CLOSE + 2 * (self.shortest or 0)
         if self._left is not None:
-            if self._left <= CLOSE + 2 * (self.shortest or 0):
-                token = self._in_time(token, self._left - 1)
             self._left -= 1
-        self._now.consume_token(token)
-        return token
-
-    def _in_time(self, token: int, left: int) -> int:
-        """The token if a text that goes on with it can end in time: `left` more tokens, the end token among them."""
-        ends = self._grammars.vocabulary.eos_tokens
-        way = self._ending(self._now, left) if self._way is None else self._way
-        if token in ends or way is None:
-            return token
-        after = self._now.deep_copy()
-        after.consume_token(token)
-        self._way = self._ending(after, left - 1)
-        if self._way is None:  # the way found before is long enough: the search may find a longer one from here
-            token, *self._way = way or ends
-        return token
-
-    def _ending(self, matcher: Any, most: int) -> list[int] | None:
-        """At most `most` tokens that lead to an end of the text, None if none are found."""
-        matcher, vocabulary = matcher.deep_copy(), self._grammars.vocabulary
-        tokens: list[int] = []
-        used = Counter[int]()
-        while not matcher.is_accepting():
-            following = vocabulary.greedy_tokenize(matcher.compute_ff_bytes().decode(errors="ignore"))
-            if not following or matcher.validate_tokens(following) < len(following):
-                following = self._single(matcher, used)
-            if not following or len(tokens) + len(following) > most or not matcher.consume_tokens(following):
-                return None
-            tokens += following
-        return tokens if len(tokens) <= most else None
-
-    def _single(self, matcher: Any, used: Counter[int]) -> list[int]:
-        """The character that ends a text soonest. Of those that a pattern repeats, each has its turn."""
-        closing = self._grammars.closing
-        for token in closing[:CLOSERS]:
-            if matcher.validate_tokens([token]):
-                return [token]
-        possible = [token for token in closing[CLOSERS:] if matcher.validate_tokens([token])]
-        chosen = sorted(possible, key=used.__getitem__)[:1]
-        used.update(chosen)
-        return chosen
+        return self._begun().accept(token, self._left if near else None)
 
 
 def _check_length(text: str, what: str) -> None:
     if len(text) > MOST_CHARACTERS:
         raise DiffbitError(f"the {what} has {len(text):,} characters, wanted at most {MOST_CHARACTERS:,}")
-
-
-def _line(message: object) -> str:
-    """A message of llguidance as part of a sentence."""
-    return " ".join(str(message).split())[:300]
-
-
-def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(place, schema) of the schemas directly inside one."""
-    for key, value in schema.items():
-        if key in SUBSCHEMAS and isinstance(value, Mapping):
-            named: Sequence[tuple[str, Any]] = [(f"{key}/{name}", part) for name, part in value.items()]
-        elif isinstance(value, list) and key not in ("enum", "examples", "required"):
-            named = [(f"{key}/{index}", part) for index, part in enumerate(value)]
-        else:
-            named = [] if key in ("const", "default") else [(key, value)]
-        yield from ((path, part) for path, part in named if isinstance(part, Mapping))

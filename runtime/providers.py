@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from ..devices import Device, device_of
 from ..io.errors import DiffbitError
+from ..io.resources import default_threads
 from ..ops.schema import OPS
 from .driver import Driver, runs, version_text
 from .external import external_locations, with_inputs
@@ -117,10 +118,10 @@ def open_session(
 ) -> OrtSession:
     """An `onnxruntime.InferenceSession` for the file `model` that runs on `device` (devices.py has their names).
 
-    `threads` is the size of the intra-op pool; None: one per physical core. `library` holds kernels for diffbit's
-    operators (native.py); without it their bodies run. `bfloat16` is as in SessionOptions. `inputs`: the initializers
-    that become optional inputs. Raises DiffbitError if the device, its driver or its memory does not suffice, or if
-    ONNX Runtime would compute on the CPU instead.
+    `threads` is the size of the intra-op pool; None: one per physical core that the process may use. `library` holds
+    kernels for diffbit's operators (native.py); without it their bodies run. `bfloat16` is as in SessionOptions.
+    `inputs`: the initializers that become optional inputs. Raises DiffbitError if the device, its driver or its memory
+    does not suffice, or if ONNX Runtime would compute on the CPU instead.
     """
     row = device_of(device)
     ort = onnxruntime()
@@ -188,7 +189,7 @@ def _options(ort: ModuleType, threads: int | None, library: Path | None, bfloat1
     options.enable_mem_pattern = False  # it keeps a plan for each prompt length: 12 MB more, and no faster
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     options.add_session_config_entry("session.intra_op.spin_duration_us", "20")  # longer: slow beside other programs
-    options.intra_op_num_threads = threads or 0
+    options.intra_op_num_threads = threads or default_threads() or 0
     if library is not None:
         options.add_session_config_entry("diffbit.bfloat16", str(int(bfloat16)))
         try:

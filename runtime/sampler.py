@@ -17,6 +17,7 @@ the draw. l is a token's logit. A constraint (constraint.py) chooses the tokens 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,9 @@ class Sampler:
         self.sampling = temperature if isinstance(temperature, Sampling) else Sampling(temperature, **others)
         self.constraint = constraint
         self._random = np.random.default_rng(self.sampling.seed)
+        bias = self.sampling.logit_bias
+        self._biased = np.array(sorted(bias), np.int64)
+        self._biases = np.array([bias[token] for token in sorted(bias)], np.float64)
         self._prompt = 0
 
     @classmethod
@@ -58,11 +62,23 @@ class Sampler:
         with located(artifact.path / GENERATION):
             return cls(Sampling.of_model(settings, **changes), constraint=constraint)
 
+    def another(self, index: int) -> Sampler:
+        """The same sampler for another answer, whose seed is larger by `index`."""
+        other = copy(self)
+        seed = self.sampling.seed
+        other._random = np.random.default_rng(None if seed is None else seed + index)
+        other.constraint = None if self.constraint is None else self.constraint.copy()
+        return other
+
     def start(self, prompt_tokens: int, most: int | None = None) -> None:
         """Begin a text whose first tokens are its prompt, and that continues by at most `most` tokens."""
         self._prompt = prompt_tokens
         if self.constraint is not None:
             self.constraint.start(most)
+
+    def is_ready(self) -> bool:
+        """Whether a call would choose at once: the constraint has computed which tokens may come next."""
+        return self.constraint is None or self.constraint.is_ready()
 
     def __call__(self, logits: NDArray[np.floating], token_ids: Sequence[int] = ()) -> int:
         # The largest logit is finite unless one of them is NaN or +inf, or all are -inf.
@@ -93,10 +109,10 @@ class Sampler:
         if not sampling.logit_bias and sampling.repetition_penalty == 1 and not frequency and not presence:
             return logits
         logits = logits.astype(np.float64)
-        for token, bias in sampling.logit_bias.items():
-            if token >= len(logits):
-                raise DiffbitError(f"logit_bias has token {token}, wanted an id of the {len(logits)} tokens")
-            logits[token] += bias
+        if len(self._biased):
+            if self._biased[-1] >= len(logits):
+                raise DiffbitError(f"logit_bias has token {self._biased[-1]}, wanted an id of the {len(logits)} tokens")
+            logits[self._biased] += self._biases
         seen = np.unique(token_ids)
         values = logits[seen]
         logits[seen] = np.where(values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty)

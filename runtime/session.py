@@ -81,9 +81,10 @@ class Session:
 
     diffbit's operators run as kernels of the native library (native.py) if it has them for the device. native=False,
     or an installation without the library, runs their portable bodies: the same results, but slower. `threads` is the
-    size of ONNX Runtime's pool; None: one per physical core. Opening checks the sizes of the files (`diffbit verify`
-    checks their hashes) and compares the graph's inputs and outputs with the manifest. Raises DiffbitError if something
-    does not match, or if the model cannot run on the device. `options`, or fields of SessionOptions by name.
+    size of ONNX Runtime's pool; None: one per physical core that the process may use. Opening checks the sizes of the
+    files (`diffbit verify` checks their hashes) and compares the graph's inputs and outputs with the manifest. Raises
+    DiffbitError if something does not match, or if the model cannot run on the device. `options`, or fields of
+    SessionOptions by name.
     """
 
     def __init__(self, artifact: Artifact | str | Path, options: SessionOptions | None = None, **changes: Any) -> None:

@@ -8,7 +8,9 @@ leading space, a run of byte tokens).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,10 @@ from ..io.errors import DiffbitError
 from ..io.tokenizer_files import MOST_BYTES, open_tokenizer, tokenizer_errors
 
 REPLACEMENT = "\ufffd"
+# Characters that stand for bytes in a byte-level vocabulary (GPT-2)
+_SHOWN = {*range(33, 127), *range(161, 173), *range(174, 256)}
+BYTES = {*map(chr, _SHOWN), *(chr(256 + index) for index in range(256 - len(_SHOWN)))}
+LONG = 1 << 15  # characters of a text that is encoded without the interpreter's lock
 CONTEXT = 8  # prompt tokens at the start of a stream: enough for any character or leading space
 
 
@@ -52,7 +58,21 @@ class Tokenizer:
         except UnicodeEncodeError as error:  # stray bytes in stdin or in arguments become lone surrogates
             raise DiffbitError(f"the text to encode is not UTF-8 after {error.start} characters") from None
         with tokenizer_errors(self.path, "fails to encode a text"):
-            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+            if len(text) > LONG:  # `encode` keeps the interpreter's lock: seconds for a megabyte
+                (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            else:
+                encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return list(encoding.ids)
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least, without encoding it; 0 if this tokenizer's says nothing."""
+        unit, longest = self._longest_token
+        size = len(text.encode(errors="replace")) if unit == "bytes" else len(text)
+        return -(-size // longest) if longest else 0
+
+    @cached_property
+    def _longest_token(self) -> tuple[str, int]:
+        return _longest_token(json.loads(self.as_json()))
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of `token_ids`, without special tokens; bytes that form no character become U+FFFD."""
@@ -93,3 +113,37 @@ class TextStream:
         new = text[self._returned :]
         self._returned = len(text)
         return new
+
+
+def _longest_token(about: Any) -> tuple[str, int]:
+    """How much of a text a token of a tokenizer.json stands for at most: in bytes of a byte-level BPE, in characters of
+    one that falls back to bytes; 0: any length, because it leaves something out or has a token for unknown words.
+    """
+    nothing = "bytes", 0
+    model, added = about["model"], about["added_tokens"]
+    normalizers, before = _parts(about["normalizer"], "normalizers"), _parts(about["pre_tokenizer"], "pretokenizers")
+    kinds = {part["type"] for part in normalizers}
+    in_bytes = any(part["type"] == "ByteLevel" for part in before)
+    alphabet = BYTES if in_bytes else {f"<0x{byte:02X}>" for byte in range(256)}
+    if model["type"] != "BPE" or not alphabet <= model["vocab"].keys() or not (in_bytes or model["byte_fallback"]):
+        return nothing
+    if kinds - {"NFC", "Replace", "Prepend"} or any(one["lstrip"] or one["rstrip"] for one in added):
+        return nothing
+    if any(
+        part["type"] not in ("ByteLevel", "Split", "Digits") or part.get("behavior") == "Removed" for part in before
+    ):
+        return nothing
+    replaced = [(part["pattern"].get("String"), part["content"]) for part in normalizers if part["type"] == "Replace"]
+    if any(old is None or len(new) < len(old) for old, new in replaced):
+        return nothing
+    # a character of a byte-level vocabulary is a byte; NFC makes at most four bytes one
+    longest = max(map(len, model["vocab"]))
+    of_added = max((len(one["content"].encode()) for one in added), default=1)
+    return "bytes" if in_bytes else "characters", max(longest, of_added) * (4 if "NFC" in kinds else 1)
+
+
+def _parts(part: Any, key: str) -> list[Any]:
+    """The steps of a normalizer or pre-tokenizer, which may be a sequence of them."""
+    if part is None:
+        return []
+    return [one for inner in part[key] for one in _parts(inner, key)] if part["type"] == "Sequence" else [part]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
 import os
@@ -112,6 +113,11 @@ def serve(
         url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1"
         if as_json:
             print(json.dumps({"url": url, "models": list(server.models)}), flush=True)
+        if key is None and not _is_loopback(host):
+            remark(
+                f"there is no key, so anybody who reaches {host}:{listening.getsockname()[1]} can use the models and "
+                f"the machine's time; set {KEY}, or leave out --host"
+            )
         remark(f"listening on {url}; Ctrl-C ends")
         _run(server, listening)
         for model in models:
@@ -141,6 +147,13 @@ def _prefixes(artifact: Artifact, folder: Path | None, size: int) -> PrefixFiles
     from .prefixes import PrefixFiles
 
     return None if folder is None else PrefixFiles(folder, artifact, size)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _bound(host: str, port: int) -> socket.socket:

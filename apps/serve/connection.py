@@ -13,7 +13,7 @@ import re
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MOST_CONNECTIONS, HEADER_SECONDS = 512, 20.0
+MOST_CONNECTIONS, HEADER_SECONDS, UNREAD_SECONDS = 512, 20.0, 60.0
 
 
 class _StrictConnection(h11.Connection):
@@ -31,14 +31,17 @@ class _StrictConnection(h11.Connection):
 
 
 class Connection(H11Protocol):
-    """A connection, which is closed if the head of a request has not arrived after `header_seconds`."""
+    """A connection. It is closed if the head of a request has not arrived after `header_seconds`, and if the client
+    takes nothing of what it was sent for `unread_seconds`."""
 
-    most_connections, header_seconds = MOST_CONNECTIONS, HEADER_SECONDS
+    most_connections, header_seconds, unread_seconds = MOST_CONNECTIONS, HEADER_SECONDS, UNREAD_SECONDS
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.conn = _StrictConnection(h11.SERVER, self.conn._max_incomplete_event_size)
         self._deadline: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        transport.set_write_buffer_limits(high=0)  # so that `pause_writing` is called whenever the client lags behind
         if len(self.connections) > self.most_connections:
             self._refuse(503, f"the server has {self.most_connections} connections; try again later", "server_error")
         else:
@@ -50,7 +53,16 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_watch()
+        self._end_unread()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_unread()
+
+    def resume_writing(self) -> None:
+        self._end_unread()
+        super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, f"{msg.removesuffix('.')}: it breaks HTTP/1.1, or is ambiguous", "invalid_request_error")
@@ -66,6 +78,22 @@ class Connection(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = None
+
+    def _watch_unread(self) -> None:
+        waiting = self.transport.get_write_buffer_size()
+        self._unread = self.loop.call_later(self.unread_seconds, self._still_unread, waiting)
+
+    def _end_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+        self._unread = None
+
+    def _still_unread(self, before: int) -> None:
+        """What waits only becomes less while writing is paused, by what the client takes."""
+        if self.transport.get_write_buffer_size() < before:
+            self._watch_unread()
+        else:
+            self.transport.abort()
 
     def _late(self) -> None:
         if not self.transport.is_closing():

@@ -3,6 +3,8 @@
 Requests do not influence each other: an answer equals what `generate` returns with the same sampler, up to rounding in
 sums, whose order depends on the batch size.
 
+A sampler whose grammar still computes what may come next is not waited for: its row rests, and the others go on.
+
 If the memory for caches is full, the youngest answer loses its row. When another answer ends, it gets a row again,
 and its text so far is computed once more.
 """
@@ -21,6 +23,8 @@ from ...io.errors import DiffbitError
 from ...runtime import FinishReason, Logits, LoopGuard, Session, TextOutput, Tokenizer
 from .batch import NoRoom, Rows
 from .prefixes import PrefixFiles
+
+RESTING_SECONDS = 0.0005  # between two questions whether a sampler is ready, where there is nothing else to do
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Request:
     end_tokens: Collection[int] = ()
     top_logprobs: int | None = None  # how many of the most likely tokens to report per token; None: no logprobs
     allow_loops: bool = False  # go on with a text that repeats the same tokens again and again
+    is_ready: Callable[[], bool] = lambda: True  # whether the sampler would choose at once
     cached_tokens: int = field(init=False, default=0)
     completion_tokens: int = field(init=False, default=0)
     cancelled: bool = field(init=False, default=False)
@@ -146,6 +151,7 @@ class Engine:
         self.counts = Counts()
         self._waiting: deque[Request] = deque()
         self._answers: dict[int, _Answer] = {}  # the youngest last
+        self._resting: dict[int, Logits] = {}  # of rows whose samplers are not ready
         self._preempted: list[_Answer] = []  # the youngest first
         self._full = False  # nothing begins until an answer ends
         self._beginning = 0  # requests whose prompt is being computed: 0 or 1
@@ -290,11 +296,16 @@ class Engine:
                 self._free(row)
         while not self.rows.fits() and len(self._answers) > 1:
             row, answer = self._answers.popitem()
+            self._resting.pop(row, None)
             self._preempted.append(answer)
             self._full = True
             self.rows.end(row)
             self._count(preempted=1)
-        tokens = {row: answer.token_ids[-1] for row, answer in self._answers.items()}
+        resting, self._resting = self._resting, {}
+        self._push(resting)
+        tokens = {row: answer.token_ids[-1] for row, answer in self._answers.items() if row not in self._resting}
+        if not tokens and self._resting:
+            time.sleep(RESTING_SECONDS)
         if tokens:
             started = time.perf_counter()
             logits = self.rows.step(tokens)
@@ -306,6 +317,9 @@ class Engine:
         for row, values in logits.items():
             answer = self._answers[row]
             try:
+                if not answer.request.is_ready():
+                    self._resting[row] = values.copy()  # the session's memory is for the next step
+                    continue
                 piece, token = answer.push(values, self.rows.room(row))
             except Exception as error:  # logits that are not finite, a number that overflows: of this answer alone
                 piece, token = Piece("", error=str(error)), None
@@ -322,6 +336,7 @@ class Engine:
 
     def _free(self, row: int) -> None:
         del self._answers[row]
+        self._resting.pop(row, None)
         self._full = False
         self.rows.end(row)
 

@@ -92,7 +92,7 @@ class Answers:
         self.requests = [
             Request(
                 prompt, partial(put, index), sampler, task.max_tokens, task.stop, task.model.end_tokens,
-                task.top_logprobs, task.allow_loops,
+                task.top_logprobs, task.allow_loops, sampler.is_ready,
             )
             for index, (prompt, sampler) in enumerate(zip(task.prompts, task.samplers, strict=True))
         ]  # fmt: skip
@@ -118,7 +118,8 @@ class Answers:
             yield index, piece
 
     def usage(self) -> dict[str, Any]:
-        prompt = sum(len(request.prompt) for request in self.requests)
+        once = self.requests[:: self.task.n]  # a prompt is counted once, whatever the number of its answers
+        prompt = sum(len(request.prompt) for request in once)
         completion = sum(request.completion_tokens for request in self.requests)
         encode = self.task.model.tokenizer.encode
         thoughts = sum(len(encode(part.thoughts, add_special_tokens=False)) for part in self.parts)
@@ -126,7 +127,7 @@ class Answers:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(request.cached_tokens for request in self.requests)},
+            "prompt_tokens_details": {"cached_tokens": sum(request.cached_tokens for request in once)},
             "completion_tokens_details": {"reasoning_tokens": thoughts},
         }
 
@@ -170,11 +171,13 @@ class Answers:
             if not self.task.chat:
                 yield event([self._choice(index, {"text": piece.text}, piece.logprobs, reason)])
                 continue
-            for delta in deltas[:-1]:
-                yield event([self._choice(index, {"delta": delta}, [], None)])
-            if deltas or reason or piece.logprobs:
-                delta = deltas[-1] if deltas else {}
-                yield event([self._choice(index, {"delta": delta}, piece.logprobs, reason)])
+            if piece.logprobs and not deltas:
+                deltas = [{}]
+            for delta in deltas:
+                logprobs = piece.logprobs if delta is deltas[-1] else []
+                yield event([self._choice(index, {"delta": delta}, logprobs, None)])
+            if reason:  # in a chunk that says nothing else, as OpenAI's
+                yield event([self._choice(index, {"delta": {}}, [], reason)])
         if self.task.include_usage:
             yield event([], usage=self.usage())
         yield "data: [DONE]\n\n"

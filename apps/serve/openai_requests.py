@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -25,6 +25,7 @@ from ...runtime import (
     MAX_TOKENS,
     RESERVED_VARIABLES,
     THINKING_SWITCHES,
+    Abandoned,
     Artifact,
     ChatTemplate,
     Constraint,
@@ -40,10 +41,11 @@ from ...runtime import (
 from ...settings import Sampling
 from .engine import Engine
 from .prefixes import PrefixFiles
-from .tools import TAGS, Calls, Function, Tools, calls_of, grammar, in_words
+from .tools import ANY_OBJECT, TAGS, Calls, Function, Tools, calls_of, grammar, in_words
 
 TEXT_TOKENS = 16  # OpenAI's default limit of a text completion; that of a chat's answer is MAX_TOKENS
 MOST_STOPS, MOST_LOGPROBS = 4, 20
+LONG_TEXT = 1 << 15  # characters of a prompt that takes a while to encode
 NO_LIMIT = -1  # as clients send it in max_tokens, seed and top_k
 SAMPLING = tuple(option.name for option in fields(Sampling))
 FIELDS = (
@@ -152,7 +154,15 @@ class Served:
 
     def prompt_of(self, text: str) -> list[int]:
         """The tokens of a rendered conversation."""
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens=False)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a prompt. Raises DiffbitError for one that is too long for the context, where its length shows
+        that, before it is encoded."""
+        most = self.engine.rows.capacity
+        if len(text) > LONG_TEXT and (least := self.tokenizer.least_tokens(text)) > most:
+            raise DiffbitError(f"the prompt has at least {least} tokens, and there is room for {most}; shorten it")
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 Stop = Annotated[str, Rule("text that is not empty", len)]
@@ -198,9 +208,12 @@ class ChatMessage:
 Messages = Annotated[tuple[ChatMessage, ...], Rule("at least one message", len)]
 
 
+Form = Callable[[Callable[[], bool]], Constraint]  # whether it is still wanted -> what constrains the answers
+
+
 @dataclass(frozen=True)
 class Task:
-    """A validated request. It has one prompt and one sampler per answer."""
+    """A request, validated but for its form. It has one prompt and one sampler per answer."""
 
     model: Served
     chat: bool
@@ -216,6 +229,20 @@ class Task:
     inside: bool = False  # whether they begin with it
     allow_loops: bool = False
     echoes: Sequence[str] = ()  # what each text answer begins with
+    n: int = 1  # answers to each prompt
+    form: Form | None = None
+
+    def constrain(self, wanted: Callable[[], bool] = lambda: True) -> None:
+        """Compile the form of the answers, for as long as the answers are wanted. Call it once, and before they begin.
+
+        Raises DiffbitError for a form that cannot be held.
+        """
+        if self.form is not None:
+            constraint = self.form(wanted)
+            room = self.model.engine.rows.capacity
+            for sampler, prompt in zip(self.samplers, self.prompts, strict=True):
+                sampler.constraint = constraint.copy()
+                sampler.start(len(prompt), min(self.max_tokens, room - len(prompt) + 1))
 
 
 def read_request(values: object, models: Mapping[str, Served], chat: bool) -> Task:
@@ -224,7 +251,7 @@ def read_request(values: object, models: Mapping[str, Served], chat: bool) -> Ta
     model = choose_model(body, models)
     model.artifact.check_output()
     calls: Calls | None = None
-    constraint: Constraint | None = None
+    form: Form | None = None
     logprobs: int | None
     if chat:
         wanted = get(body, "logprobs", bool, False)
@@ -237,21 +264,21 @@ def read_request(values: object, models: Mapping[str, Served], chat: bool) -> Ta
         prompts = [model.prompt_of(text)]
         if tools:
             calls = model.calls or TAGS
-            constraint = _calls(body, model, calls, choice)
+            form = _calls(body, model, calls, choice)
     else:
         logprobs = get(body, "logprobs", Logprobs, None)
         limit = "max_tokens"
         prompts = token_ids(get(body, "prompt", Prompts, ""), model, "prompt", model.engine.most)
-    is_free = constraint is None and (constraint := _constraint(body, model)) is None
+    form = form or _form(body, model)
+    is_free = form is None
     n, answers = get(body, "n", Count, 1), model.engine.most
     if n * len(prompts) > answers:
         raise Refused(400, f"n is {n}, wanted at most {answers // len(prompts)} answers to each prompt", param="n")
     prompts = [prompt for prompt in prompts for _ in range(n)]
     most = get(body, limit, Count | Annotated[int, one_of(NO_LIMIT)], MAX_TOKENS if chat else TEXT_TOKENS)
     most = model.engine.rows.capacity if most == NO_LIMIT else most
-    samplers = [_sampler(body, model, index) for index in range(len(prompts))]
+    samplers = _samplers(body, model, len(prompts))
     for sampler, prompt in zip(samplers, prompts, strict=True):
-        sampler.constraint = None if constraint is None else constraint.copy()
         sampler.start(len(prompt), min(most, model.engine.rows.capacity - len(prompt) + 1))
     stop = get(body, "stop", Stop | Stops, ())
     stream = get(body, "stream", bool, False)
@@ -263,8 +290,9 @@ def read_request(values: object, models: Mapping[str, Served], chat: bool) -> Ta
     thinks = chat and model.chat_template.thinks and (is_free or calls is not None)
     inside = thinks and begins_thinking(text)
     task = Task(
-        model, chat, prompts, samplers, most, stops, logprobs, stream, usage, calls, thinks, inside, allow_loops
-    )
+        model, chat, prompts, samplers, most, stops, logprobs, stream, usage, calls, thinks, inside, allow_loops, n=n,
+        form=form,
+    )  # fmt: skip
     if not get(body, "echo", bool, False):
         return task
     if logprobs is not None:
@@ -280,7 +308,8 @@ def tokenize(values: object, models: Mapping[str, Served]) -> list[int]:
     )
     model = choose_model(body, models)
     if "messages" in body:
-        return model.prompt_of(model.rendered(_messages(body), _tools(body)[0], _variables(body, model)))
+        text = model.rendered(_messages(body), _tools(body)[0], _variables(body, model))
+        return model.tokenizer.encode(text, add_special_tokens=False)
     return model.tokenizer.encode(get(body, "content", str), add_special_tokens=get(body, "add_special", bool, False))
 
 
@@ -397,32 +426,50 @@ def _tools(body: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], str]:
     return [] if not tools else list(body["tools"]), choice
 
 
-def _calls(body: Mapping[str, Any], model: Served, calls: Calls, choice: str) -> Constraint:
-    """The constraint of answers that may have calls."""
+def _calls(body: Mapping[str, Any], model: Served, calls: Calls, choice: str) -> Form:
+    """The form of answers that may have calls."""
     functions = [tool.function for tool in get(body, "tools", Tools, extra=True)]
     if choice not in ("auto", "required"):
         functions = [function for function in functions if function.name == choice]
     several = get(body, "parallel_tool_calls", bool, True) and choice in ("auto", "required")
-    text = _schema(body)
+    text, free = _schema(body), choice == "auto"
     if "grammar" in body:
         raise Refused(400, "grammar does not go together with tools", param="grammar")
-    if text is not None and choice == "auto" and not calls.begin:  # both begin with {
+    if text is not None and free and not calls.begin:  # both begin with {
         why = f"{model.name} writes calls as JSON, so no other JSON goes together with tool_choice 'auto'"
         raise Refused(400, why, param="json_schema" if "json_schema" in body else "response_format")
-    try:
-        return model.grammars.grammar(grammar(calls, functions, free=choice == "auto", several=several, schema=text))
-    except DiffbitError:
-        _find_wrong(model, functions, text)
-        raise
+    json_after = calls.begin if free and text is None else ""
+
+    def compiled(wanted: Callable[[], bool], functions: Sequence[Function] = functions) -> Constraint:
+        """With `auto`, what cannot be held of a function's schema is left out: the answer may need no call."""
+        rules = grammar(calls, functions, free=free, several=several, schema=text, lenient=free)
+        return model.grammars.grammar(rules, wanted, json_after=json_after)
+
+    def form(wanted: Callable[[], bool]) -> Constraint:
+        try:
+            return compiled(wanted)
+        except Abandoned:
+            raise
+        except DiffbitError:
+            if not free:
+                _find_wrong(model, functions, text, wanted)
+                raise
+            for function in functions:
+                with located(f"the parameters of {function.name}"):
+                    Grammars.rule(function.schema, lenient=True)
+            _find_wrong(model, (), text, wanted)
+        return compiled(wanted, [replace(function, parameters=ANY_OBJECT) for function in functions])
+
+    return form
 
 
-def _find_wrong(model: Served, functions: Sequence[Function], text: object) -> None:
+def _find_wrong(model: Served, functions: Sequence[Function], text: object, wanted: Callable[[], bool]) -> None:
     """Raise an error that names the schema which cannot be used."""
     for function in functions:
         with located(f"the parameters of {function.name}"):
-            model.grammars.json_schema(function.schema)
+            model.grammars.json_schema(function.schema, wanted)
     if text is not None:
-        model.grammars.json_schema(text)
+        model.grammars.json_schema(text, wanted)
 
 
 def _schema(body: Mapping[str, Any]) -> object:
@@ -443,17 +490,23 @@ def _schema(body: Mapping[str, Any]) -> object:
     return schema
 
 
-def _constraint(body: Mapping[str, Any], model: Served) -> Constraint | None:
+def _form(body: Mapping[str, Any], model: Served) -> Form | None:
     schema, rules = _schema(body), get(body, "grammar", str, "")
     if rules and schema is not None:
         raise Refused(400, "a grammar and a JSON schema are both given; leave one out", param="grammar")
-    try:
-        if rules:
-            return model.grammars.grammar(rules)
-        return None if schema is None else model.grammars.json_schema(schema)
-    except DiffbitError as error:
-        param = "grammar" if rules else "json_schema" if "json_schema" in body else "response_format"
-        raise FieldError(param, f"{param}: {error}") from None
+    if not rules and schema is None:
+        return None
+    param = "grammar" if rules else "json_schema" if "json_schema" in body else "response_format"
+
+    def form(wanted: Callable[[], bool]) -> Constraint:
+        try:
+            return model.grammars.grammar(rules, wanted) if rules else model.grammars.json_schema(schema, wanted)
+        except Abandoned:
+            raise
+        except DiffbitError as error:
+            raise FieldError(param, f"{param}: {error}") from None
+
+    return form
 
 
 def token_ids(prompt: Any, model: Served, field: str, most: int) -> list[list[int]]:
@@ -466,21 +519,22 @@ def token_ids(prompt: Any, model: Served, field: str, most: int) -> list[list[in
     prompts = []
     for index, item in enumerate(prompt):
         item = read(Prompt, item, f"{field}[{index}]")
-        ids = model.tokenizer.encode(item) if isinstance(item, str) else list(item)
+        ids = model.encode(item) if isinstance(item, str) else list(item)
         prompts.append(ids or ([] if bos is None else [bos]))
     return prompts
 
 
-def _sampler(body: Mapping[str, Any], model: Served, index: int) -> Sampler:
-    """The sampler of the index-th answer; each has its own seed."""
+def _samplers(body: Mapping[str, Any], model: Served, count: int) -> list[Sampler]:
+    """The samplers of so many answers; each has its own seed."""
     options = {name: body.get(name) for name in SAMPLING}
     if options["seed"] is not None:
         seed = get(body, "seed", int)
-        options["seed"] = None if seed == NO_LIMIT else seed + index
+        options["seed"] = None if seed == NO_LIMIT else seed
     if options["top_k"] == NO_LIMIT:
         options["top_k"] = 0
     size = model.artifact.vocab_size
     is_id = Rule(f"a token id from 0 to {size - 1}", lambda key: re.fullmatch("[0-9]{1,10}", key) and int(key) < size)
     biases = get(body, "logit_bias", Mapping[Annotated[str, is_id], Any], None)  # JSON's keys are strings
     options["logit_bias"] = None if biases is None else {int(token): bias for token, bias in biases.items()}
-    return Sampler.of(model.artifact, **options)
+    first = Sampler.of(model.artifact, **options)
+    return [first, *(first.another(index) for index in range(1, count))]

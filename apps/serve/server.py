@@ -7,7 +7,9 @@ import asyncio
 import hmac
 import ipaddress
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import partial
@@ -25,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...io.errors import DiffbitError
 from ...io.fields import shown
+from ...io.resources import give_back
 from .embeddings import Embeddings
 from .engine import Counts
 from .openai_api import Answers
@@ -33,6 +36,13 @@ from .responses import Responses, read_responses
 
 MOST_BYTES, BODY_SECONDS = 4 << 20, 60.0  # of a request
 MOST_ARRIVING = 64 << 20  # bytes of all bodies that have not arrived whole
+MOST_LEAVING = 64 << 20  # bytes of all answers that their clients have not taken whole
+PIECE = 1 << 14  # entries of a list that are written as JSON at once
+PART = 1 << 16  # bytes of an answer that are handed to the connection at once
+LONG = 1 << 18  # bytes of a request that is read by a thread of its own kind, so that short ones need not wait for it
+MOST_FORMS = 64  # requests whose schemas or grammars are compiled, or wait for that
+COMMENT_SECONDS = 10.0  # of silence in a stream
+TRIM_SECONDS, WORTH_TRIMMING = 1.0, 1 << 20  # after a request or an answer of so many bytes
 GONE = 499, "the client disconnected"
 Answer = Callable[[Request], Awaitable[Response]]
 Result = TypeVar("Result")
@@ -50,7 +60,9 @@ class _Events(StreamingResponse):
     """Answers as server-sent events. A client that goes away cancels them, also before the first."""
 
     def __init__(self, answers: Answers) -> None:
-        super().__init__(answers.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        super().__init__(
+            _with_comments(answers.events()), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,6 +71,48 @@ class _Events(StreamingResponse):
                 await super().__call__(scope, receive, send)
         finally:
             self._answers.cancel()
+
+
+async def _with_comments(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """The events, with a comment where there is none for a while: proxies and clients give up a connection that is
+    silent, and the prompt may take long."""
+    waiting = asyncio.ensure_future(anext(events, None))
+    try:
+        while True:
+            done, _ = await asyncio.wait({waiting}, timeout=COMMENT_SECONDS)
+            if not done:
+                yield ": the answer is being computed\n\n"
+                continue
+            event = waiting.result()
+            if event is None:
+                return
+            yield event
+            waiting = asyncio.ensure_future(anext(events, None))
+    finally:
+        waiting.cancel()
+
+
+class _Whole(Response):
+    """JSON that is handed to the connection in parts, as the client takes them, so that no other copy waits."""
+
+    media_type = "application/json"
+
+    def __init__(self, server: Server, body: bytes) -> None:
+        super().__init__(body)
+        self._server = server
+
+    @classmethod
+    async def of(cls, server: Server, content: Mapping[str, Any]) -> _Whole:
+        long = any(isinstance(value, list | str) and len(value) > PIECE for value in content.values())
+        return cls(server, await asyncio.to_thread(_json, content) if long else _json(content))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._server.leaving(len(self.body)):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            parts = [self.body[begin : begin + PART] for begin in range(0, len(self.body), PART)]
+            for part in parts:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
 
 
 class Server:
@@ -76,6 +130,7 @@ class Server:
         *,
         body_seconds: float = BODY_SECONDS,
         most_arriving: int = MOST_ARRIVING,
+        most_leaving: int = MOST_LEAVING,
         hosts: Sequence[str] = (),
         origins: Sequence[str] = (),
     ) -> None:
@@ -85,6 +140,11 @@ class Server:
             raise DiffbitError(f"two artifacts have the same name ({names}); rename a folder")
         self._api_key, self._most_bytes, self._body_seconds = api_key, most_bytes, body_seconds
         self._most_arriving, self._arriving = most_arriving, 0
+        self._most_leaving, self._leaving = most_leaving, 0
+        self._forms = ThreadPoolExecutor(MOST_FORMS, "diffbit form")
+        self._long = ThreadPoolExecutor(2, "diffbit long")
+        self._forming = 0
+        self._trimming: asyncio.TimerHandle | None = None
         self._embedding = asyncio.Lock()
         self._hosts, self._origins = {"localhost", *(host.lower() for host in hosts)}, tuple(origins)
 
@@ -137,15 +197,58 @@ class Server:
 
     async def _answer(self, http: Request, read: Reader[Task], kind: type[Answers] = Answers) -> Response:
         task = await self._read(http, read)
+        await self._constrain(http, task)
         with self._public():
             answers = kind(task)
         if task.stream:
             return _Events(answers)
-        return JSONResponse(await _unless_gone(http, answers))
+        try:
+            return await _Whole.of(self, await _unless_gone(http, answers.whole()))
+        finally:
+            answers.cancel()
+
+    async def _constrain(self, http: Request, task: Task) -> None:
+        """Compile what constrains the answers, in a thread of its own kind, until the client disconnects."""
+        if task.form is None:
+            return
+        if self._forming >= MOST_FORMS:
+            raise Refused(429, "too many schemas and grammars are waiting; try again later", "rate_limit_error")
+        gone = threading.Event()
+        self._forming += 1
+        try:
+            with self._public():
+                made = asyncio.get_running_loop().run_in_executor(
+                    self._forms, task.constrain, lambda: not gone.is_set()
+                )
+                await _unless_gone(http, made)
+        finally:
+            gone.set()
+            self._forming -= 1
+
+    @contextmanager
+    def leaving(self, size: int) -> Iterator[None]:
+        """While an answer of so many bytes waits for its client. Raises Refused if too many do."""
+        if self._leaving + size > max(self._most_leaving, size):
+            raise Refused(503, "too many answers are waiting for their clients; try again later", "server_error")
+        self._leaving += size
+        try:
+            yield
+        finally:
+            self._leaving -= size
+            self._trim_later(size)
+
+    def _trim_later(self, size: int) -> None:
+        """Give the memory of large requests and answers back to the system, once after a burst of them."""
+        if size < WORTH_TRIMMING:
+            return
+        if self._trimming is not None:
+            self._trimming.cancel()
+        loop = asyncio.get_running_loop()
+        self._trimming = loop.call_later(TRIM_SECONDS, loop.run_in_executor, None, give_back)
 
     async def _tokenize(self, http: Request) -> Response:
         tokens = await self._read(http, tokenize)
-        return JSONResponse({"tokens": tokens, "count": len(tokens)})
+        return await _Whole.of(self, {"tokens": tokens, "count": len(tokens)})
 
     async def _embeddings(self, http: Request) -> Response:
         asked, vectors = await self._read(http, Embeddings.read), []
@@ -155,10 +258,10 @@ class Server:
                     raise Refused(*GONE)
                 with self._public():
                     vectors.append(await asyncio.to_thread(asked.embed, ids))
-        return JSONResponse(asked.answer(vectors))
+        return await _Whole.of(self, asked.answer(vectors))
 
     async def _detokenize(self, http: Request) -> Response:
-        return JSONResponse({"content": await self._read(http, detokenize)})
+        return await _Whole.of(self, {"content": await self._read(http, detokenize)})
 
     async def _read(self, http: Request, read: Reader[Result]) -> Result:
         """What `read` makes of the JSON of a request, in a thread: rendering a template waits for a process, and
@@ -166,9 +269,13 @@ class Server:
         kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # any page may send a form or plain text, without asking the server first
             raise Refused(415, f"the Content-Type is {shown(kind)}, wanted application/json")
-        values = await self._body(http)
-        with self._public():
-            return await asyncio.to_thread(read, values, self.models)
+        data = await self._body(http)
+        threads = self._long if len(data) > LONG else None
+        try:
+            with self._public():
+                return await asyncio.get_running_loop().run_in_executor(threads, _parsed, read, data, self.models)
+        finally:
+            self._trim_later(len(data))
 
     @contextmanager
     def _public(self) -> Iterator[None]:
@@ -186,7 +293,7 @@ class Server:
         if self._api_key is not None and not hmac.compare_digest(key, self._api_key.encode()):
             raise Refused(401, "the API key is missing or wrong", "authentication_error")
 
-    async def _body(self, http: Request) -> object:
+    async def _body(self, http: Request) -> bytearray:
         data = bytearray()
         try:
             async with asyncio.timeout(self._body_seconds):
@@ -197,13 +304,11 @@ class Server:
                         raise Refused(413, f"the request is longer than {self._most_bytes:,} bytes")
                     if self._arriving > self._most_arriving:
                         raise Refused(503, "too many requests are arriving; try again later", "server_error")
-            return json.loads(data)
+            return data
         except TimeoutError:
             raise Refused(408, f"the body has not arrived within {self._body_seconds:g} seconds") from None
         except ClientDisconnect:
             raise Refused(*GONE) from None
-        except (ValueError, RecursionError) as error:
-            raise Refused(400, f"the body is not JSON ({error})") from None
         finally:
             self._arriving -= len(data)
 
@@ -218,6 +323,30 @@ class Server:
 
     async def _metrics(self, http: Request) -> Response:
         return PlainTextResponse(_metrics(list(self.models.values())), media_type="text/plain; version=0.0.4")
+
+
+def _parsed(read: Reader[Result], data: bytearray, models: Mapping[str, Served]) -> Result:
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is not JSON ({error})") from None
+    return read(values, models)
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    """JSON of an answer. Long lists are written piece by piece, as json holds the interpreter's lock for each call."""
+
+    def text(value: object) -> str:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+    parts = []
+    for key, value in content.items():
+        if isinstance(value, list):
+            pieces = [text(value[begin : begin + PIECE])[1:-1] for begin in range(0, len(value), PIECE)]
+            parts.append(f"{text(key)}:[{','.join(pieces)}]")
+        else:
+            parts.append(f"{text(key)}:{text(value)}")
+    return f"{{{','.join(parts)}}}".encode()
 
 
 async def _health(http: Request) -> Response:
@@ -244,9 +373,9 @@ def _is_address(host: str) -> bool:
     return False
 
 
-async def _unless_gone(http: Request, answers: Answers) -> dict[str, Any]:
-    """The whole answer; it is cancelled if the client disconnects."""
-    whole = asyncio.ensure_future(answers.whole())
+async def _unless_gone(http: Request, result: Awaitable[Result]) -> Result:
+    """The result; it is cancelled if the client disconnects."""
+    whole = asyncio.ensure_future(result)
 
     async def gone() -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -263,7 +392,6 @@ async def _unless_gone(http: Request, answers: Answers) -> dict[str, Any]:
     finally:
         for task in (whole, watch):
             task.cancel()
-        answers.cancel()
 
 
 def _about(model: Served) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from ...io.fields import Rule, of_length, one_of
 from ...runtime import ChatTemplate, Grammars, Message
 
 MOST_TOOLS = 128
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 Name = Annotated[str, Rule("a name of 1 to 64 letters, digits, _ or -", re.compile(r"[\w-]{1,64}", re.A).fullmatch)]
 Event = tuple[Literal["text", "name", "arguments"], str]
 
@@ -102,12 +103,21 @@ def in_words(tools: Sequence[Mapping[str, Any]], messages: Sequence[Message]) ->
     return [Message(role="system", content=about), *texts]
 
 
-def grammar(calls: Calls, functions: Sequence[Function], *, free: bool, several: bool, schema: object = None) -> str:
-    """A Lark grammar of calls. free: a text without calls is allowed, too; schema: that of this text, if it is JSON."""
+def grammar(
+    calls: Calls,
+    functions: Sequence[Function],
+    *,
+    free: bool,
+    several: bool,
+    schema: object = None,
+    lenient: bool = False,
+) -> str:
+    """A Lark grammar of calls. free: a text without calls is allowed, too; schema: that of this text, if it is JSON;
+    lenient: leave out what cannot be held of the functions' schemas."""
     indices = range(len(functions))
     rules = [f"call: {' | '.join(f'call{i}' for i in indices)}"]
     rules += [f'call{i}: {_quoted(calls.head(functions[i].name))} args{i} "}}"' for i in indices]
-    rules += [f"args{i}: {Grammars.rule(functions[i].schema)}" for i in indices]
+    rules += [f"args{i}: {Grammars.rule(functions[i].schema, lenient)}" for i in indices]
     more = f"({_quoted(calls.between)} call)*" if several and calls.between is not None else ""
     called = f"call {more} {_quoted(calls.end)}"
     start = f"{_quoted(calls.begin)} {called}"

@@ -22,6 +22,7 @@ from ...cli import print_error, remark
 from ...io.errors import DiffbitError, MissingDependency
 from ...io.files import write_atomic
 from ...io.progress import track
+from ...io.resources import default_threads
 
 MODULE = Path(__file__).parent / "js" / "wasm" / "runtime.wasm"
 RELAXED = MODULE.with_name("runtime.relaxed.wasm")  # with relaxed SIMD, which some browsers lack
@@ -72,7 +73,8 @@ def build() -> None:
     """Write both modules. Raises DiffbitError with the compiler's message."""
     sources = sorted(path.relative_to(SOURCE) for room in ROOMS for path in (SOURCE / room).rglob("*.cpp"))
     variants = {MODULE: TARGET.split(), RELAXED: f"{TARGET} {RELAXED_SIMD}".split()}
-    with TemporaryDirectory(prefix="diffbit-") as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+    threads = default_threads() or os.cpu_count()
+    with TemporaryDirectory(prefix="diffbit-") as folder, ThreadPoolExecutor(threads) as pool:
         objects = {
             (module, source): Path(folder, f"{number}-{module.name}.o")
             for number, source in enumerate(sources)

@@ -31,3 +31,50 @@ def test_the_disk_is_that_of_the_output(tmp_path: Path) -> None:
     resources.require("a run", 0, 1000, tmp_path / "a" / "b")
     with pytest.raises(DiffbitError, match=rf"writes about 1000000000\.0 GB to {tmp_path}, but .* are free there"):
         resources.require("a run", 0, 10**18, tmp_path / "a" / "b")
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "processors", "wanted"),
+    [
+        ("0::/", {}, 8, None),
+        ("0::/", {"cpu.max": "max 100000"}, 8, None),
+        ("0::/", {"cpu.max": "150000 100000"}, 8, 1),  # a second thread would wait for half of the time
+        ("0::/docker/x", {"cpu.max": "300000 100000"}, 8, 3),  # as seen from outside of the container
+        ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "50000 100000"}, 8, 1),
+        ("4:cpu,cpuacct:/\n0::/", {"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 8, 2),
+        ("4:cpu,cpuacct:/one", {"cpu/one/cpu.cfs_quota_us": "100000", "cpu/one/cpu.cfs_period_us": "100000"}, 8, 1),
+        ("4:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8, None),
+        ("0::/", {}, 3, 3),  # affinity, and cpusets
+        ("0::/", {"cpu.max": "400000 100000"}, 3, 3),
+        ("nonsense", {}, 8, None),
+    ],
+)
+def test_default_threads_are_those_that_the_system_allows(
+    groups: str,
+    files: dict[str, str],
+    processors: int,
+    wanted: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "cgroup").write_text(groups)
+    for name, text in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(text + "\n")
+    for name, path in (("CONTROL_GROUPS", "cgroup"), ("GROUP", "groups"), ("PROCESSORS", "processors")):
+        monkeypatch.setattr(resources, name, tmp_path / path)
+    monkeypatch.setattr(resources.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(resources.os, "sched_getaffinity", lambda _: set(range(processors)), raising=False)
+    assert resources.default_threads() == wanted
+
+
+def test_siblings_are_one_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(8):
+        (tmp_path / f"cpu{number}" / "topology").mkdir(parents=True)
+        (tmp_path / f"cpu{number}" / "topology" / "thread_siblings_list").write_text(f"{number % 4},{number % 4 + 4}\n")
+    monkeypatch.setattr(resources, "PROCESSORS", tmp_path)
+    monkeypatch.setattr(resources, "CONTROL_GROUPS", tmp_path / "none")
+    monkeypatch.setattr(resources.os, "cpu_count", lambda: 8)
+    for allowed, wanted in (({0, 4}, 1), ({0, 1}, 2), (set(range(8)), None), ({0, 1, 2, 3}, None)):
+        monkeypatch.setattr(resources.os, "sched_getaffinity", lambda _, allowed=allowed: allowed, raising=False)
+        assert resources.default_threads() == wanted

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ import numpy as np
 import pytest
 
 from diffbit.io.errors import DiffbitError
-from diffbit.runtime import Grammars, Sampler, Tokenizer
+from diffbit.runtime import Abandoned, Grammars, Sampler, Tokenizer
+from diffbit.runtime import constraint as constraint_module
 from diffbit.runtime.constraint import LONGEST
+from diffbit.runtime.grammar_process import Keys
 
 END = 0
 PERSON = {
@@ -144,6 +148,198 @@ def test_deep_schemas(grammars: Grammars) -> None:
 def test_grammars_that_cannot_be_used(grammar: str, grammars: Grammars) -> None:
     with pytest.raises(DiffbitError, match="the grammar"):
         grammars.grammar(grammar)
+
+
+def in_object(value: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": value}, "required": ["a"], "additionalProperties": False}
+
+
+def chain(size: int) -> dict[str, Any]:
+    links = {f"d{index}": {"$ref": f"#/$defs/d{index + 1}"} for index in range(size)}
+    return {"$defs": links | {f"d{size}": {"type": "null"}}, "$ref": "#/$defs/d0"}
+
+
+def nested(size: int) -> dict[str, Any]:
+    links = {f"d{index}": {"properties": {"a": {"$ref": f"#/$defs/d{index + 1}"}}} for index in range(size)}
+    return {"$defs": links | {f"d{size}": {"type": "null"}}, "$ref": "#/$defs/d0"}
+
+
+MULTIPLES = {"allOf": [{"type": "number", "multipleOf": 1e-07}, {"type": "number", "multipleOf": 0.0003},
+                       {"type": "number", "multipleOf": 99999999}]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [in_object({"const": -(2**63)}), in_object({"enum": [-(2**63), 0]}), chain(2503), nested(2000), MULTIPLES],
+    ids=["const", "enum", "chain", "nested", "multiples"],
+)
+def test_a_schema_does_not_end_the_process(schema: Any, tokenizer: Tokenizer, grammars: Grammars) -> None:
+    """It is refused, or its texts fit; here a stack overflow or a lack of memory would end pytest."""
+    try:
+        found, _ = text(tokenizer, Sampler(1.0, seed=1, top_k=20, constraint=grammars.json_schema(schema)), 60, 1)
+    except DiffbitError as error:
+        assert "\n" not in str(error) and str(error).startswith("the JSON schema cannot be used")
+    else:  # jsonschema itself would go too deep
+        assert isinstance(json.loads(found), object) and (found == "null" or "properties" in schema["$defs"]["d0"])
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(5000)) + 'r5000: "x"',
+        "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(2000)) + 'r2000 ::= "x"',
+        "start: %json " + json.dumps(chain(2503)),
+    ],
+    ids=["lark", "gbnf", "json"],
+)
+def test_a_chain_of_rules(grammar: str, tokenizer: Tokenizer, grammars: Grammars) -> None:
+    found, _ = text(tokenizer, Sampler(constraint=grammars.grammar(grammar)), 60, 1)
+    assert found in ("x", "null")
+
+
+def test_limits_of_time_and_memory(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds of processor time, so that others on the machine change nothing; the refusal is kept, like a grammar."""
+    slow = {"type": "integer", "multipleOf": 1000003}
+    begin = os.times()
+    for _ in range(2):
+        with pytest.raises(DiffbitError, match="takes more than 2 seconds, 512 MiB of memory, or too deep"):
+            grammars.json_schema(slow)
+    assert sum(os.times()[:2]) - sum(begin[:2]) < 1  # of this process
+    assert grammars.json_schema(PERSON).shortest  # others go on
+
+
+def test_a_grammar_that_nobody_wants_any_more(grammars: Grammars) -> None:
+    asked = []
+
+    def wanted() -> bool:
+        asked.append(1)
+        return len(asked) < 3
+
+    with pytest.raises(Abandoned):
+        grammars.json_schema({"type": "integer", "multipleOf": 1000033}, wanted)
+
+
+def test_agents_pay_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = in_object({"const": "paid"})
+    first = grammars.json_schema(schema)
+    monkeypatch.setattr(grammars, "_compile", lambda *_: pytest.fail("it is compiled again"))
+    assert grammars.json_schema(schema).shortest == first.shortest
+
+
+def test_without_processes(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the system cannot fork: the same texts and errors."""
+    monkeypatch.setattr(constraint_module, "CAN_FORK", False)
+    here = Grammars(tokenizer, [END])
+    found, _ = text(tokenizer, Sampler(1.0, seed=3, top_k=20, constraint=here.json_schema(PERSON)), 40, 3)
+    jsonschema.validate(json.loads(found), PERSON)
+    with pytest.raises(DiffbitError, match="at #/properties/a: Unimplemented"):
+        here.json_schema(in_object({"not": {}}))
+
+
+def test_a_text_whose_process_was_killed(tokenizer: Tokenizer, grammars: Grammars) -> None:
+    """It fails alone; the next one of the same grammar goes on."""
+    constraint = grammars.json_schema(PERSON)
+    constraint.allowed(tokenizer.vocab_size)
+    assert constraint._text is not None and isinstance(constraint._text._place, socket.socket)
+    constraint._text._place.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(DiffbitError, match="became too complex"):
+        constraint.accept(5)
+        constraint.allowed(tokenizer.vocab_size)
+    assert len(constraint.copy().allowed(tokenizer.vocab_size))
+
+
+@pytest.mark.parametrize(
+    ("schema", "right"),
+    [
+        ({"type": "string", "pattern": "abc"}, '"abc"'),
+        ({"type": "string", "format": "email"}, '"a@b.co"'),
+        ({"type": "string", "format": "uri-reference"}, '"x"'),
+        ({"propertyNames": {"type": "string"}, "additionalProperties": {"type": "string"}}, '{"a": "b"}'),
+        ({"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "null"}},
+         '{"a": null}'),
+        ({"propertyNames": {"pattern": "^x"}, "additionalProperties": {"type": "null"}}, '{"x1": null}'),
+        ({"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}, '"-12.5"'),
+        ({"type": "string",
+          "pattern": r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,3}|(?=[\d.]{1,6}0*$)\d{0,3}\.\d{0,2}0*$)"}, '"123.45"'),
+        ({"type": "string", "pattern": "^(?=.*[0-9])[a-z0-9]{4,8}$"}, '"abc1"'),
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, str(2**62 + 1)),
+        ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, "18"),
+        ({"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308}, "6.02e23"),
+        ({"const": 2**60}, str(2**60)),
+        ({"enum": [1e16, "x"]}, "10000000000000000"),
+        ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, "4"),  # draft 4
+        ({"type": "string", "maxLength": 2**63}, '"x"'),
+        ({"type": "array", "uniqueItems": False}, "[1, 1]"),
+    ],
+)  # fmt: skip
+def test_schemas_as_programs_write_them(schema: Any, right: str, tokenizer: Tokenizer, grammars: Grammars) -> None:
+    """A text that fits can be written, and what is written fits."""
+    constraint = grammars.json_schema(in_object(schema)).copy()
+    constraint.start()
+    for token in grammars.vocabulary.greedy_tokenize(f'{{"a": {right}}}'):
+        assert token in constraint.allowed(tokenizer.vocab_size), right
+        constraint.accept(token)
+    assert END in constraint.allowed(tokenizer.vocab_size)
+    judge = in_object(schema if "exclusiveMinimum" not in schema else {"exclusiveMinimum": 3})
+    for seed in range(3):
+        sampler = Sampler(1.0, seed=seed, top_k=30, constraint=constraint)
+        jsonschema.validate(json.loads(text(tokenizer, sampler, constraint.shortest + 30, seed)[0]), judge)
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"const": 123456789012345678}, "at #/properties/a/const: the number 123456789012345678 has more digits"),
+        ({"enum": [1, 2**53 + 1]}, "at #/properties/a/enum: the number 9007199254740993"),
+        ({"type": "integer", "maximum": 2**53 + 1}, "at #/properties/a/maximum"),
+        ({"const": 0.30000000000000004}, "more digits than llguidance computes with"),
+        ({"type": "string", "pattern": "^a(?!b)"}, "look-ahead and look-behind are supported as"),
+        ({"type": "object", "propertyNames": {"format": "date"}}, "at #/properties/a/propertyNames: supported are"),
+        ({"const": float("inf")}, "more digits"),
+    ],
+)
+def test_what_would_be_inexact_is_refused(schema: Any, says: str, grammars: Grammars) -> None:
+    with pytest.raises(DiffbitError) as error:
+        grammars.json_schema(in_object(schema))
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 4},
+        {"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": {"type": "null"},
+         "required": ["a"], "minProperties": 3},
+        {"type": "object", "patternProperties": {"^(a|ab|b)$": {"enum": [1]}}, "additionalProperties": False,
+         "minProperties": 3},
+        {"type": "object", "patternProperties": {"^x$": {"enum": [1]}}, "additionalProperties": False},
+        {"type": "array", "items": {"type": "object", "patternProperties": {"^[ab]$": {"type": "null"}},
+                                    "additionalProperties": False}, "minItems": 2, "maxItems": 3},
+    ],
+)  # fmt: skip
+def test_no_key_comes_twice(schema: Any, tokenizer: Tokenizer, grammars: Grammars) -> None:
+    """Also where only few keys are possible, and in the way that a limit leaves."""
+    constraint = grammars.json_schema(schema)
+    for seed in range(8):
+        sampler = Sampler(1.0, seed=seed, top_k=20, constraint=constraint)
+        found, tokens = text(tokenizer, sampler, constraint.shortest + 1 + 10 * seed, seed)
+        assert tokens[-1] == END
+        pairs = json.JSONDecoder(object_pairs_hook=list).decode(found)
+        for one in [pairs] if schema["type"] == "object" else pairs:
+            assert len(dict(one)) == len(one), found
+        jsonschema.validate(json.loads(found), schema)
+
+
+def test_keys_are_those_that_json_reads() -> None:
+    """Against Python's json, for texts in any pieces: escapes, nests, texts that look like keys."""
+    twice = ['{"a": 1, "a"', '{"a": 1, "\\u0061"', '[{"a": {"a": 2}, "a"', '{"a\\"": 1, "a\\""', '{"": "", ""']
+    once = ['{"a": {"a": 1}, "b": "a"', '[{"a": 1}, {"a"', '{"a": ["a", "a"]', '{"a\\\\": 1, "a"', '["a", "a"']
+    for given, wanted in ((twice, True), (once, False)):
+        for one in given:
+            for cut in range(len(one)):
+                keys = Keys().after(one[:cut].encode())
+                assert keys is not None
+                assert (keys.after(one[cut:].encode()) is None) == wanted, one
 
 
 def test_a_model_without_an_end(tokenizer: Tokenizer) -> None:

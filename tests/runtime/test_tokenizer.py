@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -120,3 +122,36 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
     bad.write_text('{"model": 3}')
     with pytest.raises(DiffbitError, match=r"bad\.json: is not a tokenizer\.json"):
         Tokenizer(bad)
+
+
+def test_least_tokens_is_a_lower_bound(tokenizer: Tokenizer, merged: Tokenizer, spaced: Tokenizer) -> None:
+    """Against encoding, also of texts that are encoded without the interpreter's lock, whose tokens are the same."""
+    random = Random(4)
+    for one in (tokenizer, merged, spaced):
+        for size in (0, 1, 7, 100, 40_000):
+            text = "".join(random.choices(TEXT, k=size))
+            ids = one.encode(text, add_special_tokens=False)
+            assert one.least_tokens(text) <= len(ids)
+            assert ids == one._tokenizer.encode(text, add_special_tokens=False).ids
+    assert tokenizer.least_tokens("é" * 50) >= 20
+    assert 1000 > merged.least_tokens("z" * 1000) > 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+        {"normalizer": {"type": "Replace", "pattern": {"String": "ab"}, "content": "c"}},
+        {"pre_tokenizer": {"type": "Whitespace"}},
+        {"pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}},
+        {"model": {"type": "WordLevel", "vocab": {"a": 0, "<unk>": 1}, "unk_token": "<unk>"}},
+        {"added_tokens": [{"id": 0, "content": "!", "single_word": False, "lstrip": True, "rstrip": False,
+                           "normalized": False, "special": True}]},
+    ],
+)  # fmt: skip
+def test_least_tokens_where_a_token_may_be_of_any_length(
+    change: dict[str, object], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(tokenizer.as_json()) | change))
+    assert Tokenizer(path).least_tokens("ab " * 1000) == 0

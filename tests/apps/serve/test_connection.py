@@ -102,13 +102,22 @@ class Written(asyncio.Transport):
 
     def __init__(self) -> None:
         super().__init__()
-        self.data, self.closed = b"", False
+        self.data, self.closed, self.waiting = b"", False, 0
 
     def write(self, data: Any) -> None:
         self.data += data
 
     def is_closing(self) -> bool:
         return self.closed
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        assert high == 0
+
+    def get_write_buffer_size(self) -> int:
+        return self.waiting
+
+    def abort(self) -> None:
+        self.closed = True
 
     def close(self) -> None:
         self.closed = True
@@ -179,3 +188,27 @@ def test_small_answers_leave_at_once() -> None:
             return await options.get()
 
     assert asyncio.run(accepted()) != 0
+
+
+def test_a_client_that_takes_nothing_is_left() -> None:
+    """What it takes moves the deadline; what it does not take ends the connection."""
+
+    async def run() -> None:
+        config = uvicorn.Config(Server([Model(name="m")]).application(), http=Connection)  # type: ignore[list-item]
+        config.load()
+        transport = Written()
+        connection = Connection(config, ServerState(), {}, asyncio.get_running_loop())
+        connection.connection_made(transport)
+        transport.waiting = 1000
+        connection.pause_writing()
+        for waiting, is_left in ((900, False), (900, True)):
+            transport.waiting = waiting
+            assert connection._unread is not None
+            assert connection._unread.when() - asyncio.get_running_loop().time() > 59
+            connection._unread._run()  # it is over
+            assert transport.closed == is_left
+        connection.resume_writing()
+        assert connection._unread is None
+        connection.connection_lost(None)
+
+    asyncio.run(run())
