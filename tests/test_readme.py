@@ -38,7 +38,7 @@ def test_the_readmes_numbers_are_those_of_the_page_it_links() -> None:
     _, *parts = re.split(r"((?:^\|.*\n)+)", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
     assert len(parts) == 6
     for table, below in zip(parts[::2], parts[1::2], strict=True):
-        (name, *_) = re.findall(r"\]\((docs/\w+\.md)", below)
+        (name, *_) = re.findall(r"\]\(((?:docs|research)/[\w/]+\.md)", below)
         known = [set(row) for row in rows((ROOT / name).read_text())]
         shown = rows(table)[2:]
         assert len(shown) >= 4
@@ -47,16 +47,15 @@ def test_the_readmes_numbers_are_those_of_the_page_it_links() -> None:
 
 
 def test_no_measured_row_stands_on_two_pages() -> None:
-    """Two rows of different pages share less than two intervals; the log may keep what a page said once."""
+    """Two rows of different pages and studies share less than two intervals."""
     intervals = re.compile(r"[\d.]+(?: %)? \[[^]]+\]")
     seen: dict[frozenset[str], str] = {}
-    for page in sorted((ROOT / "docs").glob("*.md")):
-        if page.name == "LOG.md":
-            continue
+    for page in sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("research/*/README.md")]):
+        name = str(page.relative_to(ROOT))
         for row in rows(page.read_text()):
             measured = frozenset(re.findall(intervals, "|".join(row)))
             if len(measured) > 1:
-                assert seen.setdefault(measured, page.name) == page.name, f"{page.name} repeats {row}"
+                assert seen.setdefault(measured, name) == name, f"{name} repeats {row} of {seen[measured]}"
 
 
 @pytest.mark.parametrize(
@@ -146,12 +145,24 @@ def test_the_command_reference_is_current() -> None:
     )
 
 
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = [re.sub(r"\]\([^)]*\)", "", title) for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 def test_links_in_the_documents_lead_somewhere() -> None:
-    for page in [
-        *ROOT.glob("*.md"),
-        *(ROOT / "docs").glob("*.md"),
-        *ROOT.glob("*/README.md"),
-        *ROOT.glob("apps/*/README.md"),
-    ]:
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
-            assert "://" in target or (page.parent / target).exists(), f"{page.name} links to {target}"
+    folders = "", "docs/", "*/", "apps/*/", "research/*/"
+    for page in [page for folder in folders for page in ROOT.glob(f"{folder}*.md")]:
+        if page.is_relative_to(ROOT / "out"):
+            continue
+        for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+            if "://" in target:
+                continue
+            to = page.parent / target if target else page
+            assert to.exists(), f"{page} links to {target}"
+            if (
+                anchor and "research" in (*to.resolve().parts, *page.parts) and to.suffix == ".md"
+            ):  # mkdocs checks docs/
+                assert anchor in anchors(to), f"{page} links to {target}#{anchor}"

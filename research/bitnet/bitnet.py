@@ -1,7 +1,7 @@
-"""What training in low bits costs and buys: the tables of docs/bitnet.md, from folders that were trained before.
+"""What training in low bits costs and buys: the tables of research/bitnet, from folders that were trained before.
 
-    python benchmarks/bitnet.py out/bitnet --floats examples/nano                       # to the terminal
-    python benchmarks/bitnet.py out/bitnet --floats examples/nano --json out/bitnet.json --markdown --name nano
+    python research/bitnet/bitnet.py out/bitnet --floats examples/nano                       # to the terminal
+    python research/bitnet/bitnet.py out/bitnet --floats examples/nano --json out/bitnet.json --markdown --name nano
 
 RUNS holds a folder for each model: VARIANT, the float one, and VARIANT_KIND for others, such as diff_v1_ternary,
 diff_v1_distilled or softmax_int4 (what `diffbit train --qat` leaves). Float models may lie elsewhere, in the folder
@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import torch
 from machine import describe
@@ -134,7 +136,7 @@ def run(models: Sequence[Model], quick: bool, jobs: int | None, folder: Path) ->
         row["decode_tokens_per_s"] = statistics.median(own_rates)
     text = {"sha256": windows.sha256, "windows": len(windows.ids), "length": length, "scored_tokens": windows.scored}
     return {"rows": rows, "contrasts": contrasts(models, scores), "machine": describe(), "text": text,
-            "command": command_line("bitnet.py", sys.argv[1:])}  # fmt: skip
+            "command": command_line(__file__, sys.argv[1:])}  # fmt: skip
 
 
 def contrasts(models: Sequence[Model], scores: dict[tuple[str, str], Scores]) -> list[Row]:
@@ -158,7 +160,7 @@ def contrasts(models: Sequence[Model], scores: dict[tuple[str, str], Scores]) ->
 
 
 def tables(result: Row) -> str:
-    """All of them, for one place in docs/bitnet.md."""
+    """All of them, for one place in research/bitnet."""
     text = result["text"]
     about = (
         f"{result['machine']}, one thread. {text['windows']} windows of {text['length']} held-out tokens, "
@@ -192,7 +194,7 @@ def main() -> None:
     parser.add_argument("runs", type=Path, metavar="RUNS", help="folder of VARIANT and VARIANT_KIND models")
     parser.add_argument("--floats", type=Path, metavar="FOLDER", help="where float models lie that RUNS does not hold")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that score (default: %(default)s)")
-    add_outputs(parser, "bitnet.md")
+    add_outputs(parser, "research/bitnet/README.md")
     parser.add_argument("--name", default="nano", help="of the tables' place in the page (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a few windows, one round: does everything run?")
     options = parser.parse_args()

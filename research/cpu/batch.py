@@ -1,6 +1,6 @@
 """Decoding several texts in one batch after long contexts, by format of the cache, beside llama.cpp and OpenVINO.
 
-    python benchmarks/batch.py ARTIFACT ... [--gguf FILE --llama FOLDER --openvino PYTHON] [--markdown]
+    python research/cpu/batch.py ARTIFACT ... [--gguf FILE --llama FOLDER --openvino PYTHON] [--markdown]
 
 A step appends a token to each of 1, 4, 8 and 16 rows of --contexts tokens. Each artifact, and llama.cpp with each type
 of its cache, takes its turn in each of --rounds rounds, in a process of its own; medians of the rounds' tokens per
@@ -24,6 +24,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
 import numpy as np
 from machine import describe
 from report import Row, add_outputs, command_line, table, write_outputs
@@ -33,7 +35,7 @@ from diffbit.io.progress import track
 COUNTS = 1, 4, 8, 16
 STEPS = 16
 TYPES = {"f16, no flash attention": (1, 0), "f16": (1, 1), "q8_0": (8, 1), "q4_0": (2, 1)}  # of ggml; flash attention
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def timed(step: Callable[[int], None]) -> dict[str, float]:
@@ -150,7 +152,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8000], help="tokens (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=3)
-    add_outputs(parser, "performance.md")
+    add_outputs(parser, "research/cpu/README.md")
     options = parser.parse_args()
     peers = TYPES if options.llama and options.gguf else {}
     numbers: list[Row] = []
@@ -172,7 +174,7 @@ def main() -> None:
         for row in numbers
     ]
     header = ["context", "model", *(f"{n} row{'s' * (n > 1)}, tokens/s" for n in COUNTS), "memory, MiB"]
-    about = f"{describe()}, {options.threads} threads. `{command_line('batch.py', sys.argv[1:])}`"
+    about = f"{describe()}, {options.threads} threads. `{command_line(__file__, sys.argv[1:])}`"
     text = f"{about}\n\n{table(header, lines)}"
     print(text)
     write_outputs(options, numbers, {"batch": text})

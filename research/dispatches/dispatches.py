@@ -1,7 +1,7 @@
 """What a step of decoding costs a GPU on ONNX Runtime's WebGPU provider: programs dispatched, and bytes read.
 
-    python benchmarks/dispatches.py --work DIR --markdown      # random layers of TinyLlama's sizes: the table in docs/
-    python benchmarks/dispatches.py ARTIFACT ... --json FILE   # these artifacts, and how far they are from the CPU
+    python research/dispatches/dispatches.py --work DIR --markdown  # random layers of TinyLlama's sizes: the table
+    python research/dispatches/dispatches.py ARTIFACT ... --json FILE   # these artifacts, and how far from the CPU
 
 It counts, and times nothing, so a driver that computes on the CPU will do. With Debian's chromium:
 
@@ -27,6 +27,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
 import numpy as np
 import onnxruntime
 import onnxruntime_ep_webgpu
@@ -37,7 +39,7 @@ from diffbit.runtime import Artifact
 
 PROVIDER = "WebGpuExecutionProvider"
 PROGRAM = re.compile(r'Starting program "([A-Za-z0-9]+)')
-PROMPT, STEPS, CHUNK = 40, 64, 31  # CHUNK: prompt tokens at once; docs/devices.md says why
+PROMPT, STEPS, CHUNK = 40, 64, 31  # CHUNK: prompt tokens at once; README.md says why
 CONTEXT = 1024
 BANDWIDTHS = 50, 100  # GB/s, of integrated GPUs
 VARIANTS = {"diff_v1": "DIFF v1", "diff_v2": "DIFF v2", "softmax": "Transformer"}
@@ -227,7 +229,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1, help="rows that artifacts are compared with, with padding")
     parser.add_argument("--work", type=Path, default=Path("out"), help="where models are made, 3 GB at a time")
     parser.add_argument("--quick", action="store_true", help="small layers, to see that everything runs")
-    add_outputs(parser, "devices.md")
+    add_outputs(parser, "research/dispatches/README.md")
     chosen = parser.parse_args()
     onnxruntime.register_execution_provider_library("webgpu", onnxruntime_ep_webgpu.get_library_path())
     if chosen.artifacts:

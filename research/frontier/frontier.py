@@ -1,7 +1,7 @@
 """KL divergence against bytes: SmolLM2-135M-Instruct quantized by diffbit, llama.cpp, ik_llama.cpp and others.
 
-    python benchmarks/frontier.py --work DIR --wikitext wiki.test.raw --llama FOLDER --ik ENV [--markdown]
-    python benchmarks/frontier.py --work DIR --quick                                     # a tiny model, a minute
+    python research/frontier/frontier.py --work DIR --wikitext wiki.test.raw --llama FOLDER --ik ENV [--markdown]
+    python research/frontier/frontier.py --work DIR --quick                                     # a tiny model, a minute
 
     FOLDER    (cd FOLDER/.. && npm pack @node-llama-cpp/linux-x64@3.22.1 && tar xf *.tgz)    the folder `package`
     ENV       python -m venv ENV && ENV/bin/pip install ik-llama-cpp-python==0.1.5 numpy
@@ -34,6 +34,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import numpy as np
 import torch
@@ -88,7 +90,7 @@ LLAMA = (
 IK = ("IQ4_K", "IQ4_KS", "IQ4_KSS", "IQ4_KT", "IQ3_K", "IQ3_KT", "IQ2_K", "IQ2_KT")
 PEER_ROWS = {f"{bits} bits": (bits, 64) for bits in (4, 3, 2)}  # of GPTQModel and AutoRound: bits, group size
 QUICK = {"diffbit": ("int8", "int4_g32 gptq"), "llama.cpp": ("Q4_0",), "ik_llama.cpp": ("Q4_0",)}
-PICO = Path(__file__).parents[1] / "examples" / "pico" / "softmax"
+PICO = Path(__file__).parents[2] / "examples" / "pico" / "softmax"
 COLUMNS = 1 << 13  # tokens of a context
 
 
@@ -308,7 +310,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=12, help="of each text (default: %(default)s)")
     parser.add_argument("--no-measuring", action="store_true", help="only the table of what has been measured")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few formats, for a test")
-    add_outputs(parser, "smollm2.md")
+    add_outputs(parser, "research/frontier/README.md")
     arguments = parser.parse_args()
     if not arguments.quick and arguments.wikitext is None:
         parser.error("--wikitext is missing")

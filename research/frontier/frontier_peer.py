@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 Inputs = dict[str, np.ndarray]  # mean squares, by the tensor's name
 # of enum llama_ftype
 # fmt: off

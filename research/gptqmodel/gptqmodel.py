@@ -1,7 +1,7 @@
 """Checks folders in GPTQ's layout against GPTQModel: it reads what diffbit writes, and diffbit what it writes.
 
     python -m venv ENV && ENV/bin/pip install gptqmodel==7.7.0      # wants torch 2.14; checked with 2.13.0
-    python benchmarks/gptqmodel.py --peer ENV
+    python research/gptqmodel/gptqmodel.py --peer ENV
 
 The model is examples/pico's Transformer. Each row compares the logits of diffbit in float32 with those of GPTQModel's
 torch kernel, which computes in float16 only: what remains is float16's. Exits with 1 if a KL is over MOST.
@@ -17,6 +17,8 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
 import numpy as np
 import torch
 from report import table
@@ -24,7 +26,7 @@ from report import table
 import diffbit
 from diffbit.io.progress import track
 
-SOURCE = Path(__file__).parents[1] / "examples" / "pico" / "softmax"
+SOURCE = Path(__file__).parents[2] / "examples" / "pico" / "softmax"
 OURS = ("int2_g64", "int3_g64", "int4_g32", "int4_g64_asym", "int8", "int8_g32_asym")
 THEIRS: dict[str, dict[str, object]] = {
     "4 bits": {"bits": 4, "group_size": 32, "sym": True},

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """diffbit's kernels on an NVIDIA GPU: built, checked and timed beside their peers, some parts at a time.
 
-    python benchmarks/gpu.py check rates decode --out out/gpu      # each of these four takes 9 minutes at most
-    python benchmarks/gpu.py products prefill --out out/gpu
-    python benchmarks/gpu.py training step --out out/gpu
-    python benchmarks/gpu.py model --out out/gpu
-    python benchmarks/gpu.py --tables out/gpu                      # renew docs/gpu.md with all that was measured
-    python benchmarks/gpu.py check rates decode --quick            # small sizes; on the CPU where there is no card
+    python research/gpu/gpu.py check rates decode --out out/gpu      # each of these four takes 9 minutes at most
+    python research/gpu/gpu.py products prefill --out out/gpu
+    python research/gpu/gpu.py training step --out out/gpu
+    python research/gpu/gpu.py model --out out/gpu
+    python research/gpu/gpu.py --tables out/gpu                      # renew research/gpu with all that was measured
+    python research/gpu/gpu.py check rates decode --quick            # small sizes; on the CPU where there is no card
 
 Needs a CUDA device, torch with CUDA, and CMake with nvcc to build the library for this card (not with --library).
 Without a device the exit status is 2; but with --quick the kernels' source runs on the CPU (csrc/cuda/emulate.h), to
@@ -46,6 +46,8 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
 import onnxruntime
 import torch
 from gpu_model import with_ratios
@@ -53,7 +55,8 @@ from report import Row, command_line, left_out, renew, row_table
 
 from diffbit.runtime import native
 
-HERE, ROOT = Path(__file__).resolve().parent, Path(__file__).resolve().parents[1]
+HERE, ROOT = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2]
+SCRIPTS = (HERE, ROOT / "benchmarks")
 BUILD = ROOT / "build" / "gpu"
 BUILDING = 150  # seconds
 PARTS = {  # the seconds that each may take; what is not done by then is said in its rows
@@ -150,9 +153,9 @@ def timed(part: str, command: Sequence[str], environment: dict[str, str], second
 
 
 def environment_with(library: Path | None) -> dict[str, str]:
-    """What a process of ours is given: the library, and diffbit from this checkout. Not this folder: others look
-    for a package that is named as a script here."""
-    paths = [str(ROOT), *(entry or os.getcwd() for entry in sys.path if Path(entry).resolve() != HERE)]
+    """What a process of ours is given: the library, and diffbit from this checkout. Not the folders of
+    scripts: others look for a package that is named as a script there."""
+    paths = [str(ROOT), *(entry or os.getcwd() for entry in sys.path if Path(entry).resolve() not in SCRIPTS)]
     chosen = {native.OVERRIDE: str(library)} if library else {}
     return os.environ | chosen | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
@@ -241,7 +244,7 @@ def built(emulated: bool) -> Path:
 
 def describe(emulated: bool) -> Row:
     """The card and what is installed."""
-    about: Row = {"date": time.strftime("%Y-%m-%d"), "command": command_line("gpu.py", sys.argv[1:])}
+    about: Row = {"date": time.strftime("%Y-%m-%d"), "command": command_line(__file__, sys.argv[1:])}
     for package in ("torch", "triton", "bitsandbytes", "flash-attn"):
         try:
             about[package] = metadata.version(package)
@@ -325,7 +328,7 @@ def renew_page(folder: Path, page: Path) -> None:
         abouts.append(about)
         rows += rest
     if not rows:
-        raise SystemExit(f"{folder}: holds no rows (PART.jsonl) of benchmarks/gpu.py --out")
+        raise SystemExit(f"{folder}: holds no rows (PART.jsonl) of research/gpu/gpu.py --out")
     renew(page, "gpu", tables(abouts, rows))
 
 
@@ -338,7 +341,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "gpu_model", help="a folder for the models")
     parser.add_argument("--quick", action="store_true", help="small sizes and few rounds: does everything run?")
     parser.add_argument("--tables", type=Path, metavar="OUT", help="renew the page with the rows in OUT, no more")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "gpu.md")
+    parser.add_argument("--page", type=Path, default=HERE / "README.md")
     arguments = parser.parse_args()
     start = time.monotonic()
     if arguments.tables:
@@ -351,7 +354,7 @@ def main() -> int:
         parser.error(f"{' '.join(arguments.parts)} may take {limit / 60:.1f} minutes; give --minutes, or fewer parts")
     emulated = not torch.cuda.is_available()
     if emulated and not arguments.quick:
-        print("benchmarks/gpu.py needs a CUDA device, and torch finds none", file=sys.stderr)
+        print("research/gpu/gpu.py needs a CUDA device, and torch finds none", file=sys.stderr)
         return 2
     about = describe(emulated)
     print(json.dumps(about), flush=True)

@@ -24,6 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
 import numpy as np
 import onnx
 from clock import sentence
@@ -33,7 +35,7 @@ from synthetic import ONE_BILLION, SMALL, Shape, write_model, write_tokenizer
 from diffbit.runtime import Session, bench
 from diffbit.runtime.artifact import MANIFEST, MODEL, manifest_sha256
 
-TRAINED = Path(__file__).resolve().parents[1] / "examples" / "pico" / "diff_v1"
+TRAINED = Path(__file__).resolve().parents[2] / "examples" / "pico" / "diff_v1"
 DIFF, PLAIN = "DIFF", "Transformer"
 LIBRARY, BODIES = "library", "bodies"
 KINDS = {DIFF: "diffllama", PLAIN: "llama"}

@@ -1,6 +1,6 @@
 """The timed parts of gpu.py but `model`: a process that measures a part's cases one after the other.
 
-    PYTHONPATH=. python benchmarks/gpu_parts.py PART LIBRARY --first 3 --without '{"two calls: SDPA cudnn": "hung"}'
+    PYTHONPATH=. python research/gpu/gpu_parts.py PART LIBRARY --first 3 --without '{"two calls: SDPA cudnn": "hung"}'
 
 gpu.py starts it, reads its lines, and starts it again behind a case, or without a contender, that broke it. What a
 kernel of ours computes is held against float64 before it is timed, and what is wrong is not timed. `bound`: the time
@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -22,6 +23,8 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import gpu_peers
 import gpu_training

@@ -1,7 +1,7 @@
 """A model larger than memory, its first layers: what quantize and export hold while they stream.
 
-    python benchmarks/first_layers.py WORK                    # Motif-2-12.7B: 4 of 40 layers and both tables, 5.8 GB
-    python benchmarks/first_layers.py WORK --layers 2 --weights int4_g128
+    python research/memory/first_layers.py WORK               # Motif-2-12.7B: 4 of 40 layers and both tables, 5.8 GB
+    python research/memory/first_layers.py WORK --layers 2 --weights int4_g128
 
 Random weights, real sizes. Each command is a process of its own. `peak_mib` is its largest resident size (VmHWM), which
 counts pages of mapped files that the kernel could drop at any time; `anonymous_mib` what it allocated itself (RssAnon,
@@ -16,6 +16,8 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from report import Row, say
 from synthetic import MOTIF_2, write_model, write_tokenizer

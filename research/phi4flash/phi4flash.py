@@ -1,7 +1,7 @@
 """Phi-4-mini-flash-reasoning at its full size, of random weights: memory and time from a folder to tokens.
 
-    python benchmarks/phi4flash.py --work DIR [--llama ENV] [--json FILE]      # DIR needs 16 GB; ENV: llama_peer.py's
-    python benchmarks/phi4flash.py --work DIR --whole                          # and a prompt of LONG tokens, computed
+    python research/phi4flash/phi4flash.py --work DIR [--llama ENV] [--json FILE]  # 16 GB; ENV: llama_peer.py's
+    python research/phi4flash/phi4flash.py --work DIR --whole                      # a prompt of LONG tokens, too
 
 DIR keeps what was made for the next time. Weights are random, for neither size nor speed depends on them.
 
@@ -30,6 +30,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import numpy as np
 from commands import diffbit_command, last_row, llama_command, once, quietly

@@ -1,7 +1,7 @@
 """Are the inputs of down_proj easier to round after PolyNorm (Motif) than after SwiGLU?
 
-    python benchmarks/polynorm.py --work DIR [--seeds 3] [--json FILE] [--markdown]
-    python benchmarks/polynorm.py --work DIR --quick      # 2 seeds of 6 steps: does everything run?
+    python research/polynorm/polynorm.py --work DIR [--seeds 3] [--json FILE] [--markdown]
+    python research/polynorm/polynorm.py --work DIR --quick      # 2 seeds of 6 steps: does everything run?
 
 Models of preset tiny, with plain and with differential attention, trained from each seed with either MLP on the same
 batches. Held-out loss; and, of the inputs of down_proj on 16 windows of held-out files, each layer's divided by its
@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import numpy as np
 import torch
@@ -40,7 +42,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="a folder for the runs")
     parser.add_argument("--seeds", type=int, default=3, help="at least 2 (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="short runs: does everything run?")
-    add_outputs(parser, "twins.md")
+    add_outputs(parser, "research/polynorm/README.md")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     seeds = range(2 if arguments.quick else arguments.seeds)
@@ -55,7 +57,7 @@ def main() -> None:
     lines = [
         [name, *(interval(over_runs(values[name][key]), show) for key, show in MEASURES.items())] for name in names
     ]
-    command = command_line("polynorm.py", sys.argv[1:])
+    command = command_line(__file__, sys.argv[1:])
     text = f"{describe()}. {len(seeds)} seeds. `{command}`\n\n" + table(["", *MEASURES], lines)
     print(text)
     numbers = {name: {key: list(map(float, of)) for key, of in row.items()} for name, row in values.items()}

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct trained for low bits on its own predictions, beside rounding and GPTQ.
 
-    python benchmarks/qat.py --work DIR [--wikitext FILE] [--only NAME ...] [--json FILE] [--markdown]
+    python research/qat/qat.py --work DIR [--wikitext FILE] [--only NAME ...] [--json FILE] [--markdown]
 
 DIR needs 12 GB. It keeps what was made for the next time, and runs that were stopped go on from their last checkpoint:
 give the same command again.
@@ -26,6 +26,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import numpy as np
 import torch
@@ -66,7 +68,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="a folder for models and runs")
     parser.add_argument("--wikitext", type=Path, help="wiki.test.raw of WikiText-2")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=ROWS, help="these rows")
-    add_outputs(parser, "training.md")
+    add_outputs(parser, "research/qat/README.md")
     arguments = parser.parse_args()
     work = arguments.work
     model, news, wiki = fetch(work)
@@ -87,7 +89,7 @@ def main() -> None:
 
         row = read_json(once(work / f"{folder.name}.{sample}.json", measure))
         rows[name] = Scores(**{name: np.array(values) for name, values in row.items()})
-        page, numbers = report(rows, reference, work, command_line("qat.py", sys.argv[1:]))
+        page, numbers = report(rows, reference, work, command_line(__file__, sys.argv[1:]))
         print(page, flush=True)
     write_outputs(arguments, numbers, {"qat": page})
 

@@ -1,7 +1,7 @@
 """Does another recipe make DIFF version 2 better? Learning rate, warm-up, and where lambda starts, over seeds.
 
-    python benchmarks/recipe.py --work DIR [--seeds 3] [--json FILE] [--markdown]
-    python benchmarks/recipe.py --work DIR --quick      # 2 seeds of 6 steps: does everything run?
+    python research/recipe/recipe.py --work DIR [--seeds 3] [--json FILE] [--markdown]
+    python research/recipe/recipe.py --work DIR --quick      # 2 seeds of 6 steps: does everything run?
 
 Every recipe is trained from each seed in preset tiny, one thread a run; runs of one seed see the same batches in the
 same order. The Transformer and version 1 have their own recipes (apps/train/presets.py). Losses are held-out, at the
@@ -14,6 +14,8 @@ import argparse
 import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import numpy as np
 import torch
@@ -44,7 +46,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="at least 2 (default: %(default)s)")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=RECIPES, help="these, and what they are held to")
     parser.add_argument("--quick", action="store_true", help="short runs: does everything run?")
-    add_outputs(parser, "training.md")
+    add_outputs(parser, "research/recipe/README.md")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     seeds = range(2 if arguments.quick else arguments.seeds)
@@ -60,7 +62,7 @@ def main() -> None:
         other: {name: over_runs(values - found[other]) for name, values in found.items() if name != other}
         for other in (PLAIN, AS_IT_IS)
     }
-    command = command_line("recipe.py", sys.argv[1:])
+    command = command_line(__file__, sys.argv[1:])
     text = f"{describe()}. {len(seeds)} seeds. `{command}`\n\n" + table(
         ["", "held-out loss, nats", f"− {PLAIN}", f"− {AS_IT_IS}"],
         [

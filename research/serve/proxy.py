@@ -1,6 +1,6 @@
 """One artifact on two servers behind nginx (deploy/nginx.conf), beside one server with all threads.
 
-    python benchmarks/proxy.py --artifact ARTIFACT [--json FILE]
+    python research/serve/proxy.py --artifact ARTIFACT [--json FILE]
 
 Rows    one server with two threads; two with one thread each, which nginx asks in turn; the same, but all requests of a
         client go to one of them (`hash`)
@@ -25,6 +25,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
 import numpy as np
 from machine import describe
 from report import say, table, write_json
@@ -33,7 +35,7 @@ from serve import Client
 from diffbit.runtime import Artifact
 
 REQUESTS, PROMPT, NEW, TURN, ROUNDS = 8, 128, 64, 1024, 3
-CONFIG = Path(__file__).parents[1] / "deploy" / "nginx.conf"
+CONFIG = Path(__file__).parents[2] / "deploy" / "nginx.conf"
 ROWS = {"one server, 2 threads": (1, 2, False), "two, 1 thread each": (2, 1, False), "two, hash": (2, 1, True)}
 
 

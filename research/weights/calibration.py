@@ -1,7 +1,7 @@
 """What the calibration text is worth: SmolLM2-135M-Instruct by GPTQ on each text, scored on four kinds of others.
 
-    python benchmarks/calibration.py --work DIR [--weights FORMAT] [--layers N] [--markdown]     # DIR as for smollm2.py
-    python benchmarks/calibration.py --work DIR --windows 6 24 96 [--weights FORMAT] [--methods gptq guided]
+    python research/weights/calibration.py --work DIR [--weights FORMAT] [--layers N] [--markdown]  # DIR: smollm2.py
+    python research/weights/calibration.py --work DIR --windows 6 24 96 [--weights FORMAT] [--methods gptq guided]
                                                                                         # what more of `mix` is worth
 
 Rows     rounding to nearest; gptq calibrated on the Python standard library, on Wikipedia, and on `mix`, the default,
@@ -20,11 +20,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
 import torch
 from commands import once, run_diffbit
 from machine import describe
 from report import command_line, interval, renew, table
-from smollm2 import Text, fetch, logits_of, scores, text_windows
+from smollm2 import Text, fetch, predictions, scores, text_windows
 
 import diffbit
 from diffbit.apps.evaluate.metrics import Scores, mean, perplexity_ratio
@@ -33,7 +35,6 @@ from diffbit.calib_data.mix import TEXT
 from diffbit.calib_data.window import windows
 from diffbit.cli.options import chat_template
 from diffbit.export import reference_model
-from diffbit.models import Decoder
 
 WINDOWS, LENGTH = 24, 512
 EVALUATED = 256  # tokens of a window that is scored
@@ -52,7 +53,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="only the first N decoder layers, the others float (default: all)")
     parser.add_argument("--windows", type=int, nargs="+", help="of `mix` for --methods, in place of other texts")
     parser.add_argument("--methods", nargs="+", default=["gptq"], help="with --windows (default: gptq)")
-    parser.add_argument("--markdown", action="store_true", help="renew the table in docs/accuracy.md")
+    parser.add_argument("--markdown", action="store_true", help="renew the table in research/weights")
     arguments = parser.parse_args()
     source, news, wiki = fetch(arguments.work)
     texts = dict(held_out(source, news))
@@ -96,10 +97,10 @@ def main() -> None:
             ]
         )
     head = [arguments.weights, *(f"{name}, {len(ids)} windows" for name, (ids, _) in texts.items())]
-    shown = command_line("calibration.py", sys.argv[1:])
+    shown = command_line(__file__, sys.argv[1:])
     print(text := f"{describe()}. `{shown}`\n\n{table(head, rows)}\n")
     if arguments.markdown:
-        renew(Path("docs/accuracy.md"), "calibration", text)
+        renew(Path(__file__).with_name("README.md"), "calibration", text)
 
 
 def held_out(model: Path, news: Path) -> Iterator[tuple[str, Text]]:
@@ -116,11 +117,6 @@ def held_out(model: Path, news: Path) -> Iterator[tuple[str, Text]]:
         ("languages", windows(tokenizer.encode(documents[1]), EVALUATED, eos_id=tokenizer.eos_id, max_windows=8)),
     ):
         yield name, (torch.from_numpy(cut.ids), torch.from_numpy(cut.target))
-
-
-def predictions(model: Decoder, text: Text) -> list[torch.Tensor]:
-    """Logits of each window, fp16 [EVALUATED, V]."""
-    return [logits.half() for logits in logits_of(model, text[0])]
 
 
 if __name__ == "__main__":

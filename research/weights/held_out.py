@@ -1,6 +1,6 @@
 """How well methods that calibrate on few tokens do on others: errors of one layer's output, beside rounding to nearest.
 
-    python benchmarks/held_out.py [--formats int4_g32,int3_g64,int2_g64] [--tokens 2048,300] [--seeds 3]
+    python research/weights/held_out.py [--formats int4_g32,int3_g64,int2_g64] [--tokens 2048,300] [--seeds 3]
 
 A random weight [256, 512] reads made-up inputs: independent ones, ones of various sizes, five outlier channels, the
 same rising and falling together, ones of rank 64 with little noise and with much, heavy tails. Each number is
@@ -10,6 +10,10 @@ same rising and falling together, ones of rank 64 with little noise and with muc
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import torch
 from report import table
