@@ -9,7 +9,7 @@
 # make test-all    all tests (`bash .ci/run all` also installs what some of them need and skip without)
 # make develop     sets up .venv with what the tests need
 # make arm64       an ARM Python with ONNX Runtime, with which the tests run whole artifacts on qemu-aarch64
-# make fuzz        reads 50,000 damaged files (tests/fuzz); CI reads 1,500 of them
+# make fuzz        reads 50,000 damaged files (tests/fuzz; CI reads 1,500 of them), and other programs' metadata
 # make kill        kills commands before every step that changes the disk (tests/kill); CI before some of them
 # make soak        the server for two hours under a load that changes (tests/soak)
 # make null-test   compares SmolLM2 with its differential conversion through every path, to the bit (about 20 minutes);
@@ -81,6 +81,7 @@ test-all: lint
 
 fuzz: develop
 	@$(SAY) "50,000 damaged files: some hours" $(BIN)/python -m tests.fuzz.fuzz 50000
+	@$(SAY) "every field of every family's config" $(BIN)/python -m tests.fuzz.metadata
 
 soak: develop
 	@$(SAY) "a server under load: two hours" $(BIN)/python -m tests.soak.soak

@@ -42,7 +42,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..io.errors import DiffbitError, MissingDependency
+from ..io.errors import DiffbitError, needs
 from ..io.fields import read
 from ..io.files import parse_json
 from .mix import Render, mix, plain
@@ -323,11 +323,9 @@ def _jsonl(path: Path, field: str, render: Render) -> Iterator[str]:
 
 
 def _parquet(path: Path, column: str, render: Render) -> Iterator[str]:
-    try:
+    with needs("pyarrow", "lab", f"reading {path.name}"):
         import pyarrow
         import pyarrow.parquet
-    except ImportError:
-        raise MissingDependency("pyarrow", "lab", f"reading {path.name}") from None
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             if column not in file.schema_arrow.names:
@@ -370,10 +368,8 @@ def _hugging_face(
     source: str, split: str, field: str, render: Render, *, streaming: bool
 ) -> tuple[Iterator[Keyed], tuple[str, ...]]:
     """The rows of the dataset's split that contains `split`, and the split of each of its equal parts."""
-    try:
+    with needs("datasets", "lab", f"reading {source}"):
         import datasets
-    except ImportError:
-        raise MissingDependency("datasets", "lab", f"reading {source}") from None
     fields = source.removeprefix("hf:").split(":")
     if not fields[0] or len(fields) > 4:
         raise DiffbitError(f"{source}: wanted hf:NAME[:config][:split][:field]")

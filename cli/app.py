@@ -175,11 +175,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(1)
     except DiffbitError as error:
         message = str(error)
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         package = (error.name or "").split(".")[0]
         if package not in LAB_PACKAGES:
             raise
-        message = str(MissingDependency(package, "lab", "this command"))
+        message = str(MissingDependency(package, "lab", "this command", error))
     except (RuntimeError, MemoryError) as error:
         if (sentence := out_of_memory(error)) is None:
             raise

@@ -16,12 +16,13 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..devices import device_of, dtype_for
-from ..io.errors import DiffbitError, how_to_install
+from ..io.errors import DiffbitError, MissingDependency
 from ..io.fields import get
 from ..io.files import (
     Busy,
@@ -102,11 +103,12 @@ def as_artifacts(paths: Sequence[Path], device: str, quantize: str | None = None
                 command = f"diffbit export {path} -o FOLDER{'' if target == 'cpu' else f' --target {target}'}"
                 remark(f"{path}: is a checkpoint, exported to a temporary folder; to keep the artifact: {command}")
                 artifacts.append(artifact)
-            except ModuleNotFoundError as error:
+            except ImportError as error:
+                if not error.name or error.name.startswith("diffbit"):
+                    raise
+                missing = MissingDependency(error.name, "lab", f"{path}: is a checkpoint, and exporting it", error)
                 raise DiffbitError(
-                    f"{path}: is a checkpoint, and exporting it needs {error.name}, which is not installed: "
-                    f"{how_to_install('lab')}, or run `diffbit export {path} -o ARTIFACT` on another machine and pass "
-                    "ARTIFACT"
+                    f"{missing}, or run `diffbit export {path} -o ARTIFACT` on another machine and pass ARTIFACT"
                 ) from None
         yield artifacts
 
@@ -228,10 +230,24 @@ def _compared(checkpoint: Checkpoint, artifact: Path) -> Quality | None:
 
 
 def _export(checkpoint: Path, folder: Path, target: str) -> None:
-    from ..export import export_artifact
+    export_fitting(checkpoint, folder, dtype=dtype_for(target), target=target, overwrite=True)
 
-    kv = kv_for(checkpoint, target)
-    export_artifact(checkpoint, folder, dtype=dtype_for(target), kv=kv, target=target, overwrite=True)
+
+def export_fitting(
+    checkpoint: Path, folder: Path, *, target: str, kv: str | None = None, layout: str = "plain", **options: Any
+) -> None:
+    """`export_artifact`, with the cache of `kv_for` if kv is None, or in float32 where that cannot hold the keys."""
+    from ..export import HalfOverflow, export_artifact
+
+    write = partial(export_artifact, checkpoint, folder, target=target, layout=layout, **options)
+    usual = kv_for(checkpoint, target, layout)
+    try:
+        write(kv=kv or usual)
+    except HalfOverflow as problem:
+        if kv is not None or usual is None:
+            raise
+        remark(f"{str(problem).partition(';')[0]}: the cache is exported in float32")
+        write(kv=None)
 
 
 def _formats(report: Report) -> str:

@@ -254,7 +254,7 @@ def _announce(
     seconds = quantize_seconds(checkpoint.config, recipe, text_shape(checkpoint, rounding) if reads else None)
     if is_mix:  # a pass forward and back, and gradients of weights
         tokens = ESTIMATE[0] * _short(checkpoint, ESTIMATE)[1]
-        seconds += 10 * num_parameters(checkpoint.config) * tokens / operations_per_second()
+        seconds += 20 * num_parameters(checkpoint.config) * tokens / operations_per_second()
     if seconds > WORTH_SAYING:
         remark(f"{checkpoint.path}: {about}; this takes about {_duration(seconds)}")
 

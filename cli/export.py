@@ -11,7 +11,7 @@ import typer
 from ..devices import dtype_for
 from ..io.errors import DiffbitError
 from ..io.files import read_json
-from .artifacts import kv_for
+from .artifacts import export_fitting
 from .options import Json, Overwrite, Quiet, completion
 from .output import print_json, print_table, remark
 
@@ -81,16 +81,16 @@ def export(
     onnxruntime-genai and optimum cannot run an artifact with a low-bit KV cache, as they pass only keys and values.
     With another --format, the output is a checkpoint for transformers and vLLM, with the same codes and scales.
     """
-    from ..export import export_artifact, export_checkpoint
+    from ..export import export_checkpoint
 
     if format != "artifact":
         if any((target != "cpu", dtype, kv, context_length, library, layout != "plain", embeddings)):
             raise DiffbitError(f"only --tokenizer and --overwrite apply to --format {format}; leave out the others")
         export_checkpoint(checkpoint, output, format, tokenizer=tokenizer, overwrite=overwrite)
         return _print_files(output, as_json)
-    export_artifact(
+    export_fitting(
         checkpoint, output, dtype=dtype or dtype_for(target), target=target, context_length=context_length,
-        kv=kv or kv_for(checkpoint, target, layout), tokenizer=tokenizer,
+        kv=kv, tokenizer=tokenizer,
         library=library, layout=layout, embeddings=embeddings, overwrite=overwrite,
     )  # fmt: skip
     manifest = read_json(output / "diffbit.json")

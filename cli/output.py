@@ -17,10 +17,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..io.errors import shortened
 from ..io.progress import is_quiet
 from ..runtime.child_process import python
-
-MOST_CHARACTERS = 2000  # in an error message
 
 if TYPE_CHECKING:
     from ..runtime import Verification
@@ -37,10 +36,8 @@ def out_of_memory(error: RuntimeError | MemoryError) -> str | None:
 
 
 def print_error(message: str) -> None:
-    """Print an error to stderr, also with --quiet: one line of at most MOST_CHARACTERS."""
-    line = " ".join(filter(None, map(str.strip, message.splitlines())))
-    if len(line) > MOST_CHARACTERS:  # it quotes a long name or number from a file
-        line = f"{line[: MOST_CHARACTERS // 2]} ... {line[-MOST_CHARACTERS // 2 :]}"
+    """Print an error to stderr, also with --quiet: one line, `shortened`."""
+    line = shortened(" ".join(filter(None, map(str.strip, message.splitlines()))))
     _print(f"[red]error:[/] {escape(_wrapped(_plain(line), len('error: ')))}")
 
 

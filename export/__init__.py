@@ -5,12 +5,12 @@ reference_model("model-int4")                        # what its logits are compa
 export_checkpoint("model-int4", "model-gptq", "gptq")     # a checkpoint that transformers and vLLM read
 """
 
-from .artifact_writer import export_artifact, export_demand
+from .artifact_writer import HalfOverflow, export_artifact, export_demand
 from .check import compare_greedy_tokens, compare_with_checkpoint
 from .foreign_checkpoint import export_checkpoint
 from .reference import reference_model
 
 __all__ = [
-    "compare_greedy_tokens", "compare_with_checkpoint", "export_artifact", "export_checkpoint", "export_demand",
-    "reference_model",
+    "HalfOverflow", "compare_greedy_tokens", "compare_with_checkpoint", "export_artifact", "export_checkpoint",
+    "export_demand", "reference_model",
 ]  # fmt: skip

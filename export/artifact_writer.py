@@ -29,7 +29,7 @@ from ..quantize import AttentionScheme, Scheme, read_scheme, sizes
 from ..quantize.device_cache import cache_spec
 from ..quantize.forecast import SLACK, Demand
 from ..quantize.sizes import TensorSize
-from ..runtime.artifact import HIDDEN, MANIFEST, ONNX, TARGETS, TOKENIZER, VERSION, manifest_sha256
+from ..runtime.artifact import HIDDEN, MANIFEST, ONNX, POOLINGS, TARGETS, TOKENIZER, VERSION, manifest_sha256
 from ..runtime.native import library as native_library
 from ..runtime.sampler import GENERATION
 from ..settings import OF_MODEL
@@ -51,6 +51,7 @@ GOLDEN_TOKENS = 64
 # noise for quantized models is large enough to change some codes. The least tolerance allows TF32.
 NOISE = {("fp32", False): 2.0**-20, ("fp32", True): 2.0**-12, ("fp16", False): 2.0**-9, ("fp16", True): 2.0**-9}
 LEAST_TOLERANCE = {("fp32", False): 1e-3, ("fp32", True): 1e-2, ("fp16", False): 1e-2, ("fp16", True): 3e-2}
+HALF = 65504
 MARGIN = 3  # times the largest deviation of a copy
 
 
@@ -86,6 +87,11 @@ def export_artifact(
         if value not in choices:
             raise DiffbitError(f"{name} is {value!r}, wanted one of {', '.join(choices)}")
     source = Checkpoint(checkpoint)
+    if embeddings and source.config.pooling not in (None, *POOLINGS):
+        raise DiffbitError(
+            f"{source.path}: its embeddings are made of its hidden states by {source.config.pooling}, wanted "
+            f"{' or '.join(POOLINGS)}"
+        )
     files.check_apart(out, source.path, *([] if tokenizer is None else [tokenizer]))
     check_scheme(source, target)
     config, length = source.config, _context_length(source, context_length)
@@ -104,7 +110,10 @@ def export_artifact(
         where, data = (folder / ONNX, TRANSFORMERS_JS_DATA) if js else (folder, DATA)
         where.mkdir(exist_ok=True)
         graph = (WebGPUGraph if webgpu else DecoderGraph)(where, dtype, config, length, attention, cache, target, data)
-        logits = _write_graph(graph, Stream(source, prompt, NOISE[kind], target), source.path, embeddings)
+        stream = Stream(source, prompt, NOISE[kind], target)
+        logits = _write_graph(graph, stream, embeddings)
+        _check_half(source.path, cache, stream.largest, dtype, scheme)
+        _check_logits(source.path, logits)
         loader = _loader(config, dtype, length, cache)
         _write_configs(folder, source, contents, loader, len(graph.files) * js)
         if _readable_by_others(cache) and not embeddings:
@@ -133,6 +142,24 @@ def export_artifact(
         manifest["sha256"] = manifest_sha256(manifest)
         files.write_json(folder / MANIFEST, manifest)
     return out
+
+
+class HalfOverflow(DiffbitError):
+    """Keys or values are too large for a cache in float16."""
+
+
+def _check_half(path: Path, cache: CacheSpec, largest: float, dtype: str, scheme: Scheme | None) -> None:
+    """Raise HalfOverflow for keys or values of a test prompt that the cache cannot hold: they would become infinite,
+    and all logits NaN."""
+    halves = [name for name, buffer in cache.buffers.items() if buffer.dtype == "float16" and "scale" not in name]
+    if not halves or largest <= HALF:
+        return
+    low = scheme is not None and scheme.attention.has_window
+    advice = "quantize with --kv int8" if low else "export with " + ("--kv fp32" if dtype == "fp32" else "--dtype fp32")
+    raise HalfOverflow(
+        f"{path}: keys or values reach {largest:.3g} in a test prompt, more than {HALF}, the largest number that a "
+        f"cache in float16 holds; {advice}"
+    )
 
 
 def export_demand(checkpoint: Checkpoint, scheme: Scheme | None, dtype: str = "fp32") -> Demand:
@@ -215,7 +242,7 @@ def _golden(prompt: list[int], rows: Tensor, least_tolerance: float) -> dict[str
     }
 
 
-def _write_graph(graph: DecoderGraph, stream: Stream, path: Path, embeddings: bool) -> Tensor:
+def _write_graph(graph: DecoderGraph, stream: Stream, embeddings: bool) -> Tensor:
     """Write model.onnx and its data; the golden logits [1 + COPIES, V], or hidden states."""
     graph.embed(stream.embedding())
     blocks = track(stream.blocks(), "exporting", total=stream.config.num_layers)
@@ -224,11 +251,14 @@ def _write_graph(graph: DecoderGraph, stream: Stream, path: Path, embeddings: bo
     norm, head, logits = stream.head(embeddings)
     graph.head(norm, head)
     graph.save()
+    return logits
+
+
+def _check_logits(path: Path, logits: Tensor) -> None:
     if not logits.isfinite().all() or not logits[0].std() > 0:
         raise DiffbitError(
             f"{path}: a test prompt gives logits that are infinite or all the same; the weights are damaged"
         )
-    return logits
 
 
 def _tokenizer_files(source: Checkpoint, tokenizer: str | Path | None) -> dict[str, bytes]:

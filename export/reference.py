@@ -16,7 +16,7 @@ from ..formats import QTensor, QuantEmbedding
 from ..io.errors import DiffbitError
 from ..models import Block, Checkpoint, Decoder, rope_for
 from ..models.checkpoint.names import EMBEDDING, HEAD
-from ..models.layers.state import Carried, FixedState, State
+from ..models.layers.state import Carried, FixedState, LayerCache, State
 from ..quantize import Scheme, Weights, as_exported, load, load_block, read_scheme
 from ..quantize.layer import assemble
 from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE
@@ -49,6 +49,7 @@ class Stream:
         self._generator = torch.Generator().manual_seed(0)
         self._x: Tensor  # [1 + COPIES, S, E], the first row without noise
         self._carried: Carried = {}
+        self.largest = 0.0  # of the keys and values of the layers so far
 
     def embedding(self) -> Tensor | QTensor:
         """The embedding table [V, E], quantized or in its stored dtype."""
@@ -62,17 +63,20 @@ class Stream:
             block = load_block(self.weights, index).eval()
             as_exported(block, self._target)
             yield block
+            rows, length = self._ids.shape
             with torch.inference_mode():
-                self._x = self._through(
-                    block, self.config.layers[index].mixer.state(len(self._x), 0, torch.float32, "cpu")
-                )
+                state = self.config.layers[index].mixer.state(rows, length, torch.float32, "cpu")
+                self._x = self._through(block, state)
                 self._disturb()
 
     def _through(self, block: Block, state: State) -> Tensor:
         """The prompt through a layer. `verify` runs its last token alone, which reads a state as the others left it."""
         is_rounded = block.self_attn.rounded_state is not None and isinstance(state, FixedState) and state.tensors
         if not is_rounded or self._ids.shape[1] == 1:
-            out: Tensor = block(self._x, self._rope, carried=self._carried)
+            cache = state if isinstance(state, LayerCache) else None
+            out: Tensor = block(self._x, self._rope, None, cache, self._carried)
+            if cache is not None:
+                self.largest = max(self.largest, *(float(part.abs().max()) for part in (cache.key, cache.value)))
             return out
         pairs: list[tuple[Tensor, Carried]] = []
         for part in (slice(-1), slice(-1, None)):
@@ -102,6 +106,9 @@ class Stream:
         assemble(top, weights, scheme, torch.float32)
         as_exported(top, self._target)
         with torch.inference_mode():
+            if embeddings:  # as in the model that its authors published
+                for parameter in norm.parameters():
+                    parameter.mul_(config.hidden_scale)
             hidden = norm(self._x[:, -1:])
             head = None if embeddings else top["lm_head"]
             return norm, head, (hidden if head is None else head(hidden))[:, 0]

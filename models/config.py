@@ -17,13 +17,13 @@ format (models/families/ converts):
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Annotated, Any
 
 from ..io import plugins
 from ..io.errors import DiffbitError
-from ..io.fields import Count, Positive, bounds, check, of_length, one_of, read
+from ..io.fields import OMITTED, Count, Positive, bounds, check, of_length, one_of, read
 from .attention import AttentionOptions
 from .layers.norm import NORMS, LayerNorm, RMSNorm
 from .layers.rope import RopeScaling, scaling_from
@@ -33,6 +33,7 @@ from .mlp import MLPOptions
 
 PLACES = ("before", "after", "around")  # of a layer's norms
 MOST_LAYERS = 1 << 10  # this and other limits: far above any real model, but low enough to catch a damaged config.json
+OF_EMBEDDINGS: Mapping[str, Any] = {"hidden_scale": 1.0, "pooling": None}  # fields that few models have, and defaults
 NumLayers = Annotated[int, bounds(1, MOST_LAYERS)]
 ATTENTION, MIXERS, MLP = (f"{__package__}.{folder}" for folder in ("attention", "mixers", "mlp"))  # io/plugins.py
 
@@ -83,7 +84,12 @@ class LayerSpec:
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder of such layers, whose norms are "rms" or "layer". local_rope_theta: of layers with `local_rope`, whose
-    angles have no rope_scaling; None: there are none."""
+    angles have no rope_scaling; None: there are none.
+
+    Of embeddings: hidden_scale: the model's hidden states after the final norm are those of the decoder times this,
+    where a factor of a tied head is folded into the norm. pooling: how its authors make one vector of those of all
+    tokens, such as "mean" or "last"; None: they do not say.
+    """
 
     vocab_size: Annotated[int, bounds(1, 1 << 24)]
     hidden_size: Annotated[int, bounds(1, 1 << 20)]
@@ -98,6 +104,8 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    hidden_scale: Positive = field(default=1.0, metadata=OMITTED)
+    pooling: str | None = field(default=None, metadata=OMITTED)
 
     def __post_init__(self) -> None:
         check(self)
@@ -219,6 +227,9 @@ class ModelConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values; `from_dict` is the inverse."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {
+            name: value for name, value in values.items() if name not in OF_EMBEDDINGS or value != OF_EMBEDDINGS[name]
+        }
         scaling = None if self.rope_scaling is None else self.rope_scaling.to_dict()
         layers = [layer.to_dict() for layer in self.layers]
         return values | {"layers": layers, "rope_scaling": scaling, "eos_token_ids": list(self.eos_token_ids)}

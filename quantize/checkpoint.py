@@ -30,8 +30,10 @@ from .layouts import Weights
 from .methods import parse_recipe
 from .report import REPORT_FILE, Report, WeightReport
 from .resume import StoredLayer, Unfinished, run
-from .scheme import Scheme
+from .scheme import KV, Scheme
 from .sizes import sizes
+
+LARGE_BIAS = 20.0  # of a key's channel, whose own numbers are a few units wide
 
 
 def quantize_checkpoint(
@@ -109,6 +111,7 @@ def quantize_checkpoint(
 
     def report(rows: list[WeightReport]) -> Report:
         warnings = [format.warning() for format in formats.values()] + recipe.warnings(config)
+        warnings += [_biased_keys(checkpoint, scheme)]
         if tokens is not None and recipe.calibrated:
             warnings.append(tokens.unlike())
         return Report(
@@ -117,6 +120,23 @@ def quantize_checkpoint(
         )  # fmt: skip
 
     return report(here.on_first(lambda: _written(output, unfinished, keeps, layers_after, writer, report)))
+
+
+def _biased_keys(checkpoint: Checkpoint, scheme: Scheme) -> str | None:
+    """Return a warning about keys whose biases make a low-bit cache coarse: one scale serves a token's whole key, and a
+    few channels with a large bias, as Qwen2.5's, leave few levels for the others."""
+    format = scheme.attention.key_format
+    names = [name for name in checkpoint.names if name.endswith(".k_proj.bias")]
+    if format not in KV or not names:
+        return None
+    largest = {name: float(checkpoint.read(name).abs().max()) for name in names}
+    name, size = max(largest.items(), key=lambda item: item[1])
+    if size <= LARGE_BIAS:
+        return None
+    return (
+        f"{name} has entries of up to {size:.3g}, which leave few of the levels of {format} keys for other channels: "
+        "measure the model, or keep its keys in float16 (--kv fp16,int8)"
+    )
 
 
 def _formats(scheme: Scheme, config: ModelConfig) -> Mapping[str, Format]:

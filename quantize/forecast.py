@@ -44,8 +44,8 @@ SHARD_FROM = 256 << 20  # bytes of the float model from which on the output has 
 MARGIN = 1.15  # of --max-memory over the estimate
 ROUNDED = 8e7  # weights per second on one thread
 SEARCHED = 5e6  # the same, whose scales rounding to nearest searches
-PASSES = 0.4  # of the speed of a matrix product, which everything between the products leaves
-GPTQ_PRODUCTS = 10  # products of a weight with a [K, K] matrix while it is rounded by GPTQ
+PASSES = 0.5  # of the speed of a matrix product, which what lies between the products leaves
+GPTQ_PRODUCTS = 100  # of a weight with a [K, K] matrix: GPTQ makes 10, column by column, at the speed of memory
 
 
 class Demand(NamedTuple):

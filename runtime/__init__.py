@@ -9,7 +9,7 @@ Importing this package needs only numpy: ONNX Runtime is loaded with the first s
 from __future__ import annotations
 
 from ..settings import SessionOptions
-from .artifact import FILE_BYTES, MANIFEST, Artifact
+from .artifact import FILE_BYTES, MANIFEST, POOLINGS, Artifact
 from .bench import bench
 from .chat import Chat
 from .constraint import Constraint, Grammars
@@ -23,7 +23,7 @@ from .tokenizer import TextStream, Tokenizer
 from .verify import Verification, verify
 
 __all__ = [
-    "FILE_BYTES", "MANIFEST", "MAX_TOKENS", "RESERVED_VARIABLES", "THINKING_SWITCHES", "Artifact", "Chat",
+    "FILE_BYTES", "MANIFEST", "MAX_TOKENS", "POOLINGS", "RESERVED_VARIABLES", "THINKING_SWITCHES", "Artifact", "Chat",
     "ChatTemplate", "Constraint", "FinishReason", "Generation", "Grammars", "Logits", "LoopGuard", "Message",
     "NoTemplate", "Pieces", "Sampler", "Session", "SessionOptions", "TextOutput", "TextStream", "ThinkingReader",
     "Tokenizer", "Verification", "begins_thinking", "bench", "generate", "slowdowns", "verify",

@@ -21,6 +21,7 @@ from ..io.errors import DiffbitError
 from ..io.fields import Count, Positive, Rule, bounds, get, located, of_length, one_of, read
 from ..io.files import check_within, read_json, sha256_file
 from ..io.files import json_sha256 as manifest_sha256
+from ..io.model_files import is_of_a_model
 from ..ops.cache import Buffer, CacheSpec
 
 VERSION = 4  # of the manifest; raised when an older reader would misread it
@@ -30,12 +31,15 @@ ONNX = "onnx/"  # the folder of the graph and its data in the layout of transfor
 TOKENIZER = "tokenizer.json"
 TARGETS = ("cpu", "cuda", "webgpu")  # that a graph's operators are chosen for
 LOGITS, HIDDEN = "logits", "hidden_states"  # outputs of a graph
+POOLINGS = "mean", "last"  # how one vector is made of the hidden states of all tokens; the first is the default
 # Optional inputs: the first new token whose logits are computed; how many tokens each row lacks of the mask's
 LOGITS_FROM, SHORTER_BY = "logits_from", "shorter_by"
 FILE_BYTES = 2_000_000_000  # of a file, at most: a browser's ArrayBuffer holds slightly more
 NANO = "nano"  # the artifact that comes with the package (examples/nano/artifact.sh)
 LOOKED_UP = ("embedding", "rotary tables")  # parts from which each token reads a single row
 MAX_LAYERS, MAX_BUFFERS = 1024, 16
+MAX_FILES, MAX_PARTS, MAX_GOLDEN = 4096, 4096, 1 << 16  # entries of these lists of a manifest
+MOST_BYTES = 16 << 20  # of a manifest; that of a model of 80 layers has 100 kB
 
 Bytes = Annotated[int, bounds(0)]
 Sha256 = Annotated[str, Rule("64 hexadecimal digits", re.compile(r"[0-9a-f]{64}").fullmatch)]
@@ -70,9 +74,9 @@ class Part:
 class Golden:
     """The self-test: after the prompt `input_ids`, the logit of `token_ids[i]` at the last position is `logits[i]`."""
 
-    input_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    logits: tuple[float, ...]
+    input_ids: Annotated[tuple[int, ...], of_length(0, MAX_GOLDEN)]
+    token_ids: Annotated[tuple[int, ...], of_length(0, MAX_GOLDEN)]
+    logits: Annotated[tuple[float, ...], of_length(0, MAX_GOLDEN)]
     spread: Positive  # standard deviation of the whole row of logits
     tolerance: Positive  # largest difference allowed, relative to the spread
 
@@ -120,16 +124,18 @@ class Artifact:
     calibration: Mapping[str, Any] | None  # the calibration text of the method
     cache: Annotated[CacheSpec, _cache]
     context_length: Annotated[int, bounds(1)]
-    eos_token_ids: tuple[int, ...]
-    files: Mapping[FileName, FileEntry]
+    eos_token_ids: Annotated[tuple[int, ...], of_length(0, MAX_GOLDEN)]
+    files: Annotated[Mapping[FileName, FileEntry], of_length(0, MAX_FILES)]
     golden: Golden
     sha256: Sha256  # of the manifest
     target: Annotated[str, one_of(*TARGETS)] = "cpu"  # that the graph's operators were chosen for; it runs on others
     method: str | None = None  # how its weights were quantized, such as "rotate+gptq"; None also in older artifacts
     output: Annotated[str, one_of(LOGITS, HIDDEN)] = LOGITS  # of the graph: HIDDEN in `diffbit export --embeddings`
     # initializers that `with_inputs` (external.py) turns into inputs; in older artifacts, they are inputs in the file
-    optional_inputs: tuple[Annotated[str, one_of(LOGITS_FROM, SHORTER_BY)], ...] = ()
-    parts: tuple[Part, ...] = ()  # what the files hold, largest first; empty in older artifacts
+    optional_inputs: Annotated[tuple[Annotated[str, one_of(LOGITS_FROM, SHORTER_BY)], ...], of_length(0, 2)] = ()
+    parts: Annotated[
+        tuple[Part, ...], of_length(0, MAX_PARTS)
+    ] = ()  # what the files hold, largest first; empty in older artifacts
 
     @classmethod
     def open(cls, path: str | Path) -> Artifact:
@@ -146,7 +152,7 @@ class Artifact:
         if not where.is_file():
             raise DiffbitError(f"{folder}: holds no {MANIFEST}, so it is not an artifact; diffbit export makes one")
         _confined(folder, MANIFEST)
-        manifest = read_json(where)
+        manifest = read_json(where, MOST_BYTES)
         with located(where):
             version = get(manifest, "artifact_version", Count)
             if version != VERSION:
@@ -170,6 +176,11 @@ class Artifact:
     def width(self) -> int:
         """Numbers that the graph returns for a token."""
         return self.vocab_size if self.output == LOGITS else get(self.model, "hidden_size", Count, place="model")
+
+    @property
+    def pooling(self) -> str:
+        """How one vector is made of HIDDEN, one of POOLINGS: as the model's authors say, if they do."""
+        return str(get(self.model, "pooling", Annotated[str, one_of(*POOLINGS)], POOLINGS[0], "model"))
 
     def check_output(self, output: str = LOGITS) -> None:
         """Raise DiffbitError if the graph returns something else."""
@@ -195,6 +206,11 @@ class Artifact:
             if part.weights and part.name not in LOOKED_UP:
                 weights += part.bytes
         return weights + self.cache.nbytes(context)
+
+    @property
+    def strangers(self) -> list[str]:
+        """The listed files that no model has, and that may be code; diffbit opens none of them."""
+        return [name for name in self.files if not is_of_a_model(name)]
 
     @property
     def graph(self) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..io.errors import DiffbitError, MissingDependency
+from ..io.errors import DiffbitError, needs
 from ..io.fields import located
 from ..io.files import read_json
 from ..io.tokenizer_files import tokenizer_errors
@@ -46,15 +46,13 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Tokenizer, end_tokens: Collection[int]) -> None:
-        try:
-            import llguidance
-        except ModuleNotFoundError as error:
-            raise MissingDependency(str(error.name), "structured", "a JSON schema or a grammar") from None
+        with needs("llguidance", "structured", "a JSON schema or a grammar"):
+            from llguidance import LLMatcher, LLTokenizer, grammar_from
         if not end_tokens:
             raise DiffbitError("the model has no token that ends a text, so a schema or a grammar cannot be used")
-        self._matcher, self._to_lark = llguidance.LLMatcher, llguidance.grammar_from
+        self._matcher, self._to_lark = LLMatcher, grammar_from
         with tokenizer_errors(tokenizer.path, "cannot be used for a grammar"):
-            self.vocabulary = llguidance.LLTokenizer(tokenizer.as_json(), eos_token=sorted(end_tokens))
+            self.vocabulary = LLTokenizer(tokenizer.as_json(), eos_token=sorted(end_tokens))
         characters = [chr(code) for code in range(32, 127)]
         others = [one for one in characters if one not in CLOSING + OPENING]
         singles = [(one, self.vocabulary.greedy_tokenize(one)) for one in (*CLOSING, *others, *OPENING)]

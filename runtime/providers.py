@@ -96,11 +96,11 @@ def onnxruntime() -> ModuleType:
     install = "pip install onnxruntime, or 'onnxruntime-gpu[cuda,cudnn]' for an NVIDIA GPU"
     try:
         import onnxruntime as ort
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "onnxruntime":
-            raise
-        raise DiffbitError(f"running a model needs ONNX Runtime, which is not installed: {install}") from None
     except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "onnxruntime":
+            raise DiffbitError(f"running a model needs ONNX Runtime, which is not installed: {install}") from None
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != "onnxruntime":
+            raise
         raise DiffbitError(f"ONNX Runtime is installed but cannot be loaded ({error}): {install}") from None
     if not hasattr(ort, "InferenceSession"):  # what removing one of two overlapping wheels leaves behind
         raise DiffbitError(f"ONNX Runtime is installed but incomplete: pip uninstall onnxruntime, then {install}")

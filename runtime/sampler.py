@@ -68,7 +68,8 @@ class Sampler:
         # The largest logit is finite unless one of them is NaN or +inf, or all are -inf.
         if not np.isfinite(logits.max()):
             raise DiffbitError(
-                "the model returned logits that are not finite; if it was exported with --dtype fp16, export it as fp32"
+                "the model returned logits that are not finite: some of its numbers are too large; if a part of it is "
+                "in float16, export it with --dtype fp32 --kv fp32"
             )
         logits = self._changed(logits, np.asarray(token_ids, np.int64))
         if self.constraint is None:

@@ -1,7 +1,8 @@
 """Chat templates render a conversation as the text that a chat model was trained on ("<|im_start|>user\nHello...").
 
 A template is a Jinja program in the model's folder: chat_template.jinja, or `chat_template` of tokenizer_config.json
-(a string, or a list of named ones). The rendered text equals that of transformers' `apply_chat_template`.
+(a string, or a list of named ones, of which "tool_use" renders conversations with tools). The rendered text equals that
+of transformers' `apply_chat_template`.
 
 A template is untrusted code. It runs in Jinja's sandbox, in a separate process with limited memory (render.py), which
 is killed after SECONDS.
@@ -25,6 +26,7 @@ from .child_process import python_script
 from .tokenizer import Tokenizer
 
 FILE = "chat_template.jinja"
+TOOLS_FILE = "additional_chat_templates/tool_use.jinja"  # beside FILE, of models that have another with tools
 CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 RESERVED_VARIABLES = frozenset(("messages", "tools", "documents", "add_generation_prompt", *SPECIAL_TOKENS))
@@ -56,9 +58,17 @@ class ChatTemplate:
     template.render([{"role": "user", "content": "Hello"}])
     """
 
-    def __init__(self, source: str, name: str, special_tokens: dict[str, str] | None = None) -> None:
-        """`name`: the template's name in error messages. `special_tokens`: such as {"bos_token": "<s>"}."""
+    def __init__(
+        self,
+        source: str,
+        name: str,
+        special_tokens: dict[str, str] | None = None,
+        with_tools: ChatTemplate | None = None,
+    ) -> None:
+        """`name`: the template's name in error messages. `special_tokens`: such as {"bos_token": "<s>"}. `with_tools`:
+        the model's other template, for conversations with tools."""
         self.name = name
+        self.with_tools = with_tools
         self.special_tokens = special_tokens or {}
         self.source = source
         self._lock = threading.Lock()
@@ -77,13 +87,17 @@ class ChatTemplate:
         tokens = _special_tokens(({} if map_file is None else read_json(map_file)) | config)
         path = _file(model, FILE) if file is None else Path(file)
         if path is not None:
-            return cls(_text(path), str(path), tokens)
-        source = config.get("chat_template")
+            tools_path = _file(model, TOOLS_FILE) if file is None else None
+            with_tools = None if tools_path is None else cls(_text(tools_path), str(tools_path), tokens)
+            return cls(_text(path), str(path), tokens, with_tools)
+        source, with_tools = config.get("chat_template"), None
         if isinstance(source, list):  # of named templates, for tools and documents
             named = {
                 entry["name"]: entry.get("template") for entry in source if isinstance(entry, dict) and "name" in entry
             }
-            source = named.get("default")
+            source, tools = named.get("default"), named.get("tool_use")
+            if isinstance(source, str) and isinstance(tools, str):
+                with_tools = cls(tools, f"{config_file}: chat_template tool_use", tokens)
         if source is None:
             where = model.path if isinstance(model, Artifact) else model
             raise NoTemplate(
@@ -91,7 +105,7 @@ class ChatTemplate:
             )
         if not isinstance(source, str) or len(source) > MOST_BYTES:
             raise DiffbitError(f"{config_file}: chat_template is not a text of at most {MOST_BYTES} characters")
-        return cls(source, f"{config_file}: chat_template", tokens)
+        return cls(source, f"{config_file}: chat_template", tokens, with_tools)
 
     def render(
         self,
@@ -107,6 +121,10 @@ class ChatTemplate:
 
         Raises DiffbitError if the template refuses the conversation, fails, or takes too much time or memory.
         """
+        if tools is not None and self.with_tools is not None:  # "tool_use" of named templates, as in transformers
+            return self.with_tools.render(
+                messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
+            )
         request = {
             "messages": list(messages), "tools": None if tools is None else list(tools), "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -119,7 +137,8 @@ class ChatTemplate:
     def names(self) -> frozenset[str]:
         """The variables that the template reads, such as messages, tools and enable_thinking."""
         if self._names is None:
-            self._names = frozenset(self._answer("names", "cannot be read")["names"])
+            more = frozenset[str]() if self.with_tools is None else self.with_tools.names
+            self._names = more | frozenset(self._answer("names", "cannot be read")["names"])
         return self._names
 
     @property

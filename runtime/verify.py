@@ -1,7 +1,8 @@
 """Checks that an artifact computes on this device what it computed on the exporting machine.
 
     manifest     diffbit.json is readable and matches the hash in it
-    file:NAME    a listed file has its size and SHA-256
+    file:NAME    a listed file has its size and SHA-256, and is one that a model has (io/model_files.py), not code. This
+                 diffbit's own native library passes, which `diffbit export --library` puts there
     external     all tensors of the model lie in the listed files
     tokenizer    it encodes some texts, and decodes them and every token
     logits       of the golden prompt, recomputed here: max |here - golden| / spread <= the manifest's tolerance, where
@@ -15,7 +16,7 @@ and on another device than the CPU
                  have other kernels for long ones. For each row of logits, rms(here - CPU) / spread <= tolerance / 2;
                  the rms of rounding errors is a third of their maximum or less
 
-A model whose files have changed is not run.
+A model whose files have changed, or are code, is not run.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..io.errors import DiffbitError
+from ..io.files import sha256_file
 from ..settings import SessionOptions
 from .artifact import TOKENIZER, Artifact, artifact_folder
 from .child_process import python
 from .external import check_external
+from .native import library as native_library
 from .providers import placement
 from .session import Session
 from .tokenizer import Tokenizer
@@ -88,7 +91,7 @@ def verify(path: str | Path, options: SessionOptions | None = None, **changes: A
         artifact = Artifact.open(path)
     except DiffbitError as error:
         return Verification(path, device, (Check("manifest", False, str(error)),))
-    problems = artifact.file_problems()
+    problems = _strangers(artifact) | artifact.file_problems()
     checks = [Check("manifest", True, f"sha256 {artifact.sha256}")]
     for name, entry in artifact.files.items():
         checks.append(Check(f"file:{name}", name not in problems, problems.get(name, f"{entry.bytes} bytes")))
@@ -132,6 +135,17 @@ def verify(path: str | Path, options: SessionOptions | None = None, **changes: A
         del session  # two models need not fit into the memory
         checks.append(_as_on_cpu(artifact, options, ids, np.concatenate(rows)))
     return Verification(path, device, tuple(checks), difference, golden.tolerance, native)
+
+
+def _strangers(artifact: Artifact) -> dict[str, str]:
+    """{file name: why it may not be there} of the listed files that no model has."""
+    library = native_library() if artifact.strangers else None
+    known = None if library is None else sha256_file(library)
+    return {
+        name: f"{artifact.path / name}: no model has a file of this name, and it may be code; export the model again"
+        for name in artifact.strangers
+        if artifact.files[name].sha256 != known
+    }
 
 
 def _longer(session: Session) -> tuple[list[int], int]:

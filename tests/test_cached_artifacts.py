@@ -20,6 +20,7 @@ from diffbit.models import ModelConfig
 from diffbit.quantize import forecast
 from diffbit.quantize.methods import Recipe
 
+from .apps.web.test_site import fake_modules
 from .models.test_gguf import of_byte_level
 from .models.test_gguf import write as write_gguf
 
@@ -107,6 +108,21 @@ def test_a_model_that_is_run_unasked(
     code, again, err = diffbit(capfd, *command)
     assert (code, again) == (0, text) and err.startswith("kept in ")
     assert diffbit(capfd, *command, "--quiet") == (0, text, "")
+
+
+def test_a_page_has_the_artifact_that_run_has(
+    checkpoint: Path, cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    site, packages = tmp_path / "site", fake_modules(tmp_path / "node_modules")
+    command = ("web", checkpoint, "-o", site, "--packages", packages, "--slow")
+    code, _, err = diffbit(capfd, *command)
+    (folder,) = kept(cache)
+    assert code == 0 and f"{checkpoint}: {FAST}, " in err and f"\nkept in {folder}\n" in err
+    assert (site / "model" / "diffbit.json").read_bytes() == (folder / "diffbit.json").read_bytes()
+    code, _, err = diffbit(capfd, "run", checkpoint, PROMPT, *GREEDY)
+    assert code == 0 and kept(cache) == {folder}
+    code, _, err = diffbit(capfd, *command, "--quantize", "int8")  # before it works: the folder is not empty
+    assert code == 2 and "already exists" in err and kept(cache) == {folder}
 
 
 def test_models_that_stay_as_they_are(

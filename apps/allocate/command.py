@@ -25,7 +25,7 @@ from ...cli.scheme_options import MaxMemory, MethodOptions, Model, SchemeOptions
 from ...devices import dtype_for
 from ...io.drawing import check_plot
 from ...io.errors import DiffbitError
-from ...io.files import parse_size
+from ...io.files import locked, parse_size
 
 if TYPE_CHECKING:
     from ...calib_data import Windows
@@ -168,29 +168,31 @@ def allocate(
     head get a format, too. The scheme is for `diffbit quantize --scheme`, with the same --method.
     """
     _check(bits, size, output, plot, overwrite)
-    nbytes = None if size is None else parse_size(size)
-    scheme = options.scheme(weights_later=True)
-    from ...models import Checkpoint
-    from ...quantize.allocation import allocate as choose
+    with locked(output):  # from the start: minutes of work come before the file
+        _check(bits, size, output, plot, overwrite)  # again: another process may have written it since
+        nbytes = None if size is None else parse_size(size)
+        scheme = options.scheme(weights_later=True)
+        from ...models import Checkpoint
+        from ...quantize.allocation import allocate as choose
 
-    method = resolve_method(Checkpoint(model), scheme, rounding, is_mix=True)
-    text = _text(model, rounding, measure)
+        method = resolve_method(Checkpoint(model), scheme, rounding, is_mix=True)
+        text = _text(model, rounding, measure)
 
-    allocation = choose(
-        model,
-        bits=bits,
-        nbytes=nbytes,
-        scheme=scheme,
-        candidates=None if candidates is None else candidates.split(","),
-        tables=not measure and options.embedding is None and options.head is None,
-        method=method,
-        calibration=text.ids,
-        calibration_mask=text.mask,
-        measuring=measure,
-        seed=seed,
-        device=torch_device(device),
-    )
-    _report(allocation, output, plot, as_json)
+        allocation = choose(
+            model,
+            bits=bits,
+            nbytes=nbytes,
+            scheme=scheme,
+            candidates=None if candidates is None else candidates.split(","),
+            tables=not measure and options.embedding is None and options.head is None,
+            method=method,
+            calibration=text.ids,
+            calibration_mask=text.mask,
+            measuring=measure,
+            seed=seed,
+            device=torch_device(device),
+        )
+        _report(allocation, output, plot, as_json)
 
 
 def _report(allocation: Allocation, output: Path, plot: Path | None, as_json: bool) -> None:

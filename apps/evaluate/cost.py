@@ -1,4 +1,4 @@
-"""The cost of one decoded token, computed from a model's shapes and its scheme: bytes moved and operations.
+"""The cost of one decoded token, computed from a model's shapes and its scheme: bytes read and written, and operations.
 
 For one sequence with `context` tokens in the cache, including the new one. Bytes are those read from, or written to,
 memory per token: all weights in their formats, a row of the embedding (in addition to the whole table if it is the

@@ -11,8 +11,10 @@ import typer
 
 from ...cli import Json, Quiet, print_json, print_table, remark
 from ...io.errors import DiffbitError
-from ...io.files import check_within
+from ...io.fields import shown
+from ...io.files import check_within, size_text
 from ...io.hub import TRANSFORMERS_JS, HubName, hub_of, is_read
+from ...io.model_files import is_of_a_model
 from ...runtime import MANIFEST, Artifact
 from .card import Card, read_results
 
@@ -38,9 +40,9 @@ def push(
 ) -> None:
     """Upload an artifact or a checkpoint to the Hugging Face Hub, with a model card made from its manifest.
 
-    The model is verified first. The repository is made if it is not there; files of an earlier model in it are removed,
-    and other files stay. The token is that of `hf auth login`, or
-    HF_TOKEN.
+    The model is verified first, and the table of the files that are sent is printed. They are those that a model has:
+    never code, hidden files or logs. The repository is made if it is not there; files of an earlier model in it are
+    removed, and other files stay. The token is that of `hf auth login`, or HF_TOKEN.
     """
     name = HubName.parse(target)
     if name.path is not None or "/" not in name.repo:
@@ -48,6 +50,11 @@ def push(
     measurements = None if results is None else read_results(results)
     card = artifact_card(folder, name.repo) if (folder / MANIFEST).is_file() else checkpoint_card(folder, name.repo)
     text = replace(card, license=license, base_model=base_model, results=measurements).text()
+    sizes = {**card.files, README: len(text.encode())}
+    if not as_json:
+        print_table({"file": file, "bytes": size} for file, size in sizes.items())
+    elif not dry_run:
+        remark(f"{target} gets {', '.join(f'{file} ({size_text(size)})' for file, size in sizes.items())}")
     address, removed = None, list[str]()
     if not dry_run:
         files: dict[str, Path | bytes] = {file: folder / file for file in card.files}
@@ -56,7 +63,6 @@ def push(
         values = {"target": target, "files": dict(card.files), "card": text, "commit": address, "removed": removed}
         print_json(values)
         return
-    print_table({"file": file, "bytes": size} for file, size in (*card.files.items(), (README, len(text.encode()))))
     if dry_run:
         print(text)
     else:
@@ -70,8 +76,11 @@ def artifact_card(folder: Path, repo: str) -> Card:
     from ...runtime import verify
 
     artifact = Artifact.open(folder)
-    if others := [name for name in artifact.files if not is_read(name)]:
-        raise DiffbitError(f"{folder}: has {others[0]}, which is not uploaded: it is code; export without --library")
+    if others := artifact.strangers:
+        raise DiffbitError(
+            f"{folder}: has {shown(others[0])}, which is not uploaded: no model has such a file, and it may be code; "
+            "export without --library"
+        )
     if failed := verify(artifact.path).failures:
         raise DiffbitError("; ".join(f"{check.name}: {check.detail}" for check in failed))
     return Card(
@@ -98,7 +107,7 @@ def checkpoint_card(folder: Path, repo: str) -> Card:
     weights, entry = Weights(checkpoint), checkpoint.quantization or {}
     for name in shapes(checkpoint.config):
         weights.read(name)
-    files = sorted(file for file in folder.iterdir() if file.is_file() and is_read(file.name))
+    files = sorted(file for file in folder.iterdir() if file.is_file() and is_of_a_model(file.name))
     for file in files:
         check_within(folder, file)
     return Card(

@@ -34,8 +34,8 @@ from ...settings import Sampling
 try:
     from lm_eval.api.model import TemplateLM
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-except ModuleNotFoundError as error:
-    missing = MissingDependency(str(error.name), "tasks", "lm-evaluation-harness")
+except ImportError as error:
+    missing = MissingDependency("lm_eval", "tasks", "lm-evaluation-harness", error)
     if __name__ != "__main__":
         raise missing from None
     from ...cli import print_error

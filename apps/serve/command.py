@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...cli import AUTO, ArtifactPaths, Quantize, Quiet, Think, as_artifacts, remark, think_of, with_settings
-from ...io.errors import DiffbitError, MissingDependency
+from ...io.errors import DiffbitError, needs
 from ...io.files import parse_size
 from ...settings import SessionOptions
 
@@ -82,14 +82,12 @@ def serve(
     """
     from ...runtime import Artifact, slowdowns
 
-    try:
+    with needs("serve", "serve", "diffbit serve"):
         import llguidance  # noqa: F401 (a request may need it)
         import uvicorn  # noqa: F401
 
         from .openai_requests import Served
         from .server import Server
-    except ModuleNotFoundError as error:
-        raise MissingDependency(str(error.name), "serve", "diffbit serve") from None
     if rows < 1 or queue < 0:
         raise DiffbitError(f"--rows is {rows} and --queue is {queue}, wanted at least 1 and at least 0")
     key = os.environ.get(KEY) if api_key is None else api_key  # typer takes an empty variable for none

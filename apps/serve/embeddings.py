@@ -12,21 +12,22 @@ from numpy.typing import NDArray
 
 from ...io.errors import DiffbitError
 from ...io.fields import get, one_of
-from ...runtime import Session
+from ...runtime import POOLINGS, Session
 from .openai_requests import Prompts, Refused, Served, choose_model, known_fields, token_ids
 
 FIELDS = "model", "input", "encoding_format", "dimensions", "pooling", "user"
 HIDDEN = "hidden_states"
-POOLINGS = "mean", "last"
 MOST_TEXTS = 2048  # as OpenAI
 
 
-def embed(session: Session, ids: Sequence[int], pooling: str = "mean") -> NDArray[np.float32]:
-    """Return a unit vector [E]: the mean of the tokens' hidden states after the final norm, or the last one.
+def embed(session: Session, ids: Sequence[int], pooling: str | None = None) -> NDArray[np.float32]:
+    """Return a unit vector [E]: the mean of the tokens' hidden states after the final norm, or the last one; None: as
+    the artifact says.
 
     Raises DiffbitError for an artifact that gives logits, no tokens, or more than the context holds.
     """
     session.artifact.check_output(HIDDEN)
+    pooling = pooling or session.artifact.pooling
     if not len(ids):
         raise DiffbitError("a text without tokens has no embedding")
     session.reset()
@@ -53,7 +54,7 @@ class Embeddings:
         model.artifact.check_output(HIDDEN)
         texts = token_ids(get(body, "input", Prompts), model, "input", MOST_TEXTS)
         encoding = get(body, "encoding_format", Annotated[str, one_of("float", "base64")], "float")
-        pooling = get(body, "pooling", Annotated[str, one_of(*POOLINGS)], POOLINGS[0])
+        pooling = get(body, "pooling", Annotated[str, one_of(*POOLINGS)], model.artifact.pooling)
         width = model.artifact.width
         if (wanted := get(body, "dimensions", int, width)) != width:
             raise Refused(400, f"dimensions is {wanted}, wanted {width}: the model's width", param="dimensions")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Annotated, Any
 
-from ...io.errors import DiffbitError
+from ...io.errors import DiffbitError, shortened
 from ...io.fields import Count, FieldError, Rule, bounds, get, located, of_length, one_of, read, shown
 from ...io.files import folder_name
 from ...io.tokenizer_files import TOKENIZER
@@ -72,8 +72,8 @@ class Refused(Exception):
     """An error response: HTTP status, OpenAI's error type, and a message."""
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error", param: str | None = None):
-        super().__init__(message)
-        self.status, self.kind, self.param = status, kind, param
+        super().__init__(shortened(message))
+        self.status, self.kind, self.param = status, kind, None if param is None else shortened(param)
 
 
 class Served:

@@ -46,10 +46,11 @@ from ...calib_data import Corpus, Needles, Windows, load_text, shares_of, stream
 from ...formats import QTensor
 from ...io import plugins
 from ...io.drawing import require_matplotlib
-from ...io.errors import DiffbitError, MissingDependency
+from ...io.errors import DiffbitError, needs
 from ...io.files import check_apart, locked, write_json
 from ...io.processes import Processes, processes
 from ...io.progress import track
+from ...io.resources import require
 from ...models import Checkpoint, Decoder, save_adapter
 from ...models.attention import Attention
 from ...models.checkpoint import shapes
@@ -57,6 +58,7 @@ from ...models.mixers import Mixer
 from .checkpoint import FOLDER, last_checkpoint, read_training, restore, save_checkpoint
 from .config import TrainConfig
 from .data import TokenizerFiles, TrainingRows, prepare_tokenizer
+from .disk import disk_demand, present
 from .distill import Teacher
 from .folder import LOG, begin_run, check_folder, log_state, place_model, plot_losses, read_log, rewind_log
 from .head_norm import add_gains
@@ -98,8 +100,8 @@ def train(
     `resume` continues from the last checkpoint of the same run in `out`; on the CPU the losses equal those of an
     uninterrupted run bit for bit. `overwrite` deletes an earlier run in `out`. `render` makes text of conversations
     (calib_data.load_text). Under torchrun, call this in every
-    process. Raises DiffbitError for a folder, text, tokenizer or checkpoint that does not fit, and for a run that
-    diverges.
+    process. Raises DiffbitError for a folder, text, tokenizer or checkpoint that does not fit, for a disk without room
+    for the run's files (disk.py), and for a run that diverges.
     """
     out = Path(out)
     check_folder(out, resume=resume, overwrite=overwrite)
@@ -112,6 +114,9 @@ def train(
     here.wait()  # every process checks the folder before the first process writes there
     try:
         run = _prepared(config, out, here, render)  # reads all that goes into the run, and writes nothing
+        if here.first:
+            disk = disk_demand(run.model, run.config, sum(map(len, run.tokenizer_files.values())))
+            require(f"training into {out}", 0, disk - present(out), out)
         with locked(out) if here.first else nullcontext():
             return _train(run, resume)
     except BaseException as error:
@@ -344,10 +349,8 @@ def optimizer_class(config: TrainConfig) -> Callable[..., torch.optim.Optimizer]
     2110.02861); tensors of fewer than 4096 elements keep fp32. Raises MissingDependency without bitsandbytes."""
     if config.optimizer == "adamw":
         return partial(torch.optim.AdamW, fused=True)
-    try:
+    with needs("bitsandbytes", "lab", "the optimizer adamw8bit"):
         from bitsandbytes.optim import AdamW8bit
-    except ImportError:
-        raise MissingDependency("bitsandbytes", "lab", "the optimizer adamw8bit") from None
     return partial(AdamW8bit)
 
 

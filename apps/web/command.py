@@ -7,10 +7,17 @@ from typing import Annotated
 
 import typer
 
-from ...cli import ArtifactPath, Json, Overwrite, Quiet, as_artifacts, print_json, print_table, remark
+from ...cli import AUTO, ArtifactPath, Json, Overwrite, Quantize, Quiet, as_artifacts, print_json, print_table, remark
 from ...io.errors import DiffbitError
+from ...io.files import check_place
 
-EXAMPLES = {"web": ("diffbit web out/demo/diff_v1-onnx -o out/site", "python -m http.server -d out/site")}
+EXAMPLES = {
+    "web": (
+        "diffbit web out/demo/diff_v1-onnx -o out/site",
+        "diffbit web hf:HuggingFaceTB/SmolLM2-135M-Instruct -o out/smollm2-site",
+        "python -m http.server -d out/site",
+    )
+}
 
 
 def web(
@@ -30,6 +37,7 @@ def web(
             help="Write the page also without kernels for WebAssembly; low-bit models then take seconds per token.",
         ),
     ] = False,
+    quantize: Quantize = AUTO,
     overwrite: Overwrite = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -37,9 +45,9 @@ def web(
     """Write a static site that runs a model in the browser. Any web server can serve it; it loads nothing else.
 
     The page uses WebGPU if the browser has it, else WebAssembly, whose kernels are compiled before the first page is
-    written (a few minutes, once). A checkpoint is exported for WebGPU first (`diffbit export --target webgpu`); that
-    artifact runs on both. The page checks the files' hashes and keeps them in the browser; a download that was
-    interrupted goes on.
+    written (a few minutes, once). A model that is no artifact (a GGUF file, a Hugging Face folder or hf:ORG/NAME) is
+    quantized and exported first, and kept for the next time: the page has the artifact that `diffbit chat` runs. The
+    page checks the files' hashes and keeps them in the browser; a download that was interrupted goes on.
     """
     from . import build
     from .site import write_site
@@ -49,7 +57,8 @@ def web(
             build.check()
         except DiffbitError as error:
             raise DiffbitError(f"{error}; --slow writes a page that takes seconds per token") from None
-    with as_artifacts([artifact], "webgpu") as (path,):
+    check_place(output, overwrite=overwrite)
+    with as_artifacts([artifact], "cpu", quantize) as (path,):
         if not slow:
             build.bring_up_to_date()
         sizes = write_site(path, output, packages=packages, license=license, slow=slow, overwrite=overwrite)

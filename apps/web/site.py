@@ -1,4 +1,5 @@
-"""Writes a static site that runs an artifact in the browser: the page in page/, the artifact's files, and npm packages.
+"""Writes a static site that runs an artifact in the browser: the page in page/, what it reads of the artifact, and npm
+packages.
 
 The page is built on the files of the npm package in js/. The site needs only a server of static files. The page loads
 nothing from elsewhere; its content security policy forbids it. The npm packages are onnxruntime-web and Hugging Face's
@@ -12,6 +13,7 @@ import base64
 import hashlib
 import io
 import json
+import re
 import shutil
 import subprocess
 import tarfile
@@ -29,6 +31,13 @@ PAGE = Path(__file__).parent / "page"
 PACKAGE = Path(__file__).parent / "js"  # the npm package: `npm pack` makes it of this folder
 KERNELS = PACKAGE / "wasm"  # the runtime for WebAssembly
 ENTRY = "index.js"  # of the package, which imports by names that only node and bundlers resolve
+# The model's files that the page reads, as isRead in files.js has them. A site has no other file of an artifact: a page
+# or a script among them would run with all rights of the site's address
+IS_READ = re.compile(
+    r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|generation_config\.json|chat_template\.jinja"
+    r"|model\.onnx|onnx/model\.onnx|(model\.onnx\.data|onnx/model\.onnx_data)(_\d+)?",
+    re.ASCII,
+)
 MODEL_FOLDER, LIBRARIES, RUNNER = "model", "lib", "diffbit"
 
 
@@ -89,10 +98,11 @@ def write_site(
     check_apart(output, opened.path)
     if TOKENIZER not in opened.files:
         raise DiffbitError(f"{opened.path}: has no {TOKENIZER}, but a page needs it; export the model with --tokenizer")
-    for name, entry in opened.files.items():
-        if entry.bytes > FILE_BYTES:
+    names = [name for name in opened.files if IS_READ.fullmatch(name)]
+    for name in names:
+        if (size := opened.files[name].bytes) > FILE_BYTES:
             raise DiffbitError(
-                f"{opened.file(name)}: has {entry.bytes:,} bytes, but a browser loads at most {FILE_BYTES:,} per "
+                f"{opened.file(name)}: has {size:,} bytes, but a browser loads at most {FILE_BYTES:,} per "
                 "file; quantize the model to fewer bits"
             )
     if not slow and not any(KERNELS.glob("*.wasm")):
@@ -108,7 +118,7 @@ def write_site(
         for file in (*KERNELS.glob("*.js"), *KERNELS.glob("*.wasm")):
             shutil.copyfile(file, folder / RUNNER / KERNELS.name / file.name)
         (folder / MODEL_FOLDER).mkdir()
-        for name in (MANIFEST, *opened.files):
+        for name in (MANIFEST, *names):
             (folder / MODEL_FOLDER / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(opened.path / name, folder / MODEL_FOLDER / name)
         (folder / LIBRARIES).mkdir()

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import DiffbitError, MissingDependency
+from .errors import DiffbitError, needs
 from .files import write_atomic
 
 if TYPE_CHECKING:
@@ -35,10 +35,8 @@ SHORT, LONG = 14, 32  # characters of a model's name in a legend: of two columns
 
 def require_matplotlib() -> None:
     """Raise MissingDependency if matplotlib is not installed."""
-    try:
+    with needs("matplotlib", "lab", "drawing plots"):
         import matplotlib  # noqa: F401
-    except ImportError:
-        raise MissingDependency("matplotlib", "lab", "drawing plots") from None
 
 
 def check_plot(path: Path) -> None:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from functools import cache
+from itertools import islice
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -49,6 +50,7 @@ class Rule:
 
     words: str
     allows: Callable[[Any], object]
+    is_of_length: bool = False  # then it is tested before the entries are read: there may be millions
 
 
 def bounds(low: float, high: float | None = None, words: str = "") -> Rule:
@@ -57,7 +59,7 @@ def bounds(low: float, high: float | None = None, words: str = "") -> Rule:
 
 
 def of_length(low: int, high: int) -> Rule:
-    return Rule(f"{{}} of {low} to {high} entries", lambda value: low <= len(value) <= high)
+    return Rule(f"{{}} of {low} to {high} entries", lambda value: low <= len(value) <= high, is_of_length=True)
 
 
 def one_of(*choices: Any, words: str = "") -> Rule:
@@ -123,13 +125,24 @@ def located(place: object, advice: str = "") -> Iterator[None]:
 
 
 def shown(value: object) -> str:
-    """Return a value as messages quote it."""
+    """Return a value as messages quote it: its beginning, if it is long."""
     try:
-        text = repr(value)
+        text = repr(_beginning(value))
     except (ValueError, RecursionError):  # an integer of thousands of digits; lists in lists in lists
         text = f"a large {type(value).__name__}"
     size = f" ({len(value)} entries)" if isinstance(value, list | tuple) else ""
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}...{size}"
+
+
+def _beginning(value: Any) -> Any:
+    """As much of a value as `shown` can show: without it, its text might have gigabytes."""
+    if isinstance(value, str | bytes):
+        return value[:LONGEST]
+    if type(value) in (list, tuple):
+        return type(value)(map(_beginning, value[:LONGEST]))
+    if type(value) is dict:
+        return {_beginning(key): _beginning(item) for key, item in islice(value.items(), LONGEST)}
+    return value
 
 
 def _fit(kind: Any, value: Any, place: str, extra: bool) -> Any:
@@ -138,6 +151,9 @@ def _fit(kind: Any, value: Any, place: str, extra: bool) -> Any:
     if origin is Annotated and callable(inner[1]):
         return value if isinstance(value, inner[0]) else inner[1](value, place)
     if origin is Annotated:
+        lengths = inner[1:] if isinstance(value, list | tuple | Mapping) else ()
+        if not all(rule.allows(value) for rule in lengths if rule.is_of_length):
+            return _WRONG
         result = _fit(inner[0], value, place, extra)
         return result if result is not _WRONG and all(rule.allows(result) for rule in inner[1:]) else _WRONG
     if origin in (Union, UnionType):

@@ -24,6 +24,7 @@ from . import durable
 from .errors import DiffbitError
 
 MARKERS = ("config.json", "diffbit.json", "site.json")  # only a folder with one of these is overwritten
+MOST_JSON = 1 << 28  # bytes of a JSON file
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
@@ -228,11 +229,16 @@ def check_apart(output: str | Path, *sources: str | Path) -> None:
             raise DiffbitError(f"{output}: is or contains {source}, which this command reads; choose another folder")
 
 
-def read_json(path: str | Path) -> dict[str, Any]:
-    """Read the object in a JSON file. Raises DiffbitError if the file is missing, unreadable or not an object."""
+def read_json(path: str | Path, most: int = MOST_JSON) -> dict[str, Any]:
+    """Read the object in a JSON file of at most `most` bytes. Raises DiffbitError if the file is missing, unreadable,
+    larger, or not an object."""
     path = Path(path)
     try:
-        return parse_json(path.read_bytes(), path)
+        with open(path, "rb") as file:
+            data = file.read(most + 1)
+        if len(data) > most:
+            raise DiffbitError(f"{path}: is larger than {size_text(most)}, the most that is read of such a file")
+        return parse_json(data, path)
     except FileNotFoundError:
         raise DiffbitError(f"{path}: no such file") from None
     except OSError as error:

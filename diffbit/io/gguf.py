@@ -22,7 +22,7 @@ import numpy as np
 from .errors import DiffbitError
 from .fields import FieldError, bounds, located, read, shown
 
-SUFFIX = ".gguf"
+SUFFIX, MAGIC = ".gguf", b"GGUF"
 VERSIONS = (2, 3)
 NUMBERS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "bool", 10: "u8", 11: "i8", 12: "f8"}
 FLOAT32, STRING, ARRAY = 6, 8, 9
@@ -30,6 +30,10 @@ KINDS = {int: "iu", float: "iuf"}  # of numpy's types, those that `GGUF.array` t
 WORDS = {str: "texts", int: "whole numbers", float: "finite numbers"}
 MOST_DIMENSIONS = 4
 LARGE = 1 << 24  # bytes of a file whose header is kept
+# Limits of a header, several times what any model has. A file with holes in it is as long as it likes at no cost
+MOST_TENSORS, MOST_PAIRS = 1 << 17, 1 << 13
+MOST_ENTRIES = 1 << 21  # of arrays, in all: each token of a vocabulary has a text, a score and a type
+HEADER_BYTES = 1 << 28
 ALIGNMENT = Annotated[int, bounds(1, 1 << 20)]
 
 
@@ -52,6 +56,12 @@ class GGUF:
         value = self._metadata.get(key)
         return default if value is None else read(kind, _plain(value), key)
 
+    def below(self, prefix: str) -> dict[str, Any]:
+        """Return the metadata whose keys begin with `prefix`, by the rest of the key."""
+        return {
+            key.removeprefix(prefix): _plain(value) for key, value in self._metadata.items() if key.startswith(prefix)
+        }
+
     def array(self, key: str, kind: type[str] | type[int] | type[float]) -> list[Any]:
         """Return an array as a list of str, int or (finite) float; empty if absent. Raises DiffbitError as `get` does.
 
@@ -69,8 +79,9 @@ def _plain(value: Any) -> Any:
 
 
 def find_gguf(path: Path) -> Path | None:
-    """`path` itself if it is named *.gguf, or the only such file in a folder without safetensors; otherwise None."""
-    if path.suffix.lower() == SUFFIX and not path.is_dir():
+    """`path` itself if it is named *.gguf or begins as such a file does (ollama's have no ending), or the only file of
+    that name in a folder without safetensors; otherwise None."""
+    if not path.is_dir() and (path.suffix.lower() == SUFFIX or _begins_as_gguf(path)):
         return path
     if not path.is_dir() or any(path.glob("*.safetensors")) or (path / "diffbit.json").exists():
         return None
@@ -78,6 +89,14 @@ def find_gguf(path: Path) -> Path | None:
     if len(files) > 1:
         raise DiffbitError(f"{path}: holds {len(files)} GGUF files; name one of them, such as {files[0]}")
     return files[0] if files else None
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    try:
+        with path.open("rb") as stream:
+            return path.is_file() and stream.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
 
 
 def read_gguf(file: Path) -> GGUF:
@@ -112,16 +131,17 @@ class _Reader:
         self.file, self.stream = file, stream
         self.status = os.fstat(stream.fileno())
         self.size = self.status.st_size
+        self.entries = 0  # of the arrays so far
 
     def header(self) -> GGUF:
-        if (magic := self.stream.read(4)) != b"GGUF":
+        if (magic := self.stream.read(4)) != MAGIC:
             raise DiffbitError(f"{self.file}: is not a GGUF file: it begins with {magic!r}, wanted b'GGUF'")
         version = self.number("I")
         if version not in VERSIONS:
             raise DiffbitError(f"{self.file}: has GGUF version {version}, wanted 2 or 3 (little-endian)")
         tensors, pairs = self.number("Q"), self.number("Q")
         metadata: dict[str, Any] = {}
-        for _ in range(self.fitting(pairs, 13)):
+        for _ in range(self.limited(self.fitting(pairs, 13), MOST_PAIRS, "metadata")):
             key = self.string()
             if key in metadata:
                 raise self.damaged(f"holds the metadata {key!r} twice")
@@ -134,7 +154,7 @@ class _Reader:
                 f"{self.file}: is one of {count} parts of a model; join them with llama-gguf-split --merge"
             )
         relative: dict[str, TensorInfo] = {}
-        for _ in range(self.fitting(tensors, 32)):
+        for _ in range(self.limited(self.fitting(tensors, 32), MOST_TENSORS, "tensors")):
             name = self.string()
             if name in relative:
                 raise self.damaged(f"holds the tensor {name!r} twice")
@@ -162,6 +182,8 @@ class _Reader:
             return self.string()
         if kind == ARRAY:
             kind, count = self.number("I"), self.number("Q")
+            self.entries += self.fitting(count, 1)
+            self.limited(self.entries, MOST_ENTRIES, "entries of arrays")
             if kind == STRING:
                 return [self.string() for _ in range(self.fitting(count, 8))]
             dtype = self.dtype(kind)
@@ -184,10 +206,18 @@ class _Reader:
         return int(struct.unpack(f"<{code}", self.read(struct.calcsize(code)))[0])
 
     def read(self, count: int) -> bytes:
+        if self.stream.tell() + count > HEADER_BYTES:
+            raise self.damaged(f"has a header of more than {HEADER_BYTES:,} bytes, the most that are read")
         data = self.stream.read(self.fitting(count, 1))
         if len(data) != count:
             raise self.damaged("is cut short")
         return data
+
+    def limited(self, count: int, most: int, what: str) -> int:
+        """Return `count` if it is at most `most`, else raise."""
+        if count > most:
+            raise self.damaged(f"announces {count:,} {what}, more than the {most:,} that are read")
+        return count
 
     def fitting(self, count: int, size: int) -> int:
         """Return `count` if the rest of the file can hold that many entries of at least `size` bytes, else raise."""

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
 
-from .errors import DiffbitError, MissingDependency
+from .errors import DiffbitError, needs
 from .files import read_json
 from .progress import is_quiet
 
@@ -119,12 +119,10 @@ def _only_gguf(hub: ModuleType, name: HubName, folder: Path) -> str:
 @contextmanager
 def hub_of(name: HubName) -> Iterator[ModuleType]:
     """huggingface_hub, with its errors as DiffbitErrors, and with progress bars only on a terminal."""
-    try:
+    with needs("huggingface_hub", "hub", str(name)):
         import huggingface_hub as hub
         from huggingface_hub import errors
         from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-    except ModuleNotFoundError:
-        raise MissingDependency("huggingface_hub", "hub", str(name)) from None
     silent = (is_quiet() or not sys.stderr.isatty()) and not are_progress_bars_disabled()
     if silent:
         disable_progress_bars()

@@ -3,7 +3,7 @@
 The format (github.com/huggingface/safetensors): 8 bytes little-endian length n, n bytes of UTF-8 JSON
 {name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {text: text}}, then the data, offsets counted
 from its start. Every byte of the data belongs to one tensor. Files that the format's own library refuses are refused
-here, and so are duplicate keys, of which that library may take the last.
+here, and so are duplicate keys, of which that library may take the last, and headers of millions of tensors.
 
 Tensors are read into their own memory rather than mapped: mapped pages count as resident, so streaming a large file
 through a map peaks at the file's size, and truncating a mapped file kills the process.
@@ -41,10 +41,19 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    # of other tools' layouts, which their readers refuse by name
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
 }
 LIMIT = 1 << 63  # of sizes and their products
-HEADER_LIMIT = 100_000_000  # bytes; the limit of the safetensors library itself
-
+HEADER_LIMIT = 16 << 20  # bytes; the library safetensors allows 100 MB. A header has about 100 bytes a tensor
+MOST_TENSORS = 100_000  # of a file; a model with more of them has several files
+COLONS = 4 * MOST_TENSORS + 100_000  # of a header: four a tensor, and some in the metadata
 
 Size = Annotated[int, bounds(0, LIMIT - 1)]
 Shape = Annotated[
@@ -118,12 +127,22 @@ def read_header(file: Path) -> dict[str, Entry]:
             status = os.fstat(stream.fileno())
             size = status.st_size
             length = int.from_bytes(stream.read(8), "little")
-            if size < 8 or length > min(size - 8, HEADER_LIMIT):
+            if HEADER_LIMIT < length <= size - 8:
+                raise DiffbitError(
+                    f"{file}: its safetensors header has {length:,} bytes, more than the {HEADER_LIMIT:,} that are "
+                    "read; split the model into several files"
+                )
+            if size < 8 or length > size - 8:
                 raise DiffbitError(
                     f"{file}: is not a safetensors file, or is cut short ({size} bytes, but its header would end at "
                     f"byte {8 + length}); copy it again"
                 )
             text = stream.read(length).decode()
+        if text.count(":") > COLONS:  # counted before it is parsed, which would take seconds
+            raise DiffbitError(
+                f"{file}: its safetensors header lists more than {MOST_TENSORS:,} tensors, the most that are read of a "
+                "file; split the model into several files"
+            )
         header = json.loads(text, object_pairs_hook=partial(_unique, file), parse_constant=_no_number)
     except OSError as error:
         raise DiffbitError(f"{file}: cannot be read ({error.strerror})") from None

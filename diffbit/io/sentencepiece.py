@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import DiffbitError, MissingDependency
+from .errors import DiffbitError, needs
 from .files import read_json
 
 if TYPE_CHECKING:
@@ -61,10 +61,8 @@ def _beside(file: Path, name: str) -> dict[str, Any]:
 
 def _read(file: Path) -> Any:
     """The ModelProto in a tokenizer.model. Raises DiffbitError if sentencepiece cannot load the file."""
-    try:
+    with needs("sentencepiece (and protobuf)", "lab", f"converting {file}"):
         from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
-    except ModuleNotFoundError:
-        raise MissingDependency("sentencepiece (and protobuf)", "lab", f"converting {file}") from None
     try:
         data = file.read_bytes()
         SentencePieceProcessor().LoadFromSerializedProto(data)

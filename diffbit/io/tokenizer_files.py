@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from .errors import DiffbitError, MissingDependency
+from .errors import DiffbitError, needs
 from .fields import bounds, located
-from .files import check_within
+from .files import check_within, parse_json
 from .gguf import GGUF, find_gguf, read_gguf
 from .sentencepiece import CONTROL, SENTENCEPIECE, USER_DEFINED, bpe, from_sentencepiece, merges, put_around, spaces
 
@@ -24,14 +24,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TOKENIZER = "tokenizer.json"
-TOKENIZER_FILES = (
-    TOKENIZER,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "chat_template.jinja",
-)
+CONFIG, TEMPLATE, TOOLS = "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
+TOKENIZER_FILES = (TOKENIZER, CONFIG, "special_tokens_map.json", "generation_config.json", TEMPLATE)
 
+ADDED, LAST = "added_tokens.json", 1 << 62
 MOST_BYTES = 128 << 20  # of a tokenizer.json; with a vocabulary of 256,000 tokens it has 33 MB
 MOST_GROWTH = 10_000  # maximum factor by which a tokenizer may lengthen a text
 
@@ -78,24 +74,85 @@ def tokenizer_files(path: Path) -> dict[str, bytes]:
         contents = {name: file.read_bytes() for name, file in paths.items() if file.is_file()}
     except OSError as error:
         raise DiffbitError(f"{path}: its tokenizer cannot be read ({error.strerror})") from None
-    return contents | ({TOKENIZER: from_sentencepiece(pieces)} if convert else {})
+    tools = folder / TOOLS
+    if tools.is_file() and TEMPLATE in contents:  # named templates, in the one file that an artifact can hold
+        check_within(folder, tools)
+        config = parse_json(contents.get(CONFIG, b"{}"), folder / CONFIG)
+        texts = {"default": contents.pop(TEMPLATE), "tool_use": tools.read_bytes()}
+        named = [{"name": name, "template": text.decode(errors="replace")} for name, text in texts.items()]
+        contents[CONFIG] = json.dumps(config | {"chat_template": named}, indent=2, ensure_ascii=False).encode()
+    if convert:
+        return contents | {TOKENIZER: from_sentencepiece(pieces)}
+    further = _further_tokens(folder, contents)
+    if not further or TOKENIZER not in contents:
+        return contents
+    return contents | {TOKENIZER: _with_tokens(contents[TOKENIZER], further, paths[TOKENIZER])}
 
 
-def open_tokenizer(data: bytes, path: Path) -> Tokenizer:
+def _further_tokens(folder: Path, contents: dict[str, bytes]) -> dict[str, dict[str, Any]]:
+    """Return the tokens {text: {"id", "special", ...}} that other files than tokenizer.json name and it does not add:
+    those of added_tokens_decoder in tokenizer_config.json, or else of added_tokens.json, and additional_special_tokens
+    of tokenizer_config.json and special_tokens_map.json; as transformers does."""
+
+    def parsed(name: str) -> dict[str, Any]:
+        return parse_json(contents[name], folder / name) if name in contents else {}
+
+    config, named = parsed(CONFIG), parsed("special_tokens_map.json")
+    decoder = config.get("added_tokens_decoder")
+    tokens: dict[str, dict[str, Any]] = {}
+    if isinstance(decoder, dict) and decoder:
+        entries = ({"id": id, **entry} for id, entry in decoder.items() if isinstance(entry, dict))
+        tokens = {str(entry.get("content")): entry for entry in entries}
+    elif (added := folder / ADDED).is_file():
+        check_within(folder, added)
+        tokens = {text: {"id": id} for text, id in parse_json(added.read_bytes(), added).items()}
+    special = [config.get("additional_special_tokens"), named.get("additional_special_tokens")]
+    for token in (token for listed in special if isinstance(listed, list) for token in listed):
+        entry = token if isinstance(token, dict) else {"content": token, "normalized": False}
+        if isinstance(entry.get("content"), str):
+            tokens.setdefault(entry["content"], entry)
+            tokens[entry["content"]]["special"] = True
+    known = contents.get(TOKENIZER, b"")
+    # most files have all of them, and looking for their texts is faster than parsing 30 MB of JSON
+    return {
+        text: entry
+        for text, entry in tokens.items()
+        if not any(f'"content":{space}{json.dumps(text, ensure_ascii=False)}'.encode() in known for space in ("", " "))
+    }
+
+
+def _with_tokens(data: bytes, tokens: dict[str, dict[str, Any]], path: Path) -> bytes:
+    """Return a tokenizer.json with further added tokens. Raises DiffbitError if they would not have their ids."""
+    from tokenizers import AddedToken
+
+    backend = open_tokenizer(data, path, keep=True)
+    for text, entry in sorted(tokens.items(), key=lambda item: int(item[1].get("id", LAST))):
+        flags = {name: bool(entry[name]) for name in ("lstrip", "rstrip", "single_word", "normalized") if name in entry}
+        backend.add_tokens([AddedToken(text, special=bool(entry.get("special", False)), **flags)])
+        id = backend.token_to_id(text)
+        if "id" in entry and id != int(entry["id"]):
+            raise DiffbitError(
+                f"{path}: the added token {text!r} has id {entry['id']} in the files beside it, but {id} after the "
+                "tokens of this file; the files do not belong together"
+            )
+    return backend.to_str().encode()
+
+
+def open_tokenizer(data: bytes, path: Path, *, keep: bool = False) -> Tokenizer:
     """The tokenizer in `data`, the bytes of a tokenizer.json, without the padding and truncation that it may set.
 
-    path: for messages. Raises DiffbitError if it is not a tokenizer, is too large, or may make a text too long.
+    path: for messages. keep: keep these. Raises DiffbitError if it is not a tokenizer, is too large, or may make a text
+    too long.
     """
-    try:
+    with needs("tokenizers", "cpu", "reading a tokenizer.json"):
         import tokenizers
-    except ModuleNotFoundError:
-        raise MissingDependency("tokenizers", "cpu", "reading a tokenizer.json") from None
     if len(data) > MOST_BYTES:
         raise DiffbitError(f"{path}: is larger than {MOST_BYTES >> 20} MiB, too large for a tokenizer.json")
     with tokenizer_errors(path, "is not a tokenizer.json that tokenizers can read"):
         backend = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
-        backend.no_padding()
-        backend.no_truncation()
+        if not keep:
+            backend.no_padding()
+            backend.no_truncation()
         parts = {part: getattr(backend, part) for part in ("normalizer", "pre_tokenizer", "decoder")}
         growth = {part: _growth(json.loads(state.__getstate__())) for part, state in parts.items() if state is not None}
     for part, times in growth.items():
@@ -138,17 +195,14 @@ def from_gguf(header: GGUF) -> dict[str, bytes]:
         model, template = (header.get(f"tokenizer.{key}", str) for key in ("ggml.model", "chat_template"))
     if model in (None, "none", "no_vocab"):
         return {}
-    try:
-        with located(header.file):
-            if model == "gpt2":
-                backend, add_bos = _byte_level(header)
-            elif model == "llama":
-                backend, add_bos = _sentencepiece(header), True
-            else:
-                raise DiffbitError(f"its tokenizer is {model!r}, wanted 'gpt2' (BPE) or 'llama' (SentencePiece)")
-            options = _special_tokens(header, backend, add_bos)
-    except ModuleNotFoundError:
-        raise MissingDependency("tokenizers", "cpu", "reading the tokenizer of a GGUF file") from None
+    with needs("tokenizers", "cpu", "reading the tokenizer of a GGUF file"), located(header.file):
+        if model == "gpt2":
+            backend, add_bos = _byte_level(header)
+        elif model == "llama":
+            backend, add_bos = _sentencepiece(header), True
+        else:
+            raise DiffbitError(f"its tokenizer is {model!r}, wanted 'gpt2' (BPE) or 'llama' (SentencePiece)")
+        options = _special_tokens(header, backend, add_bos)
     texts = {TOKENIZER: backend.to_str(pretty=True), "tokenizer_config.json": json.dumps(options, indent=2)}
     if template:
         texts["chat_template.jinja"] = template

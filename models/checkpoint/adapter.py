@@ -132,6 +132,8 @@ def merged(weight: Tensor, low_rank: LowRank, rows: Tensor | None, first: int) -
 
 
 def _check(values: Mapping[str, Any]) -> None:
+    if "peft_type" not in values and "lora_parameters" in values:
+        raise DiffbitError("is of mlx-lm's adapter, wanted PEFT's; fuse it (mlx_lm.fuse) and pass the fused model")
     kind = get(values, "peft_type", str)
     if kind != "LORA":
         raise DiffbitError(f"peft_type is {shown(kind)}, wanted LORA; {MERGE}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ...io import files
 from ...io.errors import DiffbitError
@@ -18,6 +19,11 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 GENERATION = "generation_config.json"
+# Files that say how the weights are quantized where config.json does not: {name: quant_method}
+QUANTIZATION = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+MODULES, POOLING = "modules.json", "1_Pooling"  # of sentence-transformers
+POOLINGS = {"lasttoken": "last", "pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
+PLAIN_MODULES = ("Transformer", "Pooling", "Normalize")  # what an embedding model consists of; vectors have length 1
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of PEFT (adapter.py)
 
 
@@ -79,6 +85,44 @@ def find_tensors(folder: Path, single: str) -> dict[str, Entry]:
             "model as safetensors (in transformers: save_pretrained(..., safe_serialization=True))"
         )
     raise DiffbitError(f"{folder}: holds no weights, wanted {single} or {INDEX}")
+
+
+def find_pooling(folder: Path) -> str | None:
+    """Return how an embedding model's authors pool its hidden states, from the files of sentence-transformers: "mean",
+    "last", or the words of a way that diffbit does not have; None: the folder does not say."""
+    more = ""
+    if (folder / MODULES).is_file():
+        data = inside(folder, MODULES, folder).read_bytes()
+        modules = get(files.parse_json(b'{"list": %s}' % data, folder / MODULES), "list", tuple[Any, ...])
+        kinds = [str(one.get("type")).rpartition(".")[2] for one in modules if isinstance(one, dict)]
+        more = "".join(f", then {kind}" for kind in kinds if kind not in PLAIN_MODULES)
+    place = folder / POOLING
+    if not (place / "config.json").is_file():
+        return more.removeprefix(", ") or None
+    files.check_within(folder, place / "config.json")
+    values = files.read_json(place / "config.json")
+    modes = [name for name, value in values.items() if name.startswith("pooling_mode_") and value is True]
+    if (named := values.get("pooling_mode")) is not None:
+        modes = [str(mode) for mode in (named if isinstance(named, list) else [named])]
+    return (", ".join(POOLINGS.get(mode, mode) for mode in modes) + more) or None
+
+
+def find_quantization(folder: Path, values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return how the weights are quantized, from config.json or the files that some tools write in place of its field,
+    with the quant_method that it stands for; None: they are float."""
+    entry: dict[str, Any] | None = get(values, "quantization_config", Mapping[str, Any], None)
+    if entry is not None:
+        if "quant_method" in entry or "quantizer" in entry:
+            return entry
+        if entry.get("load_in_4bit") or entry.get("load_in_8bit"):
+            return entry | {"quant_method": "bitsandbytes"}
+        return entry | ({"quant_method": "mlx"} if "quantization" in values else {})
+    if isinstance(values.get("quantization"), Mapping):
+        return {"quant_method": "mlx", **values["quantization"]}
+    for name, method in QUANTIZATION.items():
+        if (folder / name).is_file():
+            return {"quant_method": method} | files.read_json(inside(folder, name, folder))
+    return None
 
 
 def _indexed(folder: Path, index: Path) -> dict[str, Entry]:

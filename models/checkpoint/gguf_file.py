@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...io.errors import DiffbitError, MissingDependency
+from ...io.errors import DiffbitError, needs
 from ...io.fields import located
 from ...io.gguf import GGUF, read_gguf
 from ...io.safetensors import Entry, stamp
-from ..families._gguf import ROPE_FREQS, fields
+from ..families._gguf import ROPE_FREQS, fields, pooling
 
 FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml's type numbers
 CHUNK = 8 << 20  # bytes of float32
@@ -81,6 +81,11 @@ def open_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
         return fields(header, None if factors is None else factors.read().numpy()), entries
 
 
+def open_pooling(file: Path) -> str | None:
+    """Return how a file's embeddings are made; None: it does not say."""
+    return pooling(read_gguf(file))
+
+
 def _entry(header: GGUF, name: str) -> GGUFEntry:
     info, file = header.tensors[name], header.file
     if info.type in FLOATS:
@@ -109,11 +114,9 @@ def _block(type: int, where: str) -> tuple[int, int]:
     if type in LEVELS:
         weights, levels = LEVELS[type]
         return weights, 2 + weights * (len(levels) - 1).bit_length() // 8
-    try:
+    with needs("gguf", "lab", "reading a quantized GGUF file"):
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
         from gguf.quants import dequantize
-    except ModuleNotFoundError:
-        raise MissingDependency("gguf", "lab", "reading a quantized GGUF file") from None
     try:
         known = GGMLQuantizationType(type)
         dequantize(np.zeros((1, GGML_QUANT_SIZES[known][1]), np.uint8), known)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...io import files
 from ...io.errors import DiffbitError
-from ...io.fields import get, located
+from ...io.fields import located
 from ...io.gguf import find_gguf
 from ...io.safetensors import Entry
 from ...io.sentencepiece import SENTENCEPIECE
@@ -32,9 +32,20 @@ from ..families._family import Stored
 from ..families._gguf import GGUFFamily
 from ..families._huggingface import special_tokens
 from .adapter import Adapter, LowRank, merged
-from .folder import GENERATION, INDEX, check_folder, check_no_adapter, find_tensors, inside
-from .gguf_file import open_gguf
+from .folder import (
+    GENERATION,
+    INDEX,
+    check_folder,
+    check_no_adapter,
+    find_pooling,
+    find_quantization,
+    find_tensors,
+    inside,
+)
+from .gguf_file import open_gguf, open_pooling
 from .names import EMBEDDING, FLOATS, HEAD, layer_of, linear_of, reorder, shapes, stays_float32
+
+BODY = "model."  # of the names of all tensors but the head's
 
 
 class Checkpoint:
@@ -66,10 +77,13 @@ class Checkpoint:
         self._source = source
         self._described = source if gguf is None else "its metadata"  # by what
         with located(source):
-            self.quantization: dict[str, Any] | None = get(values, "quantization_config", Mapping[str, Any], None)
+            self.quantization: dict[str, Any] | None = find_quantization(self.path, values) if gguf is None else None
             family = family.opened(values, stored)
             self._family = family if gguf is None else GGUFFamily(family.model_type, family)
             self.config: ModelConfig = self._family.read(values)
+            if self.config.pooling is None:
+                pooled = find_pooling(self.path) if gguf is None else open_pooling(gguf)
+                self.config = replace(self.config, pooling=pooled)
         self._names_in_transformers = family
         if self.quantization is not None and not self._family.quantized:
             raise DiffbitError(f"{source}: is quantized, and quantized folders of this layout are not read")
@@ -78,7 +92,7 @@ class Checkpoint:
             with located(generation):
                 # its tokens take precedence, as in transformers
                 self.config = replace(self.config, **special_tokens(files.read_json(generation)))
-        stored = {name: entry for name, entry in stored.items() if not self._family.ignores(name)}
+        stored = {_prefixed(name, stored): entry for name, entry in stored.items() if not self._family.ignores(name)}
         if self.adapter is not None:
             self._replace(self.adapter, stored)
         self._tied_head = stored.pop(HEAD, None) if self.config.tie_embeddings else None
@@ -122,7 +136,7 @@ class Checkpoint:
                 f"{self.path}: is quantized, and an adapter is merged into float weights; pass the float model that it "
                 "was made from"
             )
-        untied = replace(self.config, tie_embeddings=False)
+        untied = replace(self.config, tie_embeddings=False, hidden_scale=1.0)
         there, on_disk = (
             {name: family.stored(untied, name) for name in shapes(untied)}
             for family in (self._names_in_transformers, self._family)
@@ -196,8 +210,8 @@ class Checkpoint:
                     hint = "; if the head shares the embedding, config.json must say tie_word_embeddings: true"
                 raise DiffbitError(f"{self.path}: tensor {name} of shape {shape} is missing from the weights{hint}")
             entry = stored[name]
-            if self._is_part(name, expected) and entry.dtype not in FLOATS:
-                continue
+            if self._is_part(name, expected) and (entry.dtype not in FLOATS or f"{name}.absmax" in stored):
+                continue  # bitsandbytes may store codes as floats
             if entry.shape != shape:
                 raise DiffbitError(
                     f"{entry.file}: tensor {name} has shape {entry.shape}, wanted {shape} from {self._described}"
@@ -301,6 +315,10 @@ class Checkpoint:
         _check_finite(entry, name, tensor)
         return tensor
 
+    def read_bytes(self, name: str) -> Tensor:
+        """Read a tensor's bytes, uint8, whatever its dtype."""
+        return self._entries[name].stored_bytes()
+
     def sha256(self) -> str:
         """Hash the model: the lines "<sha256> <name>" of config.json and the weight files, sorted by name."""
         sources = {entry.file for entry in self._stored.values()} | {self._source}
@@ -354,6 +372,13 @@ def _check_finite(entry: Entry, name: str, tensor: Tensor) -> None:
     low, high = torch.aminmax(tensor)  # both NaN if any is; unlike isfinite() it allocates nothing
     if not (torch.isfinite(low) and torch.isfinite(high)):
         raise DiffbitError(f"{entry.file}: tensor {name} holds NaN or infinity; the checkpoint is damaged")
+
+
+def _prefixed(name: str, stored: Mapping[str, Entry]) -> str:
+    """Return the name that a tensor of transformers' AutoModel, such as an embedding model's, has in the model with a
+    head."""
+    is_bare = EMBEDDING.removeprefix(BODY) in stored and EMBEDDING not in stored
+    return f"{BODY}{name}" if is_bare and name != HEAD else name
 
 
 def _label(dtype: torch.dtype) -> str:

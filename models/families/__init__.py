@@ -14,13 +14,21 @@ from ...io import plugins
 from ...io.errors import DiffbitError
 from ..config import ModelConfig
 from ..layers.rope import interleaved
-from ._family import Family, Stored, parts
-from ._huggingface import HuggingFace, attention_of, common_fields, special_tokens
+from ._changing import check_fields
+from ._family import ROPE, Family, Stored, parts
+from ._huggingface import (
+    FULL,
+    SLIDING,
+    HuggingFace,
+    attention_of,
+    common_fields,
+    layer_types,
+    special_tokens,
+)
 
 __all__ = [
-    "Family", "HuggingFace", "Stored", "attention_of", "diff_llama_v2", "diffllama", "families", "family_for",
-    "family_of", "interleaved", "model_types", "parts",
-    "special_tokens",
+    "FULL", "ROPE", "SLIDING", "Family", "HuggingFace", "Stored", "attention_of", "diff_llama_v2", "diffllama",
+    "families", "family_for", "family_of", "interleaved", "layer_types", "model_types", "parts", "special_tokens",
 ]  # fmt: skip
 
 GENERIC = "diffbit"  # can represent every model
@@ -39,9 +47,12 @@ def model_types() -> set[str]:
 
 
 def family_of(values: Mapping[str, Any]) -> Family:
-    """Return the family of a parsed config.json."""
+    """Return the family of a parsed config.json. Raises DiffbitError for a field that changes what the model
+    computes, and that the family does not read."""
     for family in families():
         if family.knows(values):
+            if family.model_type != GENERIC:  # which refuses every unknown field itself
+                check_fields(values, family.reads)
             return family
     known = sorted(model_types())
     raise DiffbitError(f"model_type is {values.get('model_type')!r}, wanted one of {', '.join(known)}")

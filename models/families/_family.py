@@ -16,6 +16,10 @@ from torch import Tensor
 
 from ..config import ModelConfig
 
+ROPE = frozenset((
+    "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings",
+))  # fmt: skip
+
 
 @dataclass(frozen=True, eq=False)
 class Stored:
@@ -55,11 +59,13 @@ class Family(ABC):
 
     writes: a rank. Of the families that can represent a model, the one with the lowest rank writes it (`family_for`).
     All but diffbit's generic one have 1, and no two of these can represent the same model. None: the family only reads
-    folders.
+    folders. reads: the fields among those of _changing.py that `read` computes or refuses itself; others are refused
+    before.
     """
 
     model_type: str
     writes: int | None = field(default=None, kw_only=True)
+    reads: frozenset[str] = field(default=ROPE, kw_only=True)
     quantized: ClassVar[bool] = True  # whether folders may be quantized
     weights: ClassVar[str] = "model.safetensors"  # the file, or the file whose index is beside it
 

@@ -4,19 +4,26 @@ The metadata become the fields of a config.json, which the family of that model_
 (and mistral's, which have the same architecture) rotary embedding is interleaved, as in the official differential
 modules: a head's rows of q_proj and k_proj are rows (0, d/2, 1, d/2 + 1, ...) of rotate-half's order. llama3's RoPE
 scaling is stored as a tensor of factors, rope_freqs [d/2], from which its parameters are recovered.
+
+Metadata that change what a model computes (`CHANGING`) are read as llama.cpp reads them (src/llama-model.cpp,
+src/llama-context.cpp), or have a value that changes nothing (`NEUTRAL`), or the file is refused.
+
+RoPE's scaling: its factor is `rope.scaling.factor` or else the older `rope.scale_linear`, 0 stands for 1, and its type
+is "linear" unless the file says otherwise. yarn multiplies cos and sin by (1 + 0.1 ln factor) * attn_factor.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import numpy as np
 
 from ...io.errors import DiffbitError
-from ...io.fields import one_of
+from ...io.fields import one_of, shown
 from ...io.gguf import GGUF
 from ..config import ModelConfig
 from ..layers.rope import interleaved
@@ -43,6 +50,7 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+BIASES = {"qkv_bias": "attn_q", "o_bias": "attn_output"}  # {option of attention: tensor that has it}
 FIELDS = {  # {field of config.json: metadata key after the architecture's name}
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
@@ -54,6 +62,30 @@ FIELDS = {  # {field of config.json: metadata key after the architecture's name}
     "max_position_embeddings": "context_length",
     "rope_theta": "rope.freq_base",
 }
+# Keys after the architecture's name: those below these names change what a model computes
+CHANGING = re.compile(
+    r"(rope|attention|expert|pooling|altup|ssm|wkv|shortconv|swiglu_clamp)|.*(_scale|softcapping|causal|parallel_residual)$"
+)
+READ = frozenset((
+    *FIELDS.values(), "attention.sliding_window", "attention.value_length", "rope.dimension_count", "pooling_type",
+    "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear", "rope.scaling.original_context_length",
+    "rope.scaling.attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+))  # fmt: skip
+HARMLESS = frozenset(("rope.scaling.finetuned",))
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # values with which a key changes nothing; 0 does in all others
+    "attention.causal": (True,),
+    "attention.output_scale": (0, 1),
+    "attention.temperature_scale": (0, 1),
+    "causal": (True,),
+    "embedding_scale": (0, 1),
+    "expert_weights_scale": (0, 1),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "rope.scaling.alpha": (0, 1),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_ext_factor": (-1,),  # not set: 1 with yarn, 0 without
+}
+POOLINGS = {1: "mean", 2: "cls", 3: "last", 4: "rank"}  # llama.cpp's numbers; 0: none
 
 
 @dataclass(frozen=True)
@@ -64,7 +96,16 @@ class GGUFFamily(Family):
     quantized = False
 
     def read(self, values: Mapping[str, Any]) -> ModelConfig:
-        return self.base.read(values)
+        """A file may have biases of queries, keys and values without one of the output, which no llama of transformers
+        has."""
+        config = self.base.read(values)
+        own = attention_of(config)
+        biases = {"qkv_bias": own.qkv_bias or values["qkv_bias"], "o_bias": values["o_bias"]}
+        layers = (
+            replace(layer, mixer=replace(attention_of(config, index), **biases))
+            for index, layer in enumerate(config.layers)
+        )
+        return replace(config, layers=tuple(layers))
 
     def stored(self, config: ModelConfig, name: str) -> Stored:
         index, module, parameter = parts(name)
@@ -92,6 +133,7 @@ def fields(header: GGUF, rope_factors: np.ndarray | None) -> dict[str, Any]:
         raise DiffbitError(f"has {experts} experts per layer, wanted a model without experts")
     values = {field: get(key) for field, key in FIELDS.items()}
     head_dim = values["head_dim"] = values["head_dim"] or _ratio(values["hidden_size"], values["num_attention_heads"])
+    _check_keys(header, architecture, head_dim)
     if (get("attention.sliding_window") or math.inf) < (values["max_position_embeddings"] or 0):
         raise DiffbitError(f"has a sliding window of {get('attention.sliding_window')} tokens, wanted none")
     if get("attention.value_length", head_dim) != head_dim:
@@ -110,13 +152,38 @@ def fields(header: GGUF, rope_factors: np.ndarray | None) -> dict[str, Any]:
         "model_type": architecture,
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "attention_bias": "blk.0.attn_output.bias" in header.tensors,
+        **{name: f"blk.0.{tensor}.bias" in header.tensors for name, tensor in BIASES.items()},
         "mlp_bias": "blk.0.ffn_down.bias" in header.tensors,
         "bos_token_id": token["bos"],
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
         "pad_token_id": token["padding"],
-        "rope_scaling": _scaling(header.get(f"{architecture}.rope.scaling.type", str), get, values, rope_factors),
+        "rope_scaling": _scaling(
+            header.get(f"{architecture}.rope.scaling.type", str, "linear"), get, values, rope_factors
+        ),
     }
+
+
+def pooling(header: GGUF) -> str | None:
+    """Return how a file's embeddings are made of its hidden states, as in ModelConfig; None: it does not say."""
+    kind = header.get(f"{header.get(ARCHITECTURE, str)}.pooling_type", int, 0)
+    return POOLINGS.get(kind, f"pooling_type {kind}") if kind else None
+
+
+def _check_keys(header: GGUF, architecture: str, head_dim: int) -> None:
+    """Raise DiffbitError for metadata that change what the model computes, and that are not read here."""
+    for key, value in header.below(f"{architecture}.").items():
+        if key in READ or key in HARMLESS or not CHANGING.match(key):
+            continue
+        neutral = NEUTRAL.get(key, (0,))
+        if key == "attention.scale" and head_dim:
+            neutral = (0, float(str(np.float32(head_dim**-0.5))), head_dim**-0.5)
+        if key == "rope.scaling.yarn_ext_factor":
+            neutral = (-1, float(header.get(f"{architecture}.rope.scaling.type", str) == "yarn"))
+        if any(part not in neutral for part in (value if isinstance(value, list) else [value])):
+            raise DiffbitError(
+                f"{architecture}.{key} is {shown(value)}, which changes what the model computes; diffbit does not "
+                "support it"
+            )
 
 
 def _ratio(whole: Any, count: Any) -> int:
@@ -124,20 +191,31 @@ def _ratio(whole: Any, count: Any) -> int:
 
 
 def _scaling(
-    kind: str | None, get: Callable[[str], Any], values: Mapping[str, Any], factors: np.ndarray | None
+    kind: str, get: Callable[[str], Any], values: Mapping[str, Any], factors: np.ndarray | None
 ) -> dict[str, Any] | None:
+    factor = get("rope.scaling.factor")
+    factor = (get("rope.scale_linear") if factor is None else factor) or 1
+    attention = 1 if (stored := get("rope.scaling.attn_factor")) is None else stored
+    if kind == "none":
+        factor = 1
+    if attention != 1 and kind != "yarn":
+        raise DiffbitError(f"rope.scaling.attn_factor is {attention} with rope.scaling.type {kind}, wanted yarn")
     if factors is not None:
+        if factor != 1 or kind == "yarn":
+            raise DiffbitError(f"scales RoPE by {factor} ({kind}) and by the tensor {ROPE_FREQS}, wanted one of them")
         return _llama3(factors, values["rope_theta"] or 10000.0, values["head_dim"])
-    if kind in (None, "none"):
+    if kind == "none" or (kind == "linear" and factor == 1):
         return None
     names = {
-        "factor": "factor",
         "original_max_position_embeddings": "original_context_length",
         "beta_fast": "yarn_beta_fast",
         "beta_slow": "yarn_beta_slow",
     }
     parameters = {field: get(f"rope.scaling.{key}") for field, key in names.items()}
-    return {"rope_type": kind} | {field: value for field, value in parameters.items() if value is not None}
+    if attention != 1:
+        parameters["attention_factor"] = attention * (1 + 0.1 * math.log(max(factor, 1)))
+    given = {field: value for field, value in parameters.items() if value is not None}
+    return {"rope_type": kind, "factor": factor} | given
 
 
 def _llama3(factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:

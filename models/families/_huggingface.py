@@ -15,13 +15,14 @@ from typing import Annotated, Any
 from torch import Tensor
 
 from ...io.errors import DiffbitError
-from ...io.fields import Count, Positive, get, located, one_of, read
+from ...io.fields import Count, Positive, get, located, one_of, read, shown
 from ..attention import AttentionOptions
-from ..config import ModelConfig, NumLayers
+from ..config import OF_EMBEDDINGS, ModelConfig, NumLayers
 from ..layers.rope import Dynamic, Linear, Llama3, RopeScaling, Yarn
 from ._family import Family, Stored
 
 WINDOW = 4096  # default sliding window in tokens
+SLIDING, FULL = "sliding_attention", "full_attention"  # of layer_types
 ACTS = {
     "silu": "swiglu",
     "relu2": "relu2",
@@ -29,6 +30,12 @@ ACTS = {
     "gelu_pytorch_tanh": "geglu",
 }  # {hidden_act: name of the MLP}
 ORIGINAL = {"original_max_position": "original_max_position_embeddings"}  # {field of RopeScalings: its name there}
+# of rope_parameters and rope_scaling; those that a rope_type does not have change nothing, as in transformers
+ROPE_FIELDS = frozenset((
+    "rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings",
+    "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+    "truncate", "finetuned",
+))  # fmt: skip
 
 
 def _as_they_are(mixer: AttentionOptions) -> dict[str, Tensor]:
@@ -107,6 +114,8 @@ class HuggingFace(Family):
             rope_theta=theta,
             rope_scaling=scaling,
             tie_embeddings=get(values, "tie_word_embeddings", bool, False),
+            hidden_scale=get(values, "hidden_scale", Positive, 1.0),
+            pooling=get(values, "pooling", str, None),
             **self._biases(values),
             **special_tokens(values),
         )
@@ -173,6 +182,15 @@ class HuggingFace(Family):
             )
 
 
+def layer_types(values: Mapping[str, Any], default: tuple[str, ...]) -> tuple[str, ...]:
+    """Return each layer's kind, SLIDING or FULL, from `layer_types`."""
+    kinds = tuple[Annotated[str, one_of(SLIDING, FULL)], ...]
+    types: tuple[str, ...] = get(values, "layer_types", kinds, default)
+    if len(types) != len(default):
+        raise DiffbitError(f"layer_types is {shown(list(types))}, wanted {len(default)} of {SLIDING} and {FULL}")
+    return types
+
+
 def attention_of(config: ModelConfig, index: int = 0) -> AttentionOptions:
     """Return the attention options of a layer; of a model with equal layers, of all."""
     mixer = config.layers[index].mixer
@@ -206,6 +224,7 @@ def common_fields(config: ModelConfig) -> dict[str, Any]:
         "bos_token_id": config.bos_token_id,
         "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else list(eos),
         "pad_token_id": config.pad_token_id,
+        **{name: value for name, value in config.to_dict().items() if name in OF_EMBEDDINGS},  # diffbit's own
     }
 
 
@@ -221,6 +240,9 @@ def _rope(values: Mapping[str, Any], max_position: int, default: float) -> tuple
         share = get(source, "partial_rotary_factor", Positive, 1.0)
         if share != 1:
             raise DiffbitError(f"partial_rotary_factor is {share}, wanted 1: diffbit rotates whole heads")
+    for name, value in rope.items():
+        if name not in ROPE_FIELDS and value is not None:
+            raise DiffbitError(f"{place}.{name} is {shown(value)}, wanted none: diffbit does not know what it does")
     original = get(values, ORIGINAL["original_max_position"], Count, None)
     with located(place):
         return theta, _scaling(rope, original, max_position)
@@ -256,7 +278,7 @@ def _yarn(rope: Mapping[str, Any], original: int, max_position: int) -> Yarn:
         get(rope, "attention_factor", Positive, default),
         beta_fast=get(rope, "beta_fast", Positive, 32.0),
         beta_slow=get(rope, "beta_slow", Positive, 1.0),
-        truncate=get(rope, "truncate", bool, True),
+        truncate="truncate" not in rope or get(rope, "truncate", bool, False),  # null is false to transformers
     )
 
 

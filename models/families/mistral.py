@@ -1,6 +1,7 @@
 """Hugging Face's mistral: a llama whose attention has a sliding window, unless that is null or as long as the context.
 
-Without a window it is written as a llama, with one in diffbit's own family.
+With `layer_types` some layers have it and others do not: transformers then reads the folder as a ministral. Without a
+window it is written as a llama, with one in diffbit's own family.
 """
 
 from __future__ import annotations
@@ -8,11 +9,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ._huggingface import WINDOW, HuggingFace
+from ...io.errors import DiffbitError
+from ._family import ROPE
+from ._huggingface import FULL, SLIDING, WINDOW, HuggingFace, layer_types
 
 
 def _windows(values: Mapping[str, Any]) -> Sequence[Any]:
-    return [values.get("sliding_window", WINDOW)] * values["num_hidden_layers"]
+    window = values.get("sliding_window", WINDOW)
+    types = layer_types(values, (FULL if window is None else SLIDING,) * values["num_hidden_layers"])
+    if window is None and SLIDING in types:
+        raise DiffbitError(f"layer_types has {SLIDING}, but sliding_window is not set")
+    return [window if kind == SLIDING else None for kind in types]
 
 
-FAMILIES = (HuggingFace("mistral", "softmax", norm_eps=1e-6, max_position=131072, biases=(), windows=_windows),)
+FAMILIES = (
+    HuggingFace(
+        "mistral",
+        "softmax",
+        norm_eps=1e-6,
+        max_position=131072,
+        biases=(),
+        windows=_windows,
+        reads=ROPE | {"sliding_window", "layer_types"},
+    ),
+)

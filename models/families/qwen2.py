@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...io.errors import DiffbitError
 from ...io.fields import get
-from ._huggingface import WINDOW, HuggingFace
+from ._family import ROPE
+from ._huggingface import FULL, SLIDING, WINDOW, HuggingFace, layer_types
+
+READS = ROPE | {"use_sliding_window", "sliding_window", "layer_types"}
 
 
 def windows(values: Mapping[str, Any]) -> Sequence[Any]:
     """If use_sliding_window is set, the layers from max_window_layers on have a window."""
     layers, first = range(values["num_hidden_layers"]), get(values, "max_window_layers", int, 28)
     window = values.get("sliding_window", WINDOW) if get(values, "use_sliding_window", bool, False) else None
-    types = get(values, "layer_types", tuple[str, ...], ())
-    if len(types) != len(layers):
-        types = ["sliding_attention" if index >= first else "full_attention" for index in layers]
-    return [window if kind == "sliding_attention" else None for kind in types]
+    default = tuple(SLIDING if index >= first and window is not None else FULL for index in layers)
+    types = layer_types(values, default)
+    if window is None and SLIDING in types:
+        raise DiffbitError(f"layer_types has {SLIDING}, but use_sliding_window or sliding_window is not set")
+    return [window if kind == SLIDING else None for kind in types]
 
 
 FAMILIES = (
@@ -30,5 +35,6 @@ FAMILIES = (
         qkv_bias=True,
         writes=1,
         windows=windows,
+        reads=READS,
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ._huggingface import HuggingFace
-from .qwen2 import windows
+from .qwen2 import READS, windows
 
 FAMILIES = (
     HuggingFace(
@@ -16,5 +16,6 @@ FAMILIES = (
         qk_norm=True,
         writes=1,
         windows=windows,
+        reads=READS,
     ),
 )

@@ -8,19 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 from torch import Tensor
 
 from ...formats import Format, QTensor
 from ...io import plugins
 from ...io.errors import DiffbitError
-from ...io.fields import get, one_of
+from ...io.fields import get, shown
 from ...models import Checkpoint, ModelConfig
 from ...models.checkpoint.names import EMBEDDING, is_linear, linear_of, shapes
 from ..scheme import Scheme
 
 __all__ = ["Layout", "Weights", "layouts", "read_scheme", "read_weight"]
+
+FOREIGN = {  # what a quant_method is that diffbit does not read
+    "fp8": " (8-bit floats, as DeepSeek-V3's)",
+    "fbgemm_fp8": " (8-bit floats, by FBGEMM)",
+    "mlx": " (mlx-lm's layout)",
+    "modelopt": " (NVIDIA ModelOpt's layout)",
+    "mxfp4": " (4-bit floats, as gpt-oss's)",
+}
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,13 @@ def _layout_of(checkpoint: Checkpoint) -> Layout | None:
     known = layouts()
     name = "quantizer" if "quantizer" in entry and "quant_method" not in entry else "quant_method"
     where = f"{checkpoint.path / 'config.json'}: quantization_config"
-    return known[get(entry, name, Annotated[str, one_of(*known)], place=where)]
+    method = get(entry, name, str, place=where)
+    if method not in known:
+        raise DiffbitError(
+            f"{where}.{name} is {shown(method)}{FOREIGN.get(method, '')}, wanted one of {', '.join(sorted(known))}; "
+            "start from the float checkpoint"
+        )
+    return known[method]
 
 
 class Weights:

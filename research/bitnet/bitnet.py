@@ -48,6 +48,7 @@ VARIANTS = {"softmax": "Transformer", "diff_v1": "DIFF v1", "diff_v2": "DIFF v2"
 FLOAT, TERNARY = "float", "ternary"
 KINDS = (FLOAT, TERNARY, "distilled", "int4")  # first in the tables, in this order; others follow
 QUICK_WINDOWS = 6
+MILLIONS = ("million ternary additions", "million integer products", "million float products")  # of a token
 ROUNDS, PROMPT_TOKENS, NEW_TOKENS = 5, 64, 64
 
 
@@ -182,8 +183,8 @@ def tables(result: Row) -> str:
     header = ["model", "weights"]
     parts = [
         about,
-        table([*header, "M tokens", "perplexity", "over float", "of ternary's gap closed"], quality),
-        table([*header, "MB on disk", "tokens/s", "MB moved", "M ternary", "M integer", "M float"], costs),
+        table([*header, "million tokens", "perplexity", "over float", "of ternary's gap closed"], quality),
+        table([*header, "MB on disk", "tokens/s", "MB read a token", *MILLIONS], costs),
         table(["weights", "models", "difference of loss, nats a token", ""], lines) if lines else "",
     ]
     return "\n\n".join(filter(None, parts))

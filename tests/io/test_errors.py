@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from diffbit.io.errors import MissingDependency, how_to_install
+from diffbit.io.errors import DiffbitError, MissingDependency, how_to_install, needs
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,11 +33,41 @@ def arguments(extra: str) -> list[str]:
     return words[words.index("install") + 1 :]
 
 
+def test_no_message_repeats_a_long_input() -> None:
+    name = "n" * 300_000
+    message = str(DiffbitError(f"{name}: is wrong; copy the file again"))
+    assert len(message) < 2100 and message.startswith("nnn") and message.endswith("copy the file again")
+    assert str(DiffbitError("x" * 2000)) == "x" * 2000
+
+
 def test_an_editable_installation_stays_editable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     installed(monkeypatch, tmp_path / "info", {"url": ROOT.as_uri(), "dir_info": {"editable": True}})
     assert arguments("serve") == ["-e", f"{ROOT}[serve]"]
     with pytest.raises(MissingDependency, match=r"a server needs starlette, .* install -e '"):
         raise MissingDependency("starlette", "serve", "a server")
+
+
+def test_a_package_that_lacks_a_part_is_said_to_be_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def message(statement: str) -> str:
+        with pytest.raises(MissingDependency) as caught, needs("pocket", "lab", "this"):
+            exec(statement)
+        return str(caught.value)
+
+    assert message("import pocket").startswith("this needs pocket, which is not installed: ")
+    (tmp_path / "pocket").mkdir()
+    (tmp_path / "pocket" / "__init__.py").touch()
+    (tmp_path / "pocket" / "deep.py").write_text("import lint_of_pockets")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    lacks = "this needs pocket, which is installed, but cannot be used (cannot import name 'Coin' from 'pocket'"
+    assert message("from pocket import Coin").startswith(lacks)
+    lacks = "this needs pocket, which is installed, but cannot be used (No module named 'pocket.coins')"
+    assert message("import pocket.coins").startswith(lacks)
+    assert "another release may: " in message("import pocket.coins")
+    assert message("import pocket.deep").startswith("this needs lint_of_pockets, which is not installed: ")
+    lacks = f"this needs pytest, which is installed as release {pytest.__version__}, but cannot be used ("
+    assert message("from pytest import no_such_thing").startswith(lacks)
+    with pytest.raises(ImportError), needs("pocket", "lab", "this"):  # a fault of our own
+        exec("from diffbit.io.errors import no_such_thing")
 
 
 def test_a_copy_is_made_again_of_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -227,6 +227,11 @@ def test_adapters_of_other_models_and_damaged_ones(tmp_path: Path) -> None:
     refused("holds no adapter_model.safetensors")
     refused("no such folder", tmp_path / "nowhere")
     refused("holds no adapter_config.json", base)
+    of_mlx = tmp_path / "mlx"
+    of_mlx.mkdir()
+    (of_mlx / "adapters.safetensors").write_bytes(b"")
+    (of_mlx / "adapter_config.json").write_text(json.dumps({"fine_tune_type": "lora", "lora_parameters": {"rank": 8}}))
+    refused("is of mlx-lm's adapter, wanted PEFT's", of_mlx)
 
 
 def test_a_folder_with_an_adapter_is_not_read_without_a_word(tmp_path: Path) -> None:

@@ -353,6 +353,46 @@ def test_the_header_of_a_large_file_is_read_once(tmp_path: Path, monkeypatch: py
     assert io_gguf.read_gguf(file).get("llama.context_length", int) == 32
 
 
+@pytest.mark.parametrize("number, pooling", [(None, None), (0, None), (1, "mean"), (3, "last"), (2, "cls")])
+def test_pooling(number: int | None, pooling: str | None, tmp_path: Path) -> None:
+    changes = {} if number is None else {"pooling_type": number}
+    assert Checkpoint(write(tmp_path / "m.gguf", **changes)).config.pooling == pooling
+
+
+def test_a_file_is_known_by_its_first_bytes(tmp_path: Path) -> None:
+    """As ollama stores it: under its hash, without an ending."""
+    file = write(tmp_path / "m.gguf", others={"tokenizer.ggml.model": "none"})
+    blob = tmp_path / "sha256-0123"
+    blob.symlink_to(file)
+    assert Checkpoint(blob).config == Checkpoint(file).config
+    assert tokenizer_files(blob) == {}
+    assert io_gguf.find_gguf(tmp_path / "missing") is None and io_gguf.find_gguf(Path(__file__)) is None
+
+
+def test_biases_of_queries_keys_and_values_alone(tmp_path: Path) -> None:
+    """A llama of llama.cpp may have them without a bias of the output; it is a qwen2 of transformers."""
+    wanted = theirs(write(tmp_path / "qwen2.gguf", architecture="qwen2"))
+    state = models.load(tmp_path / "qwen2.gguf").state_dict()
+    reader = gguf.GGUFReader(tmp_path / "qwen2.gguf")
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    for key, field in reader.fields.items():
+        if key.startswith("qwen2."):
+            writer.add_key_value(key.replace("qwen2", "llama"), field.contents(), field.types[0])
+    for tensor in reader.tensors:
+        data = tensor.data.copy()
+        if re.search(r"attn_[qk]\.", tensor.name):
+            data = llama_cpp_rows(data, HEADS if "attn_q." in tensor.name else KV)
+        writer.add_tensor(tensor.name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ours, ids = models.load(tmp_path / "m.gguf"), torch.arange(30)[None]
+    assert ours.state_dict().keys() == state.keys()
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids), wanted(ids).logits, atol=1e-4, rtol=1e-4)
+
+
 # ---- files that are refused -----------------------------------------------------------------------------------------
 
 
@@ -407,6 +447,31 @@ def test_tensors_that_overlap_or_are_not_aligned_are_refused(tmp_path: Path) -> 
         file.write_bytes(data[:at] + struct.pack("<Q", begin) + data[at + 8 :])
         with pytest.raises(DiffbitError, match=message):
             Checkpoint(file)
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "pairs", "body", "message"),
+    [
+        (0, 1 << 36, b"", "announces 68,719,476,736 metadata"),
+        (1 << 36, 0, b"", "announces 68,719,476,736 tensors"),
+        (0, 1, text("k") + struct.pack("<IIQ", 9, 8, 1 << 33), "announces 8,589,934,592 entries of arrays"),
+        (0, 1, text("k") + struct.pack("<IIQ", 9, 4, 1 << 33), "announces 8,589,934,592 entries of arrays"),
+        (0, 2, 2 * (text("k") + struct.pack("<IIQ", 9, 0, 1 << 20) + bytes(1 << 20)), "the metadata 'k' twice"),
+        (0, 1, text("k") + struct.pack("<IQ", 8, 1 << 33), "has a header of more than 268,435,456 bytes"),
+        (0, 1, struct.pack("<Q", 1 << 40), "has a header of more than 268,435,456 bytes"),
+    ],
+)
+def test_absurd_counts_are_refused(tensors: int, pairs: int, body: bytes, message: str, tmp_path: Path) -> None:
+    """In a file of 4 TB, all of it a hole, into which any count fits."""
+    with open(tmp_path / "m.gguf", "wb") as file:
+        file.write(b"GGUF" + struct.pack("<IQQ", 3, tensors, pairs) + body)
+        file.truncate(1 << 42)
+    with pytest.raises(DiffbitError, match=message):
+        io_gguf.read_gguf(tmp_path / "m.gguf")
 
 
 def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:

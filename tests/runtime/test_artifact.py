@@ -203,6 +203,29 @@ def test_a_missing_folder_and_a_bad_manifest_are_refused(tmp_path: Path) -> None
         Artifact.open(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"files": {f"f{index}": 0 for index in range(300_000)}}, "an object of 0 to 4096 entries"),
+        (
+            {"cache": {"layers": [0] * 300_000}},
+            "cache.layers is .*300000 entries.*, wanted a list of 1 to 1024 entries",
+        ),
+        ({"eos_token_ids": ["x"] * 300_000}, "eos_token_ids is .*, wanted a list of 0 to 65536 entries"),
+        ({"parts": [0] * 300_000}, "parts is .*, wanted a list of 0 to 4096 entries"),
+        ({"dtype": "x" * 300_000}, r"dtype is 'x+\.\.\., wanted one of fp32, fp16"),
+        ({"name": ["x" * 20_000_000]}, r"diffbit\.json: is larger than 16\.8 MB"),
+    ],
+    ids=["files", "layers", "ids", "parts", "a long text", "a large file"],
+)
+def test_manifests_beyond_all_measure_are_refused(folder: Path, change: dict[str, Any], message: str) -> None:
+    """By the number of entries, before any of them is read: the first is wrong, too. No message repeats them."""
+    seal(folder, manifest_of(folder) | change)
+    with pytest.raises(DiffbitError, match=message) as error:
+        Artifact.open(folder)
+    assert len(str(error.value)) < 500
+
+
 def test_files_missing_truncated_and_flipped_are_named(folder: Path) -> None:
     model, tokenizer = folder / "model.onnx", folder / "tokenizer.json"
     whole = model.read_bytes()

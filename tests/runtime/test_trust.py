@@ -139,13 +139,13 @@ def test_tensors_in_files_that_are_not_listed(location: str, where: str, tmp_pat
 def test_a_location_twice_a_link_and_a_listed_file(tmp_path: Path) -> None:
     folder = changed_model(tmp_path / "a", outside("data", ("location", "../x")), "initializer")
     assert external_locations(folder / "model.onnx") == {"data", "../x"}  # ONNX Runtime takes one of them
-    folder = changed_model(tmp_path / "b", outside("data"), "initializer")
-    (folder / "data").write_bytes(bytes(16))
+    folder = changed_model(tmp_path / "b", outside("model.onnx.data"), "initializer")
+    (folder / "model.onnx.data").write_bytes(bytes(16))
     manifest = json.loads((folder / "diffbit.json").read_text())
     seal(folder, {key: value for key, value in manifest.items() if key != "files"})
     assert verify(folder).passed
-    (folder / "data").unlink()
-    (folder / "data").symlink_to(tmp_path / "b" / ".." / "secret")
+    (folder / "model.onnx.data").unlink()
+    (folder / "model.onnx.data").symlink_to(tmp_path / "b" / ".." / "secret")
     (tmp_path / "secret").write_bytes(bytes(16))
     with pytest.raises(DiffbitError, match="leads out of the folder"):
         Session(folder, threads=1)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from onnx import numpy_helper
 
 from diffbit.io.errors import DiffbitError
-from diffbit.runtime import verify
+from diffbit.runtime import native, verify
 
 from .toy import seal
 
@@ -51,6 +52,33 @@ def test_what_failed_is_named(artifact: Path) -> None:
     manifest = artifact / "diffbit.json"
     manifest.write_text(manifest.read_text().replace('"toy"', '"joy"', 1))
     assert names(artifact) == ["manifest"]
+
+
+@pytest.mark.parametrize("name", ["index.html", "a.js", "modeling.py", "libdiffbit_ops.so", "x.svg", ".env", "run"])
+def test_code_is_refused(artifact: Path, name: str) -> None:
+    (artifact / name).write_text("alert(1)")
+    manifest = json.loads((artifact / "diffbit.json").read_text())
+    del manifest["files"]
+    seal(artifact, manifest)
+    assert names(artifact) == [f"file:{name}"]
+    assert "no model has a file of this name, and it may be code" in verify(artifact).failures[0].detail
+    assert verify(artifact).logits_error is None
+
+
+def test_the_installed_library_is_no_strangers_code(artifact: Path) -> None:
+    """`export --library` puts it there."""
+    library = native.library()
+    if library is None:
+        pytest.skip("the native library is not built")
+    shutil.copyfile(library, artifact / library.name)
+    manifest = json.loads((artifact / "diffbit.json").read_text())
+    del manifest["files"]
+    seal(artifact, manifest)
+    assert verify(artifact, threads=1).passed
+    with (artifact / library.name).open("ab") as file:
+        file.write(b"x")
+    seal(artifact, manifest)
+    assert names(artifact) == [f"file:{library.name}"]
 
 
 def test_other_weights_fail_although_every_hash_is_right(artifact: Path) -> None:

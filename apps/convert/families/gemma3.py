@@ -3,7 +3,7 @@ angles; read only. Layers with a sliding window rotate by rope_local_base_freq. 
 
     a norm multiplies by 1 + w
     the embedding's output is multiplied by sqrt(hidden_size), of which a tied head knows nothing: the final norm is
-    divided by it
+    divided by it, and it is the config's hidden_scale
     attention's logits are scaled by query_pre_attn_scalar^-0.5 in the place of head_dim^-0.5: the norm of queries
 
 gemma3, which also reads images, has its language model's fields and tensors elsewhere, and is not read.
@@ -14,16 +14,18 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
 from ....io.errors import DiffbitError
-from ....io.fields import Count, Positive, get, one_of, shown
+from ....io.fields import Count, Positive, get, shown
 from ....models import ModelConfig, NumLayers
-from ....models.families import HuggingFace, Stored, attention_of
+from ....models.families import FULL, ROPE, SLIDING, HuggingFace, Stored, attention_of, layer_types
 
 DEFAULTS = {"tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 2304}
-SLIDING, FULL = "sliding_attention", "full_attention"
-REFUSED = ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention")
+READS = ROPE | {
+    "layer_types", "sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "query_pre_attn_scalar",
+    "rope_local_base_freq",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,26 +37,31 @@ class Gemma3(HuggingFace):
         return replace(self, query_scalar=get(values, "query_pre_attn_scalar", Positive, self.query_scalar))
 
     def read(self, values: Mapping[str, Any]) -> ModelConfig:
-        for name in REFUSED:
-            if values.get(name):
-                raise DiffbitError(f"{name} is {shown(values[name])}, wanted none, as Gemma 3's text models have")
         values = DEFAULTS | {name: value for name, value in values.items() if value is not None}
         values |= {"hidden_act": values.get("hidden_activation", "gelu_pytorch_tanh")}
+        if isinstance(scaling := values.get("rope_scaling"), dict) and scaling and "rope_type" not in scaling:
+            raise DiffbitError(
+                f"rope_scaling is {shown(scaling)}, wanted one with rope_type: in this family transformers skips others"
+            )
         tables = values.get("rope_parameters")
         local = get(values, "rope_local_base_freq", Positive, 10000.0)
-        if isinstance(tables, dict) and isinstance(tables.get(FULL), dict):  # transformers 5
-            sliding = tables.get(SLIDING)
+        if isinstance(tables, dict) and tables:  # transformers 5
+            sliding, full = tables.get(SLIDING), tables.get(FULL)
+            if not isinstance(full, dict):
+                raise DiffbitError(f"rope_parameters is {shown(tables)}, wanted those of {FULL} and {SLIDING}")
             if not isinstance(sliding, dict) or sliding.get("rope_type", "default") != "default":
                 raise DiffbitError(
                     f"rope_parameters.{SLIDING} is {shown(sliding)}, wanted plain angles (rope_type default)"
                 )
-            values["rope_parameters"], local = tables[FULL], get(sliding, "rope_theta", Positive, local)
+            values["rope_scaling"] = full | get(values, "rope_scaling", Mapping[str, Any], {})
+            local = get(sliding, "rope_theta", Positive, local)
         config = replace(super().read(values), local_rope_theta=local)
         layers = [
             replace(layer, mixer=replace(attention_of(config, index), local_rope=kind == SLIDING))
             for index, (layer, kind) in enumerate(zip(config.layers, _types(values), strict=True))
         ]
-        return replace(config, layers=tuple(layers))
+        scale = math.sqrt(config.hidden_size) if config.tie_embeddings else 1.0
+        return replace(config, layers=tuple(layers), hidden_scale=scale)
 
     def stored(self, config: ModelConfig, name: str) -> Stored:
         place, module = super().stored(config, name), name.split(".")[-2]
@@ -70,10 +77,7 @@ def _types(values: Mapping[str, Any]) -> Sequence[str]:
     """Each layer's kind: every sixth sees all tokens, unless config.json says otherwise."""
     layers, pattern = get(values, "num_hidden_layers", NumLayers), get(values, "sliding_window_pattern", Count, 6)
     types = tuple(FULL if (index + 1) % pattern == 0 else SLIDING for index in range(layers))
-    types = get(values, "layer_types", tuple[Annotated[str, one_of(SLIDING, FULL)], ...], types)
-    if len(types) != layers:
-        raise DiffbitError(f"layer_types is {shown(types)}, wanted {layers} of {SLIDING} and {FULL}")
-    return types
+    return layer_types(values, types)
 
 
 def _windows(values: Mapping[str, Any]) -> Sequence[Any]:
@@ -92,6 +96,7 @@ FAMILIES = (
         qk_norm=True,
         norms="around",
         windows=_windows,
+        reads=READS,
         names={
             "mixer_output_norm": "post_attention_layernorm",
             "post_attention_layernorm": "pre_feedforward_layernorm",

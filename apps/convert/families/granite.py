@@ -4,7 +4,7 @@ embedding_multiplier m   of the embedding's output
 attention_multiplier a   in the place of 1 / sqrt d: queries times a sqrt d
 residual_multiplier r    of what a mixer or an MLP adds: o_proj and down_proj times r
 logits_scaling s         divides the logits: the head divided by s; a tied one is the embedding, times m, so that the
-                         final norm is divided by m s
+                         final norm is divided by m s, the config's hidden_scale
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from ....io.fields import Positive, get
 from ....models import ModelConfig
-from ....models.families import HuggingFace, Stored, attention_of
+from ....models.families import ROPE, HuggingFace, Stored, attention_of
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,10 @@ class Granite(HuggingFace):
             residual=get(values, "residual_multiplier", Positive, 1.0),
             logits=get(values, "logits_scaling", Positive, 1.0),
         )
+
+    def read(self, values: Mapping[str, Any]) -> ModelConfig:
+        config, read = super().read(values), self.opened(values, ())
+        return replace(config, hidden_scale=read.embedding * read.logits) if config.tie_embeddings else config
 
     def stored(self, config: ModelConfig, name: str) -> Stored:
         return replace(super().stored(config, name), times=self._factor(config, name))
@@ -56,6 +60,11 @@ class Granite(HuggingFace):
 
 FAMILIES = (
     Granite(
-        "granite", "softmax", architecture="GraniteForCausalLM", norm_eps=1e-6, biases=("attention_bias", "mlp_bias")
+        "granite",
+        "softmax",
+        architecture="GraniteForCausalLM",
+        norm_eps=1e-6,
+        biases=("attention_bias", "mlp_bias"),
+        reads=ROPE | {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"},
     ),
 )

@@ -1,9 +1,10 @@
 """bitsandbytes' 4-bit layout, nf4 and fp4: transformers writes it (load_in_4bit), vLLM and peft read it.
 
 A weight [N, K] is stored as `<linear>.weight` uint8 [N*K/2, 1], high nibble first, with `<linear>.weight.absmax`,
-`.quant_map` and `.quant_state.bitsandbytes__nf4` (JSON as bytes: shape, dtype, block size). With double quantization
-absmax itself has 8 bits, with `.nested_absmax` and `.nested_quant_map`. bitsandbytes' own QuantState reads these.
-diffbit writes absmax in float32.
+`.quant_map` and `.quant_state.bitsandbytes__nf4` (JSON as bytes: shape, dtype, block size). The same bytes may be
+stored as another dtype (bnb_4bit_quant_storage; FSDP needs that of the float parameters), such as bfloat16 [N*K/4, 1].
+With double quantization absmax itself has 8 bits, with `.nested_absmax` and `.nested_quant_map`. bitsandbytes' own
+QuantState reads these. diffbit writes absmax in float32.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ....formats import TABLES, CodebookFormat, Format, QTensor, finite, parse_format
-from ....io.errors import DiffbitError, MissingDependency
+from ....io.errors import DiffbitError, needs
 from ....io.fields import located, one_of
 from ....models import Checkpoint, ModelConfig
 from ....quantize import Scheme, linear_shapes
@@ -37,20 +38,16 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
     kind = setting(checkpoint, "bnb_4bit_quant_type", Annotated[str, one_of(*TABLES)], "nf4")
     format, names = parse_format(kind), set(checkpoint.names)
 
-    def is_packed(module: str) -> bool:
-        return f"{module}.weight" in names and not checkpoint.is_float(f"{module}.weight")
-
+    packed = {name.removesuffix(".weight.absmax") for name in names if name.endswith(".weight.absmax")}
     return scheme_of(
-        checkpoint, {name: format if is_packed(name) else None for name in linear_shapes(checkpoint.config)}
+        checkpoint, {name: format if name in packed else None for name in linear_shapes(checkpoint.config)}
     )
 
 
 def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
     """Read a weight; its scales are absmax as bitsandbytes computes it."""
-    try:
+    with needs("bitsandbytes", "lab", f"reading the {format} weights of {checkpoint.path}"):
         from bitsandbytes.functional import QuantState
-    except ModuleNotFoundError:
-        raise MissingDependency("bitsandbytes", "lab", f"reading the {format} weights of {checkpoint.path}") from None
 
     shape, name = shape_of(checkpoint, module), f"{module}.weight"
     where = f"{checkpoint.path}: tensor {name}"
@@ -75,7 +72,7 @@ def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
     with located(where):
         format.check(shape)  # in bitsandbytes a block may continue in the next row
     rows, columns = shape
-    packed = checkpoint.read_raw(name).reshape(-1).view(torch.uint8)
+    packed = checkpoint.read_bytes(name)
     if packed.numel() * 2 != rows * columns or absmax.numel() * BLOCK != rows * columns:
         raise DiffbitError(f"{where}: its {packed.numel()} bytes and {absmax.numel()} scales do not fit {shape}")
     scale = absmax.float().view(rows, columns // BLOCK)

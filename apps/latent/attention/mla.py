@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ....formats import QuantLinear
 from ....io.errors import DiffbitError
-from ....io.fields import Count, Positive, bounds
+from ....io.fields import OMITTED, Count, Positive, bounds
 from ....models import LayerCache
 from ....models.attention import Attention, AttentionOptions, Heads
 from ....models.layers import Arithmetic, RMSNorm
@@ -44,13 +44,15 @@ from ._latents import latent_attention
 
 @dataclass(frozen=True)
 class Options(AttentionOptions):
-    """qkv_bias: of the projections of x. The others are in this file's docstring."""
+    """qkv_bias: of the projections of x; query_bias: also of q_proj, if there is no W_qa. The others are in this file's
+    docstring."""
 
     rope_head_dim: Annotated[int, bounds(2, 1 << 14)] = field(kw_only=True)
     value_head_dim: Count = field(kw_only=True)
     latent_rank: Count = field(kw_only=True)
     query_rank: Annotated[int, bounds(0, 1 << 20)] = field(kw_only=True)
     latent_norm_eps: Positive = field(default=1e-6, kw_only=True)
+    query_bias: bool = field(default=True, kw_only=True, metadata=OMITTED)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -159,6 +161,8 @@ class LatentAttention(Attention):
         rank, latent = options.query_rank, options.latent_rank
         super().__init__(options, place)
         self.options = options
+        if not (rank or options.query_bias):
+            self.q_proj = nn.Linear(place.hidden_size, options.query_rows, bias=False)
         if rank:
             self.q_a_layernorm = RMSNorm(rank, options.latent_norm_eps)
             self.q_b_proj = nn.Linear(rank, options.query_rows, bias=False)

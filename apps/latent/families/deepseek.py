@@ -19,33 +19,42 @@ import torch
 from ....io.errors import DiffbitError
 from ....io.fields import Count, Positive, get
 from ....models import ModelConfig
-from ....models.families import Family, HuggingFace, Stored, attention_of, interleaved
+from ....models.families import ROPE, Family, HuggingFace, Stored, attention_of, interleaved
 from ..attention import mla
 
 BASE = HuggingFace("deepseek", "softmax", norm_eps=1e-6, biases=("attention_bias",))
+READS = frozenset((  # all but the first two are of layers with experts
+    "rope_interleave", "qk_rope_head_dim", "qk_nope_head_dim", "n_routed_experts", "num_experts", "num_local_experts",
+    "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_layer_freq",
+))  # fmt: skip
 
 
 @dataclass(frozen=True)
 class DeepSeek(Family):
     quantized = False
+    reads: frozenset[str] = ROPE | READS
     is_interleaved: bool = True
     query_factor: float = 1.0
 
     def opened(self, values: Mapping[str, Any], names: Collection[str]) -> DeepSeek:
         ropes = (get(values, name, Mapping[str, Any], {}) for name in ("rope_scaling", "rope_parameters"))
         rope: Mapping[str, Any] = next(filter(None, ropes), {})
+        is_scaled = (rope.get("rope_type") or rope.get("type") or "default") != "default"
         scale, factor = get(rope, "mscale_all_dim", float, 0.0), get(rope, "factor", Positive, 1.0)
-        grown = 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
-        interleave = get(values, "rope_interleave", bool, True)
+        grown = 0.1 * scale * math.log(factor) + 1 if is_scaled and factor > 1 else 1.0
+        interleave = bool(values.get("rope_interleave", True))  # null is false to transformers
         return replace(self, is_interleaved=interleave, query_factor=grown**2)
 
     def read(self, values: Mapping[str, Any]) -> ModelConfig:
+        if not get(values, "rope_interleave", bool, True) and self.model_type != "deepseek_v3":
+            raise DiffbitError(f"rope_interleave is false, wanted true, as every {self.model_type} has it")
         dense, layers = get(values, "first_k_dense_replace", int, 0), get(values, "num_hidden_layers", Count)
         if get(values, "n_routed_experts", int, 0) and dense < layers:
             raise DiffbitError(
                 f"first_k_dense_replace is {dense}, and later ones of the {layers} layers have experts, wanted dense "
                 "layers only: diffbit does not support experts"
             )
+        query_rank = get(values, "q_lora_rank", Count, 0)
         config = BASE.read({**values, "head_dim": get(values, "qk_nope_head_dim", Count)})
         base = attention_of(config)
         mixer = mla.Options(
@@ -53,11 +62,12 @@ class DeepSeek(Family):
             base.num_kv_heads,
             base.head_dim,
             qkv_bias=base.qkv_bias,
+            query_bias=query_rank > 0,
             o_bias=base.o_bias,
             rope_head_dim=get(values, "qk_rope_head_dim", Count),
             value_head_dim=get(values, "v_head_dim", Count),
             latent_rank=get(values, "kv_lora_rank", Count),
-            query_rank=get(values, "q_lora_rank", Count, 0),
+            query_rank=query_rank,
         )
         return replace(config, layers=tuple(replace(layer, mixer=mixer) for layer in config.layers))
 

@@ -24,7 +24,7 @@ from ....io.errors import DiffbitError
 from ....io.fields import Count, Positive, get, read, shown
 from ....models import LayerSpec, ModelConfig, NumLayers
 from ....models.attention import AttentionOptions, diff_v1
-from ....models.families import Family, Stored, special_tokens
+from ....models.families import ROPE, Family, Stored, special_tokens
 from ....models.mixers import MixerOptions
 from ....models.mlp import swiglu
 from ..mixers import gmu, mamba
@@ -138,4 +138,4 @@ def _window(values: Mapping[str, Any], layers: int) -> int:
     return int(read(Count, window, "sliding_window"))
 
 
-FAMILIES = (Phi4Flash("phi4flash"),)
+FAMILIES = (Phi4Flash("phi4flash", reads=ROPE | {"sliding_window"}),)

@@ -21,7 +21,7 @@ from typing import Any
 
 from ....models import ModelConfig
 from ....models.attention import diff_v1
-from ....models.families import Family, HuggingFace, Stored, attention_of, diff_llama_v2, diffllama, interleaved
+from ....models.families import ROPE, Family, HuggingFace, Stored, attention_of, diff_llama_v2, diffllama, interleaved
 
 HEAD_NORM_EPS = 1e-5
 
@@ -56,4 +56,7 @@ class Official(Family):
         return Stored((name,), interleaved(heads, mixer.head_dim))
 
 
-FAMILIES = tuple(Official(base.model_type, base) for base in (diffllama.FAMILIES[0], diff_llama_v2.FAMILIES[0]))
+FAMILIES = tuple(
+    Official(base.model_type, base, reads=ROPE | {"rope_interleaved"})
+    for base in (diffllama.FAMILIES[0], diff_llama_v2.FAMILIES[0])
+)

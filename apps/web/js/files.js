@@ -1,6 +1,6 @@
 // Reads an artifact's files: from a folder (in node) or a server. Each file's SHA-256 is compared with the manifest's.
 // In a browser's worker, downloads are kept in the origin private file system, also those that were interrupted: the
-// next one asks the server for the rest (HTTP Range).
+// next one asks the server for the rest (HTTP Range). Where the browser has no room for them, they are held in memory.
 
 const VERSION = 4; // of the manifest (runtime/artifact.py)
 const MANIFEST = "diffbit.json";
@@ -8,6 +8,9 @@ const TEXTS = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.js
 const GRAPH = /^(model\.onnx|onnx\/model\.onnx)$/;
 const DATA = /^(model\.onnx\.data|onnx\/model\.onnx_data)(_\d+)?$/;
 const STARTS = 3; // downloads of a file that may fail one after another without a byte
+
+// Whether this file of a manifest is read; site.py copies no other (IS_READ)
+export const isRead = (name) => TEXTS.includes(name) || GRAPH.test(name) || DATA.test(name);
 
 export const inNode = typeof process !== "undefined" && Boolean(process.versions?.node);
 
@@ -27,7 +30,7 @@ export async function openFiles(source, { onProgress = () => {}, signal } = {}) 
   }
   if (manifest.artifact_version !== VERSION)
     throw new Error(`${place.path(MANIFEST)} has artifact_version ${manifest.artifact_version}, this release reads ${VERSION}. Export the model again.`);
-  const names = Object.keys(manifest.files).filter((name) => TEXTS.includes(name) || GRAPH.test(name) || DATA.test(name));
+  const names = Object.keys(manifest.files).filter(isRead);
   const total = names.reduce((sum, name) => sum + manifest.files[name].bytes, 0);
   const lengths = {};
   const has = (name) => names.includes(name);
@@ -88,9 +91,9 @@ function serverFiles(source, signal) {
         file.clear();
         if (fresh) throw damaged(name, sha256, entry); // else what was kept is wrong, and the whole file is fetched again
       } catch (error) {
-        if (error.name !== "QuotaExceededError") throw error;
-        file.clear(); // no room: this visit holds it in memory
-        full = true;
+        if (!(error instanceof NoRoom)) throw error;
+        file.clear();
+        full = true; // this visit holds it in memory
       } finally {
         file.close();
       }
@@ -118,7 +121,7 @@ async function download(url, size, file, signal, report) {
       }
       if (file.length < size) throw new Error("the connection ended early");
     } catch (error) {
-      if (signal?.aborted || error instanceof Refused || error.name === "QuotaExceededError") throw error;
+      if (signal?.aborted || error instanceof Refused || error instanceof NoRoom) throw error;
       failures = file.length > begin ? 0 : failures + 1;
       if (failures === STARTS) throw new Error(`${url}: the download stopped at ${file.length} of ${size} bytes (${error.message}). Try again: it goes on from there.`);
     }
@@ -142,6 +145,7 @@ async function* partsOf(body) {
 }
 
 class Refused extends Error {} // trying again would not help
+class NoRoom extends Error {} // the browser's file system does not take more
 
 async function answer(url, options) {
   let reply;
@@ -177,8 +181,14 @@ class Kept {
   }
 
   append(part) {
-    const written = this.handle.write(part, { at: this.length });
-    if (written < part.length) throw new DOMException("", "QuotaExceededError");
+    let written;
+    try {
+      written = this.handle.write(part, { at: this.length });
+    } catch {
+      written = 0;
+    }
+    // Where there is no room, some browsers throw, some write less, and Chromium returns an error's number, -8 as unsigned
+    if (written !== part.length) throw new NoRoom();
     this.length += written;
   }
 
@@ -192,7 +202,11 @@ class Kept {
   }
 
   close() {
-    this.handle.flush();
+    try {
+      this.handle.flush();
+    } catch {
+      // what is kept may be incomplete; the next visit compares its hash
+    }
     this.handle.close();
   }
 }

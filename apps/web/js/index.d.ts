@@ -35,6 +35,11 @@ export interface GenerateOptions extends Sampling {
   signal?: AbortSignal;
 }
 
+export interface ChatOptions extends GenerateOptions {
+  /** Whether a model that can do both thinks before it answers; default: as its chat template has it. */
+  think?: boolean;
+}
+
 /** The counts and times of a generation. */
 export interface Generation {
   /** Every sampled token; an eos that ended the text is the last. */
@@ -70,14 +75,16 @@ export interface Model {
   readonly manifest: Record<string, any>;
   /** Bytes that the runtime has taken; undefined if it does not know. */
   readonly memory: number | undefined;
+  /** Whether `think` chooses if the model thinks before it answers. */
+  readonly canThink: boolean;
   /** Counts and times of the last generation, or of the one under way; null before the first. */
   readonly last: Generation | null;
   /** Answer a conversation. Throws for a model without a chat template. */
-  chat(messages: Message[], options?: GenerateOptions): AsyncGenerator<string, void, undefined>;
+  chat(messages: Message[], options?: ChatOptions): AsyncGenerator<string, void, undefined>;
   /** Continue a text, or token ids as they are. */
   generate(prompt: string | ArrayLike<number>, options?: GenerateOptions): AsyncGenerator<string, void, undefined>;
   encode(text: string): number[];
-  encodeChat(messages: Message[]): number[];
+  encodeChat(messages: Message[], think?: boolean): number[];
   decode(ids: number[]): string;
   /** Free the model's memory. */
   close(): Promise<void>;

@@ -12,6 +12,7 @@ import { openFiles } from "./files.js";
 import { LoopGuard } from "./loops.js";
 import { Sampler, samplingOf } from "./sampler.js";
 import { TextStream } from "./text.js";
+import { switchesOf, thinkingVariables } from "./thinking.js";
 
 const MAX_TOKENS = 512;
 const CHUNK = 256; // tokens of a prompt after which generation can be stopped
@@ -69,7 +70,7 @@ async function readTexts(files, Tokenizer, Template) {
     : Array.isArray(config.chat_template)
       ? config.chat_template.find(({ name }) => name === "default")?.template
       : config.chat_template;
-  return { ...texts, template: template ? new Template(template) : null };
+  return { ...texts, template: template ? new Template(template) : null, templateSource: template ?? "" };
 }
 
 function specialTokens(config) {
@@ -79,7 +80,8 @@ function specialTokens(config) {
 
 export class Model {
   constructor(fields) {
-    Object.assign(this, fields); // manifest, tokenizer, template, special, generation, engine, runtime
+    Object.assign(this, fields); // manifest, tokenizer, template, templateSource, special, generation, engine, runtime
+    this.switches = this.template ? switchesOf(this.template) : [];
     this.ids = []; // the tokens in the engine's cache
     this.busy = false;
     this.last = null; // the counts and times of the last generation, or of the one under way
@@ -90,6 +92,11 @@ export class Model {
 
   get memory() {
     return this.engine.memory;
+  }
+
+  // Whether `think` chooses if the model thinks before it answers
+  get canThink() {
+    return this.switches.length > 0;
   }
 
   async close() {
@@ -116,12 +123,14 @@ export class Model {
     return this.tokenizer.decode(ids, { skip_special_tokens: true });
   }
 
-  // The prompt of a conversation [{role, content}]
-  encodeChat(messages) {
+  // The prompt of a conversation [{role, content}]. think: whether the model thinks before it answers; undefined: as the
+  // template has it
+  encodeChat(messages, think) {
     if (!this.template) throw new Error("The model has no chat template: use generate to continue a text.");
+    const thinking = thinkingVariables(think, this.switches, this.templateSource);
     let text;
     try {
-      text = this.template.render({ messages, add_generation_prompt: true, ...this.special });
+      text = this.template.render({ messages, add_generation_prompt: true, ...this.special, ...thinking });
     } catch (error) {
       throw new Error(`The model's chat template refuses this conversation (${error.message}).`);
     }
@@ -135,18 +144,18 @@ export class Model {
     yield* this.run(typeof prompt === "string" ? this.encode(prompt) : Array.from(prompt), options, this.ends);
   }
 
-  // Answer a conversation [{role, content}], as generate does. If it leaves no room for an answer, its oldest turns are
-  // left out until half of the context is free, as diffbit chat does
-  async *chat(messages, options = {}) {
-    const { prompt, dropped } = this.fit(messages, options.maxTokens ?? MAX_TOKENS);
+  // Answer a conversation [{role, content}], as generate does; think: as encodeChat takes it. If it leaves no room for an
+  // answer, its oldest turns are left out until half of the context is free, as diffbit chat does
+  async *chat(messages, { think, ...options } = {}) {
+    const { prompt, dropped } = this.fit(messages, options.maxTokens ?? MAX_TOKENS, think);
     yield* this.run(prompt, options, this.chatEnds, dropped);
   }
 
-  fit(messages, maxTokens) {
+  fit(messages, maxTokens, think) {
     const capacity = this.manifest.context_length;
     const first = Math.max(0, messages.findIndex(({ role }) => role !== "system"));
     const [system, turns] = [messages.slice(0, first), messages.slice(first)];
-    const encoded = (begin) => this.encodeChat([...system, ...turns.slice(begin)]);
+    const encoded = (begin) => this.encodeChat([...system, ...turns.slice(begin)], think);
     const prompt = encoded(0);
     if (prompt.length + Math.min(maxTokens, Math.floor(capacity / ROOM)) <= capacity) return { prompt, dropped: 0 };
     const begins = [...turns.keys()].filter((index) => turns[index].role === "user");

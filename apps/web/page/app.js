@@ -74,6 +74,7 @@ function send() {
   const text = at("text").value;
   if (phase !== "ready" || !text.trim()) return;
   const entries = OPTIONS.filter((name) => at(name).value !== "").map((name) => [name, Number(at(name).value)]);
+  const thinking = at("thinking").hidden ? {} : { think: at("think").checked };
   at("text").value = "";
   if (!chat) at("talk").replaceChildren();
   const asked = say(chat ? "user" : "prompt", text);
@@ -81,7 +82,7 @@ function send() {
   at("meter").textContent = "";
   enter("answering");
   tell("Reading the text…");
-  worker.postMessage({ ask: { text, options: Object.fromEntries(entries) } });
+  worker.postMessage({ ask: { text, options: { ...Object.fromEntries(entries), ...thinking } } });
 }
 
 function progressed({ loaded, total }) {
@@ -97,12 +98,14 @@ function progressed({ loaded, total }) {
 // site.json: its packages and, if it is known, the model's license
 const site = fetch("site.json").then((reply) => reply.json()).catch(() => ({}));
 
-async function ready({ manifest, runtime, memory, chat: canChat, seconds }) {
+async function ready({ manifest, runtime, memory, chat: canChat, think, seconds }) {
   chat = canChat;
   document.title = at("name").textContent = manifest.name;
   at("about").textContent = `${formats(manifest)} weights, ${megabytes(bytesOf(manifest))}, on ${runtime}. Nothing that you type leaves this page.`;
   at("label").textContent = chat ? "Message" : "Beginning of a text";
   at("forget").hidden = !chat;
+  at("thinking").hidden = think === undefined;
+  at("think").checked = think;
   const rows = facts(manifest, await site, runtime).flatMap(([name, text]) => [["dt", name], ["dd", text]]);
   at("facts").replaceChildren(...rows.map(([kind, text]) => Object.assign(document.createElement(kind), { textContent: text })));
   at("card").hidden = false;

@@ -22,7 +22,13 @@ async function load(signal) {
   const { golden, ...manifest } = model.manifest;
   const { runtime, memory } = model;
   const chat = model.template !== null;
-  postMessage({ ready: { manifest, runtime, memory, chat, seconds: (performance.now() - began) / 1000 } });
+  postMessage({ ready: { manifest, runtime, memory, chat, think: thinks(), seconds: (performance.now() - began) / 1000 } });
+}
+
+// Whether the model thinks unless it is told; undefined if it cannot be told
+function thinks() {
+  const prompt = (think) => String(model.encodeChat([{ role: "user", content: "x" }], think));
+  return model.canThink ? prompt() === prompt(true) : undefined;
 }
 
 async function ask({ text, options }, signal) {

@@ -14,6 +14,7 @@ from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint
 from diffbit.quantize import load, read_scheme, read_weight
 
+IDS = torch.arange(20)[None] * 7 % 96
 functional = pytest.importorskip("bitsandbytes.functional")
 transformers = pytest.importorskip("transformers")
 
@@ -71,6 +72,18 @@ def test_a_weight_is_a_qtensor(tmp_path: Path):
     weight = read_weight(checkpoint, name)
     assert isinstance(weight, QTensor) and weight.format.name == "nf4"
     assert torch.equal(weight.dequantize(), theirs.state_dict()[name])
+
+
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16, torch.float32])
+def test_codes_stored_as_another_dtype(storage: torch.dtype, tmp_path: Path):
+    """bnb_4bit_quant_storage: the same bytes, of which some are no finite floats."""
+    make(tmp_path / "nf4", double=False)
+    file = tmp_path / "nf4" / "model.safetensors"
+    wanted, tensors = load(tmp_path / "nf4")(IDS), load_file(file)
+    packed = [name for name in tensors if f"{name}.absmax" in tensors]
+    tensors |= {name: tensors[name].flatten().view(storage).view(-1, 1) for name in packed}
+    save_file(tensors, file)
+    torch.testing.assert_close(load(tmp_path / "nf4")(IDS), wanted)
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,70 @@ def test_gptq(bits: int, group: int, symmetric: bool, version: int, kind: str, t
     assert isinstance(weight, QTensor) and torch.equal(weight.dequantize(), theirs.get_parameter(f"{UP}.weight"))
 
 
+@pytest.mark.parametrize("kind", ["quantize_config.json", "auto-round"])
+def test_gptq_by_other_names(kind: str, tmp_path: Path):
+    """AutoGPTQ's first folders have their settings in a file of their own; AutoRound packs as GPTQ does."""
+    entry: dict[str, Any] = {"bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+    named = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "data_type": "int"}
+    theirs = foreign.folder(tmp_path, entry | named, foreign.gptq(4, 32, True, 1))
+    if kind != "auto-round":
+        config = json.loads((tmp_path / "config.json").read_text())
+        del config["quantization_config"]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / kind).write_text(json.dumps(entry))
+    assert_same_model(tmp_path, theirs)
+
+
+def test_awq_by_the_names_of_auto_round_and_of_its_first_folders(tmp_path: Path):
+    entry = settings("auto-round", bits=4, group_size=32, sym=False, packing_format="auto_round:auto_awq")
+    theirs = foreign.folder(tmp_path, entry, foreign.awq(32, "gemm"), "llama", inner=128)
+    assert_same_model(tmp_path, theirs)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    old = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+    (tmp_path / "quant_config.json").write_text(json.dumps(old))
+    assert_same_model(tmp_path, theirs)
+
+
+FLOAT8 = {"weight": (torch.float8_e4m3fn, 1), "weight_scale_inv": (torch.float32, 0)}
+FOREIGN: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    # {what: (fields of config.json, {part: (dtype, how many weights one holds, 0: scales)}, words)}
+    "mlx": (
+        {"quantization": {"group_size": 32, "bits": 4}, "quantization_config": {"group_size": 32, "bits": 4}},
+        {"weight": (torch.uint32, 8), "scales": (torch.float16, 0), "biases": (torch.float16, 0)},
+        r"quant_method is 'mlx' \(mlx-lm's layout\), wanted one of .*gptq; start from the float checkpoint",
+    ),
+    "fp8": (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 32]}},
+        FLOAT8,
+        r"quant_method is 'fp8' \(8-bit floats, .*\), wanted one of",
+    ),
+    "modelopt": ({}, FLOAT8, r"quant_method is 'modelopt' \(NVIDIA ModelOpt's layout\), wanted one of"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_folders_of_other_tools_are_refused_with_what_they_are(name: str, tmp_path: Path):
+    fields, parts, words = FOREIGN[name]
+
+    def make(weight: torch.Tensor) -> foreign.Made:
+        rows, columns = weight.shape
+        return {
+            part: torch.zeros(rows, columns // many if many else 1).to(dtype) for part, (dtype, many) in parts.items()
+        }, weight
+
+    foreign.folder(tmp_path, {}, make)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("quantization_config", None)
+    (tmp_path / "config.json").write_text(json.dumps(config | fields))
+    if name == "modelopt":
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    with pytest.raises(DiffbitError, match=words) as error:
+        load(tmp_path)
+    assert "again" not in str(error.value)
+
+
 @pytest.mark.parametrize("group, version", [(32, "gemm"), (32, "gemv"), (64, "gemv"), (-1, "gemm")])
 def test_awq(group: int, version: str, tmp_path: Path):
     entry = settings("awq", bits=4, group_size=group, zero_point=True, version=version)

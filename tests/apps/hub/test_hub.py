@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from diffbit.apps.hub import command
 from diffbit.cli.app import main
 from diffbit.io import hub
 from diffbit.io.errors import DiffbitError
-from diffbit.io.files import folder_name
+from diffbit.io.files import folder_name, read_json, sha256_file, write_sealed
 from diffbit.io.hub import HubName
+from diffbit.io.model_files import is_of_a_model
 from diffbit.runtime import Artifact
 
 from .server import Hub, running
@@ -230,15 +232,57 @@ def test_what_is_damaged_is_not_uploaded(
     assert "was changed after export" in capsys.readouterr().err and not stand_in.commits
 
 
+def test_code_in_an_artifact_is_not_uploaded(
+    artifact: Path, stand_in: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "stranger"
+    shutil.copytree(artifact, folder)
+    (folder / "index.html").write_text("<script>alert(1)</script>")
+    manifest = read_json(folder / "diffbit.json")
+    manifest["files"]["index.html"] = {"bytes": 25, "sha256": sha256_file(folder / "index.html")}
+    write_sealed(folder / "diffbit.json", manifest)
+    assert run("push", folder, "hf:me/x") == 2 and not stand_in.commits
+    assert "has 'index.html', which is not uploaded: no model has such a file" in capsys.readouterr().err
+    assert run("verify", folder) == 2
+    assert "index.html: no model has a file of this name" in capsys.readouterr().err
+
+
+def test_only_what_a_model_has_is_uploaded(
+    stand_in: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the table of it is there before."""
+    folder = tmp_path / "model"
+    shutil.copytree(ROOT / "examples/pico/diff_v1", folder)
+    of_the_model = {"config.json", "model.safetensors", "tokenizer.json"} & contents(folder).keys()
+    assert len(of_the_model) == 3
+    for name in (".secrets.json", ".a.safetensors", "training.json", "log.jsonl", "id_rsa", "notes.json", "a.py"):
+        (folder / name).write_text("{}")
+    shown = []
+    monkeypatch.setattr(command, "upload", lambda *arguments: shown.append(capsys.readouterr().out) or ("", []))
+    assert run("push", folder, "hf:me/x") == 0
+    assert all(name in shown[0] for name in of_the_model) and "README.md" in shown[0] and "training" not in shown[0]
+    monkeypatch.undo()
+
+
+def test_names_of_a_model() -> None:
+    for name in ("config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "a b.gguf",
+                 "model.onnx", "model.onnx.data_1", "onnx/model.onnx_data_2", "chat_template.jinja"):  # fmt: skip
+        assert is_of_a_model(name), name
+    for name in ("index.html", ".env.json", ".x.safetensors", "a/b.safetensors", "..safetensors", "x.js",
+                 "training.json", "onnx/x.onnx", "onnx/config.json", "model.onnx.data_1.js", "model.onnx\n",
+                 "README.md"):  # fmt: skip
+        assert not is_of_a_model(name), name
+
+
 def test_a_link_out_of_the_folder_is_not_uploaded(
     stand_in: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     private, folder = tmp_path / "private.json", tmp_path / "model"
     private.write_text("{}")
     shutil.copytree(ROOT / "examples/pico/diff_v1", folder)
-    (folder / "extra.json").symlink_to(private)
+    (folder / "vocab.json").symlink_to(private)
     assert run("push", folder, "hf:me/x") == 2 and not stand_in.commits
-    assert "extra.json: is a link that leads out of the folder" in capsys.readouterr().err
+    assert "vocab.json: is a link that leads out of the folder" in capsys.readouterr().err
 
 
 def test_dry_run(artifact: Path, stand_in: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

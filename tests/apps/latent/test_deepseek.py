@@ -33,6 +33,12 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "v3, yarn, biases": (DeepseekV3Config, DeepseekV3ForCausalLM, {"rope_parameters": YARN, "attention_bias": True}),
     "v2": (DeepseekV2Config, DeepseekV2ForCausalLM, {}),
     "v2 lite": (DeepseekV2Config, DeepseekV2ForCausalLM, {"q_lora_rank": None}),
+    "v2 lite, biases": (DeepseekV2Config, DeepseekV2ForCausalLM, {"q_lora_rank": None, "attention_bias": True}),
+    "v3, what is left of yarn": (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        {"rope_parameters": YARN | {"rope_type": "default"}},
+    ),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from diffbit.io.errors import DiffbitError
 from diffbit.models import load, save
 from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
 from diffbit.runtime import Artifact, Session, SessionOptions, Tokenizer, generate, verify
+
+from ...export.helpers import write_tokenizer
+from ...models.helpers import hf_model, saved
 
 TEXTS = "def parse(text):\n    return text.split()", "import é😀 ", "x = 1; " * 20
 
@@ -89,6 +93,62 @@ def test_the_artifact_has_no_head(model: tuple[Path, Path], tmp_path: Path) -> N
         assert small.nbytes < whole.nbytes - 2 * small.vocab_size * small.width
     assert (small.output, small.width, whole.output) == ("hidden_states", small.model["hidden_size"], "logits")
     assert not (artifact / "genai_config.json").exists()
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "attention_multiplier": 0.5},
+    "gemma3_text": {"query_pre_attn_scalar": 11, "sliding_window": 5},
+    "qwen3": {},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_hidden_states_are_those_of_transformers(family: str, quantized: bool, tmp_path: Path) -> None:
+    """Of tied models whose head has factors, which fold into the final norm; and of tensors without the prefix
+    "model.", as AutoModel saves them. sentence-transformers' folder says how they are pooled."""
+    theirs = hf_model(family, tie_word_embeddings=True, hidden_size=32, intermediate_size=64).model
+    theirs.save_pretrained(tmp_path / "m")
+    write_tokenizer(tmp_path / "m", 61)
+    (tmp_path / "m" / "1_Pooling").mkdir()
+    modes = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
+    (tmp_path / "m" / "1_Pooling" / "config.json").write_text(json.dumps(modes))
+    source = tmp_path / "m"
+    if quantized:
+        quantize_checkpoint(source, source := tmp_path / "q", Scheme(weights=parse_format("int8")))
+    artifact = export_artifact(source, tmp_path / "a", embeddings=True)
+    session, ids = Session(artifact, threads=1), [7 * i % 61 for i in range(12)]
+    with torch.inference_mode():
+        right = theirs(torch.tensor([ids])).last_hidden_state[0].numpy()
+    session.reset()
+    states = session.prefill([ids], all_positions=True)[0]
+    np.testing.assert_allclose(states, right, atol=(0.5 if quantized else 1e-4) * right.std())
+    assert session.artifact.pooling == "last"
+    assert embed(session, ids) @ right[-1] / np.linalg.norm(right[-1]) > 0.99
+
+
+@pytest.mark.parametrize(
+    ("pooling", "modules", "words"),
+    [
+        ({"pooling_mode_cls_token": True}, None, "by pooling_mode_cls_token, wanted mean or last"),
+        ({"pooling_mode": "max"}, None, "by max, wanted mean or last"),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True}, None, "by mean, last, wanted"),
+        ({"pooling_mode": "mean"}, ["Transformer", "Pooling", "Dense"], "by mean, then Dense, wanted"),
+    ],
+)
+def test_other_ways_of_pooling_are_refused(
+    pooling: dict[str, Any], modules: list[str] | None, words: str, tmp_path: Path
+) -> None:
+    source = saved(hf_model("llama"), tmp_path / "m")
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    if modules is not None:
+        kinds = [{"type": f"sentence_transformers.models.{module}"} for module in modules]
+        (source / "modules.json").write_text(json.dumps(kinds))
+    write_tokenizer(source, 61)
+    with pytest.raises(DiffbitError, match=words):
+        export_artifact(source, tmp_path / "a", embeddings=True)
+    export_artifact(source, tmp_path / "a")  # logits are not pooled
 
 
 def test_requests(client: TestClient, model: tuple[Path, Path]) -> None:

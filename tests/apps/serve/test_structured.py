@@ -339,6 +339,14 @@ def test_what_cannot_be_done_is_refused(client: TestClient, body: dict[str, Any]
     assert says in answer["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "body", [{"x" * 300_000: 1}, {"n": ["x" * 300_000]}, {"response_format": {"type": "x" * 300_000}}]
+)
+def test_no_answer_repeats_a_long_request(client: TestClient, body: dict[str, Any]) -> None:
+    answer = chat(client, **body)
+    assert answer["status"] == 400 and len(json.dumps(answer)) < 5000
+
+
 def test_fields_that_change_nothing_are_taken(client: TestClient) -> None:
     body = {"seed": -1, "top_k": -1, "user": "me", "metadata": {"a": "b"}, "repeat_penalty": 1.0, "max_tokens": 3}
     assert chat(client, **body)["status"] == 200

@@ -10,6 +10,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,14 @@ import torch
 from diffbit.apps.train import checkpoint as checkpoint_module
 from diffbit.apps.train import trainer as trainer_module
 from diffbit.apps.train.data import TrainingRows
+from diffbit.apps.train.disk import SMALL, present
 from diffbit.apps.train.folder import read_log
 from diffbit.apps.train.initialize import initialize
 from diffbit.apps.train.presets import train_config
 from diffbit.apps.train.trainer import evaluation_loss, learning_rate, train
 from diffbit.calib_data import END_OF_TEXT, Needles, load_text, load_tokenizer, windows
 from diffbit.cli.app import main
+from diffbit.io import durable, resources
 from diffbit.io.errors import DiffbitError
 from diffbit.io.files import read_sealed, write_sealed
 from diffbit.models import Checkpoint, Decoder, load
@@ -63,6 +66,54 @@ def test_a_run_learns_and_leaves_a_model(text: str, tmp_path: Path) -> None:
     ids = tokenizer.encode(load_text(text, "eval").documents)
     held_out = windows(ids, 16, eos_id=tokenizer.eos_id, max_windows=8)
     assert evaluation_loss(trained, held_out, 3) == pytest.approx(result.eval_loss, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"checkpoint_every": 0}, {"steps": 4}, {"qat": "ternary"}, {"qat": "int4_g32"}, {"head_gain": 1.0}],
+    ids=["float", "no checkpoints", "one checkpoint", "ternary", "int4", "a head norm's weight"],
+)
+def test_disk_is_forecast(changes: dict[str, Any], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most that the folder has at any time, which is when a checkpoint or the model is complete."""
+    config = replace(options(text), model=model(hidden_size=128, head_norm="head_gain" in changes), **changes)
+    most = []
+
+    def measured(module: Any, name: str) -> None:
+        function = getattr(module, name)
+
+        def measure(*arguments: Any, **keywords: Any) -> Any:
+            most.append(present(tmp_path / "out"))
+            return function(*arguments, **keywords)
+
+        monkeypatch.setattr(module, name, measure)
+
+    measured(checkpoint_module.shutil, "rmtree")  # of what the new checkpoint, or the model, has taken the place of
+    measured(durable, "sync")
+    told: list[int] = []
+    monkeypatch.setattr(trainer_module, "require", lambda what, memory, disk, out: told.append(disk))
+    train(config, tmp_path / "out")
+    assert max(most) <= told[0] < 1.1 * max(most) + 3 * SMALL
+
+
+def test_a_run_for_which_the_disk_is_too_small_is_refused(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it writes or deletes anything; what it will delete counts as free."""
+    config = options(text, steps=2)
+    train(config, tmp_path / "out")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    usage = SimpleNamespace(free=100_000)
+    monkeypatch.setattr(resources.shutil, "disk_usage", lambda folder: usage)
+    config = replace(config, steps=8)  # with two checkpoints
+    refused = pytest.raises(DiffbitError, match=r"training into .* writes about .* to .*, but 100\.0 kB are free there")
+    with refused:
+        train(config, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    with refused:
+        train(config, tmp_path / "out", overwrite=True)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
+    usage.free = 600_000
+    train(config, tmp_path / "out", overwrite=True)
 
 
 def test_evaluation_loss_against_one_token_at_a_time() -> None:

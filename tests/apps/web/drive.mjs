@@ -2,7 +2,8 @@
 //
 //     node drive.mjs NODE_MODULES/x CHROMIUM '{"address": ..., "steps": [["ask", "def "]], ...}'
 //
-// adapter: none, or software: with WebGPU, on SwiftShader, which computes on the CPU; most: tokens of an answer. Steps:
+// adapter: none, or software: with WebGPU, on SwiftShader, which computes on the CPU; most: tokens of an answer; quota: bytes
+// that the browser's storage takes; default: as it has it. Steps:
 //   ["ask", TEXT]     types a text, sends it and waits for the end of the answer
 //   ["stop", TEXT]    sends a text by Enter, and stops the answer (of at most 10 * most tokens) by Escape
 //   ["pause", BYTES]  pauses the download once the page has this many
@@ -14,7 +15,7 @@ import { createRequire } from "node:module";
 
 const ADAPTERS = { none: ["--disable-gpu"], software: ["--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan"] };
 const [puppeteer, executablePath, request] = process.argv.slice(2);
-const { address, adapter = "none", most = 24, steps = [] } = JSON.parse(request);
+const { address, adapter = "none", most = 24, quota, steps = [] } = JSON.parse(request);
 const { launch } = createRequire(puppeteer)("puppeteer-core");
 const patience = { timeout: 300_000 }; // other tests may have all processors
 const browser = await launch({ executablePath, args: ["--no-sandbox", ...ADAPTERS[adapter]], protocolTimeout: 300_000, ...patience });
@@ -28,6 +29,7 @@ async function visit() {
   page.on("pageerror", (error) => said.push(String(error)));
   page.on("request", (request) => asked.push(request.url()));
   await view([760, 560, "light"]);
+  if (quota) await (await page.createCDPSession()).send("Storage.overrideQuotaForOrigin", { origin: new URL(address).origin, quotaSize: quota });
   await page.goto(address, patience);
   await before?.close();
 }

@@ -29,6 +29,7 @@ const onProgress = ({ loaded }: { loaded: number }) => console.log(loaded.toFixe
 const model = await load(new URL("https://example.org/model/"), { device: "cpu", onProgress });
 const messages: Message[] = [{ role: "user", content: "Hello" }];
 for await (const text of model.chat(messages, { maxTokens: 8, topK: 4, signal: AbortSignal.timeout(9) })) text.trim();
+if (model.canThink) model.chat(messages, { think: false });
 const last: Generation | null = model.last;
 // @ts-expect-error
 model.generate("x", { max_tokens: 3 });

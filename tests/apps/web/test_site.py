@@ -21,11 +21,12 @@ from typing import Any, ClassVar
 import pytest
 from typer.testing import CliRunner
 
-from diffbit.apps.web.site import PACKAGES, write_site
+from diffbit.apps.web.site import IS_READ, PACKAGE, PACKAGES, write_site
 from diffbit.cli.app import app
 from diffbit.export import export_artifact
 from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
+from diffbit.io.files import json_sha256, sha256_file
 from diffbit.quantize import Scheme, quantize_checkpoint
 from diffbit.runtime import Chat, Sampler, Session, Tokenizer, generate
 
@@ -65,10 +66,12 @@ def served(folder: Path, handler: type[Quiet] = Quiet) -> Iterator[str]:
         server.shutdown()
 
 
-def drive(site: Path | str, *steps: tuple[object, ...], adapter: str = "none", most: int = 24) -> dict[str, Any]:
+def drive(
+    site: Path | str, *steps: tuple[object, ...], adapter: str = "none", most: int = 24, quota: int = 0
+) -> dict[str, Any]:
     """What the page in a folder, or at an address, showed after the steps (drive.mjs has their names)."""
     with served(site) if isinstance(site, Path) else contextlib.nullcontext(site) as address:
-        request = json.dumps({"address": address, "adapter": adapter, "most": most, "steps": steps})
+        request = json.dumps({"address": address, "adapter": adapter, "most": most, "quota": quota, "steps": steps})
         command = ["node", str(HERE / "drive.mjs"), str(MODULES / "x"), str(CHROMIUM), request]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert not done.returncode, done.stderr
@@ -243,6 +246,43 @@ def test_a_changed_file_is_refused(artifacts: dict[str, Path], tmp_path: Path) -
     assert drive(tmp_path / "site")["state"].startswith("Error: model.onnx.data is not the file that was exported")
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/apps/web/node_modules")
+def test_where_storage_is_full_the_model_is_held_in_memory(artifacts: dict[str, Path], tmp_path: Path) -> None:
+    """With room for no file, for the small ones, for a part of the weights, and for all."""
+    write_site(artifacts["text"], tmp_path / "site", packages=MODULES, slow=True)
+    session = Session(artifacts["text"])
+    expected = list(generate(session, "import ", max_tokens=24, temperature=0).result().token_ids)
+    weights = (artifacts["text"] / "model.onnx.data").stat().st_size
+    for quota in (20_000, 200_000, weights, 20 * weights):
+        page = drive(tmp_path / "site", ("ask", "import "), ("visit",), ("ask", "import "), quota=quota)
+        assert page["answers"] == [expected, expected] and not page["said"], quota
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/apps/web/node_modules")
+def test_thinking_is_switched_where_the_template_can(
+    artifacts: dict[str, Path], trained: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The checkbox begins as the template does, and is not there where the template has no switch."""
+    shutil.copytree(trained("diff_v1"), tmp_path / "thinker")
+    switch = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    (tmp_path / "thinker" / "chat_template.jinja").write_text(TEMPLATE + switch)
+    artifact = export_artifact(tmp_path / "thinker", tmp_path / "artifact")
+    write_site(artifact, tmp_path / "site", packages=MODULES, slow=True)
+    steps = ("ask", "class A:"), ("press", "#forget"), ("press", "#settings summary"), ("press", "#think")
+    page = drive(tmp_path / "site", *steps, ("ask", "class A:"))
+    expected = [
+        list(Chat(Session(artifact), max_tokens=24, sampler=Sampler(), think=think).send("class A:").token_ids)
+        for think in (None, False)
+    ]
+    assert page["answers"] == expected and expected[0] != expected[1]
+    write_site(artifacts["chat"], tmp_path / "plain", packages=MODULES, slow=True)
+    report = tmp_path / "plain" / "app.js"
+    report.write_text(report.read_text() + '\nconsole.log(getComputedStyle(at("thinking")).display);')
+    assert drive(tmp_path / "plain")["said"] == ["none"]
+
+
 def fake_modules(folder: Path) -> Path:
     for package in PACKAGES:
         for file in package.files:
@@ -266,6 +306,41 @@ def test_the_files_of_a_site(artifacts: dict[str, Path], tmp_path: Path) -> None
     assert write_site(artifacts["text"], tmp_path / "site", packages=modules, slow=True, overwrite=True) == sizes
     command = ["web", str(artifacts["text"]), "-o", str(tmp_path / "site"), "--packages", str(modules), "--slow", "-q"]
     assert CliRunner().invoke(app, [*command, "--overwrite"]).exit_code == 0
+
+
+def test_a_site_has_no_file_of_an_artifact_that_the_page_does_not_read(
+    artifacts: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "artifact"
+    shutil.copytree(artifacts["text"], folder)
+    for name in ("index.html", "a.js", "model.onnx.data_1.html", "onnx/x.js"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("<script>alert(1)</script>")
+        entry = {"bytes": 25, "sha256": sha256_file(folder / name)}
+        manifest = json.loads((folder / "diffbit.json").read_text())
+        manifest["files"][name] = entry
+        manifest["sha256"] = json_sha256(manifest)
+        (folder / "diffbit.json").write_text(json.dumps(manifest))
+    sizes = write_site(folder, tmp_path / "site", packages=fake_modules(tmp_path / "node_modules"), slow=True)
+    files = {name.removeprefix("model/") for name in sizes if name.startswith("model/")}
+    assert files == {"diffbit.json", "model.onnx", "model.onnx.data", "generation_config.json", "tokenizer.json",
+                     "tokenizer_config.json"}  # fmt: skip
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
+def test_a_site_has_the_files_that_the_page_reads() -> None:
+    read = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+            "chat_template.jinja", "model.onnx", "onnx/model.onnx", "model.onnx.data", "model.onnx.data_1",
+            "onnx/model.onnx_data", "onnx/model.onnx_data_12"]  # fmt: skip
+    others = ["config.json", "index.html", "model.onnx.data_", "model.onnx.data_1.js", "onnx/x.js",
+              "onnx/tokenizer.json", "model_onnx", "model.onnx\n", "model.onnx_data", ".tokenizer.json",
+              "model.onnx.data_\u0661"]  # fmt: skip
+    script = f"""
+    import {{ isRead }} from {json.dumps((PACKAGE / "files.js").as_uri())};
+    console.log(JSON.stringify({json.dumps(read + others)}.filter(isRead)));
+    """
+    done = subprocess.run(["node", "--input-type=module", "-e", script], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == read == [name for name in read + others if IS_READ.fullmatch(name)]
 
 
 def test_packages_that_are_others(artifacts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
