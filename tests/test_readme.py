@@ -58,15 +58,35 @@ def test_no_measured_row_stands_on_two_pages() -> None:
                 assert seen.setdefault(measured, name) == name, f"{name} repeats {row} of {seen[measured]}"
 
 
-@pytest.mark.parametrize(
-    "room", ["calib_data", "cli", "csrc", "export", "formats", "models", "ops", "quantize", "runtime"]
-)
+CORE = ["calib_data", "cli", "csrc", "diffbit/io", "export", "formats", "models", "ops", "quantize", "runtime"]
+APPS = sorted(str(page.parent.relative_to(ROOT)) for page in ROOT.glob("apps/*/README.md"))
+FILE = re.compile(r"(?<![\w/.-])(?:(?:\w+/)*\w+\.py|(?:\w+/)+)(?![\w*])")
+PLACES = ROOT, ROOT / "diffbit", ROOT / "csrc"
+
+
+@pytest.mark.parametrize("room", CORE)
 def test_each_room_has_a_page(room: str) -> None:
-    """What it does, its files bottom-up, contracts, how to add a thing, tests; the files that it names are there."""
+    """What it does, its files bottom-up, contracts, how to add a thing, tests."""
     page = (ROOT / room / "README.md").read_text()
-    assert page.count("\n## ") >= 4 and "\n## Adding " in page
-    for name in re.findall(r"`((?:tests|runtime|quantize|models|ops|cli|calib_data)/[a-z_/]+(?:\.\w+)?)`", page):
-        assert (ROOT / name).exists() or (ROOT / f"{name}.py").exists(), f"{room}/README.md names {name}"
+    assert page.count("\n## ") >= 4 and ("\n## Adding " in page or room == "diffbit/io")
+
+
+@pytest.mark.parametrize("room", [*CORE, *APPS])
+def test_a_rooms_page_names_its_files(room: str) -> None:
+    """Each file and folder of the room, in the list once; and all files that the page names are there."""
+    page, folder = (ROOT / room / "README.md").read_text(), ROOT / room
+    named = [name for name in FILE.findall(page) if not re.search(r"\b(X|NAME)\b", name)]
+    for name in named:
+        places = (*PLACES, ROOT / "tests" / room)
+        assert any((place / name).exists() for place in places) or any(folder.rglob(name)), f"{room} has no {name}"
+    files = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
+    folders = {f"{path.name}/" for path in folder.iterdir() if any(path.glob("*.*")) and path.name != "__pycache__"}
+    missing = (files | folders) - {*named, *(f"{name.split('/')[0]}/" for name in named)}
+    assert not missing, f"{room}/README.md does not name {sorted(missing)}"
+    block = re.search(r"```\n(.*?)```", page, re.DOTALL) or re.search(r"((?:^    .*\n)+)", page, re.MULTILINE)
+    listed = FILE.findall(block[1]) if block else []
+    twice = {name for name in listed if name in files | folders and listed.count(name) > 1}
+    assert not twice, f"{room}/README.md lists {sorted(twice)} twice"
 
 
 def test_the_python_page_runs_and_names_everything(tmp_path: Path) -> None:
