@@ -122,7 +122,7 @@ def increase(ratio: Row | None) -> str:
 
 def verdict(name: str, difference: Row) -> str:
     if difference["low"] <= 0 <= difference["high"]:
-        return "not told apart"
+        return "no difference established"
     return f"{name} loses {'less' if difference['value'] < 0 else 'more'}"
 
 

@@ -102,7 +102,7 @@ def contrasts(comparison: Row) -> str:
     for other, difference in zip(others, apart, strict=True):
         sure = difference["low"] * difference["high"] > 0
         better = f"{other} is {'better' if difference['value'] < 0 else 'worse'}"
-        cells += [interval(difference, nats), better if sure else "not told apart"]
+        cells += [interval(difference, nats), better if sure else "no difference established"]
     lines = [["loss after training", "", *cells]]
     for model, *key in results:
         if model == first and key[0] != "none":

@@ -498,7 +498,7 @@ def test_twins_at_low_bits_of_two_runs(
     lines = twins.bits_table(measured, list(runs)).splitlines()[2:]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert [row[0] for row in rows] == ["logits 3-bit", "logits 2-bit"]
-    assert all(row[1] == row[2] and row[4] == "not told apart" for row in rows)
+    assert all(row[1] == row[2] and row[4] == "no difference established" for row in rows)
     each = [diffbit.compare([model], windows, ("3",), ["logits"]).results[-1].ratio.value for model in models]
     assert each[0] != pytest.approx(each[1], rel=1e-3)
     assert measured["results"][0]["ratio"]["value"] == pytest.approx(math.sqrt(each[0] * each[1]))
