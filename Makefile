@@ -16,9 +16,9 @@
 # make null-test   compares SmolLM2 with its differential conversion through every path, to the bit (about 20 minutes);
 #                  MODEL=... compares another plain model
 # make bench-kernels   time, bandwidth and ratios of the kernels beside ONNX Runtime's (benchmarks/kernels.py)
-# make models      restores the models that docs/ was measured on from this repository's history: examples/{nano,nano_1k,bitnet}
-# make accuracy    renews the tables of docs/accuracy.md and docs/attention.md, on the models of examples/nano and nano_1k, on
-#                  18 small models that it trains, and on SmolLM2; about four hours of one core
+# make models      restores the models that studies measured on from this repository's history: examples/{nano,nano_1k,bitnet}
+# make accuracy    renews the tables of research/weights and research/attention, on the models of examples/nano and nano_1k,
+#                  on 18 small models that it trains, and on SmolLM2; about four hours of one core
 # make wheels      dist/: wheels with the library inside for any Linux on x86-64 and on ARM, of which one is cross-compiled
 #                  (g++-aarch64-linux-gnu), and the source distribution (docs/packages.md)
 # make lowest      runs the quick tests with the oldest releases of Python packages that pyproject.toml allows (build/lowest;
@@ -116,11 +116,11 @@ models:
 	@$(SAY) "the models of examples/: a minute" bash examples/restore.sh
 
 accuracy: ready
-	@$(SAY) "docs/accuracy.md: an hour" $(BIN)/python benchmarks/accuracy.py --json out/accuracy.json --markdown
-	@$(SAY) "docs/attention.md: half an hour" $(BIN)/python benchmarks/attention.py --json out/attention.json --markdown
+	@$(SAY) "low-bit weights: an hour" $(BIN)/python benchmarks/accuracy.py --json out/accuracy.json --markdown
+	@$(SAY) "low-bit attention: half an hour" $(BIN)/python benchmarks/attention.py --json out/attention.json --markdown
 	@$(SAY) "18 models, trained and measured: two hours" \
 	    $(BIN)/python benchmarks/runs.py --work out/runs --json out/runs.json --markdown
-	@$(SAY) "calibration: half an hour" $(BIN)/python benchmarks/calibration.py --work out/smollm2 --markdown
+	@$(SAY) "calibration: half an hour" $(BIN)/python research/weights/calibration.py --work out/smollm2 --markdown
 
 wheels: develop
 	@$(SAY) "" $(BIN)/python -m diffbit.apps.web.build

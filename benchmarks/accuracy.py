@@ -1,7 +1,7 @@
-"""What low bits cost trained models, and what each method gives back: the tables of docs/accuracy.md.
+"""What low bits cost trained models, and what each method gives back: the tables of research/weights.
 
     python benchmarks/accuracy.py                                        # the trio in examples/nano, to the terminal
-    python benchmarks/accuracy.py --json out/accuracy.json --markdown    # keep the numbers; renew docs/accuracy.md
+    python benchmarks/accuracy.py --json out/accuracy.json --markdown    # keep the numbers; renew research/weights
     python benchmarks/accuracy.py --quick --models CHECKPOINT CHECKPOINT # does everything run?
 
 Every variant of every model is made in memory and scored on windows of the eval split, token by token beside the model
@@ -210,7 +210,7 @@ def inputs_table(comparison: Row) -> str:
 
 
 def tables(comparison: Row) -> dict[str, str]:
-    """By the name of their place in docs/accuracy.md."""
+    """By the name of their place in research/weights."""
     text, calibration = comparison["text"], comparison["calibration"]
     about = (
         f"{comparison['machine']}; {comparison['minutes']:.0f} minutes of one core in all. "
@@ -235,7 +235,7 @@ def main() -> None:
                         help="of unequal attention; the first is the yardstick (default: examples/nano)")  # fmt: skip
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="roundings of each variant (default: %(default)s)")
-    add_outputs(parser, "accuracy.md")
+    add_outputs(parser, "research/weights/README.md")
     parser.add_argument("--quick", action="store_true", help="two formats and a few windows: does everything run?")
     arguments = parser.parse_args()
 

@@ -1,7 +1,7 @@
-"""What low-bit attention costs trained models, with weights in float: the tables of docs/attention.md.
+"""What low-bit attention costs trained models, with weights in float: the tables of research/attention.
 
     python benchmarks/attention.py                                          # to the terminal
-    python benchmarks/attention.py --json out/attention.json --markdown     # keep the numbers; renew docs/attention.md
+    python benchmarks/attention.py --json out/attention.json --markdown     # keep the numbers; renew research/attention
     python benchmarks/attention.py --quick --models CHECKPOINT CHECKPOINT   # does everything run?
 
 Every variant of every model is made in memory and scored on windows of the eval split, token by token beside the model
@@ -216,7 +216,7 @@ def about(comparison: Row, command: str) -> str:
 
 
 def tables(short: Row, long: Row | None, command: str) -> dict[str, str]:
-    """By the name of their place in docs/attention.md."""
+    """By the name of their place in research/attention."""
     texts = {"about": about(short, command), "losses": losses_table(short)}
     texts |= {part: cost_table(short, part) for part in PARTS}
     if long is not None:
@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--long", type=Path, nargs="*", default=LONG, metavar="CHECKPOINT",
                         help="that have learned needles (default: examples/nano_1k)")  # fmt: skip
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: %(default)s)")
-    add_outputs(parser, "attention.md")
+    add_outputs(parser, "research/attention/README.md")
     parser.add_argument("--quick", action="store_true", help="two variants a table and a few windows: does it run?")
     options = parser.parse_args()
 

@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp, in any of its formats")
     parser.add_argument("--only", choices=tuple(PEER))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="(default: 1 2)")
-    add_outputs(parser, "performance.md")
+    add_outputs(parser, "research/cpu/README.md")
     parser.add_argument("--quick", action="store_true", help="a tiny model: does everything run?")
     arguments = parser.parse_args()
 
@@ -124,7 +124,7 @@ def main() -> None:
     about = {"machine": describe(), "instruction_set": native.instruction_sets()[0],
              "onnxruntime": onnxruntime.__version__, "llama_cpp_python": version or "not measured (--llama)",
              "prompt_tokens": prompt, "new_tokens": new,
-             "command": command_line("generate.py", sys.argv[1:])}  # fmt: skip
+             "command": command_line(__file__, sys.argv[1:])}  # fmt: skip
     say(**about)
 
     measured = []

@@ -1,7 +1,7 @@
 """diffbit's kernels on the CPU beside their peers: one table of time, bandwidth, rate and ratios.
 
     python benchmarks/kernels.py                                     # all of it, to the terminal
-    python benchmarks/kernels.py --json out/kernels.json --markdown  # keep the rows; renew docs/performance.md
+    python benchmarks/kernels.py --json out/kernels.json --markdown  # keep the rows; renew research/cpu
     python benchmarks/kernels.py --only caches --threads 2           # DiffAttention over each kind of KV cache
 
 Needs a C compiler on the path. llama.cpp stands beside whole models: generate.py.
@@ -339,7 +339,7 @@ def main() -> None:
     parser.add_argument("--only", choices=(*FORMATS, "attention", "caches", "grouped"))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="(default: 1 2)")
     parser.add_argument("--isa", help="the instruction set of our kernels (default: the best of this CPU)")
-    add_outputs(parser, "performance.md")
+    add_outputs(parser, "research/cpu/README.md")
     parser.add_argument("--quick", action="store_true", help="small shapes and few rounds: does everything run?")
     arguments = parser.parse_args()
     sets = native.instruction_sets()
@@ -349,7 +349,7 @@ def main() -> None:
         raise SystemExit(f"--isa is {arguments.isa}, this CPU and this build have {', '.join(sets)}")
     about = {
         "machine": describe(), "instruction_set": arguments.isa or sets[0], "onnxruntime": onnxruntime.__version__,
-        "command": command_line("kernels.py", sys.argv[1:]),
+        "command": command_line(__file__, sys.argv[1:]),
     }  # fmt: skip
     say(**about)
     sizes: tuple[Any, ...] = (0.7, CYCLE_BYTES, SHAPES, (1, 128, 512), (2048, 8192), (1024, 4096))

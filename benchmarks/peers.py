@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct by our methods and by other projects', at equal formats: a table of docs/accuracy.md.
+"""SmolLM2-135M-Instruct by our methods and by other projects', at equal formats: a table of research/weights.
 
     python -m venv ENV1 && ENV1/bin/pip install torch==2.13.0 llmcompressor==0.14.0.1
     python -m venv ENV2 && ENV2/bin/pip install torch==2.13.0 hqq==0.2.8.post1
@@ -26,12 +26,11 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from calibration import predictions
 from commands import once
 from machine import describe
-from report import command_line, interval, renew, table
+from report import ROOT, command_line, interval, renew, table
 from safetensors.torch import load_file
-from smollm2 import fetch, scores, text_windows, trained_copy
+from smollm2 import fetch, predictions, scores, text_windows, trained_copy
 
 import diffbit
 from diffbit.apps.evaluate.metrics import Scores, mean, perplexity_ratio
@@ -156,7 +155,7 @@ def main() -> None:
     parser.add_argument("--peer", action="append", required=True, metavar="NAME=ENV", help=f"NAME: {', '.join(PEERS)}")
     parser.add_argument("--copy", action="store_true", help="the trained copy of smollm2.py, off Q4_1's grid")
     parser.add_argument("--layers", type=int, default=10, help="decoder layers that are rounded (default: %(default)s)")
-    parser.add_argument("--markdown", action="store_true", help="renew the table in docs/accuracy.md")
+    parser.add_argument("--markdown", action="store_true", help="renew the table in research/weights")
     options = parser.parse_args()
 
     source, news, wiki = fetch(options.work)
@@ -195,11 +194,11 @@ def main() -> None:
             print(lines[-1], file=sys.stderr)
     head = ["weights", "method", "perplexity", "KL, nats a token", "less than the best of the others"]
     sizes = f"{len(ids)} windows of {ids.shape[1]} tokens, the first {options.layers} of {len(layers)} layers"
-    command = command_line("peers.py", [re.sub("=.*", "=ENV", part) for part in sys.argv[1:]])
+    command = command_line(__file__, [re.sub("=.*", "=ENV", part) for part in sys.argv[1:]])
     report = f"{describe()}. {sizes}. `{command}`\n\n{table(head, lines)}\n"
     print(report)
     if options.markdown:
-        renew(Path(__file__).parents[1] / "docs" / "accuracy.md", "peers", report)
+        renew(ROOT / "research" / "weights" / "README.md", "peers", report)
 
 
 def cells(ours: Scores, reference: Scores, peer: Scores | None) -> list[str]:

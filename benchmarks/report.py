@@ -1,4 +1,4 @@
-"""The benchmarks' rows as Markdown tables, which are readable on a terminal too, and their place in a page of docs/.
+"""The benchmarks' rows as Markdown tables, which are readable on a terminal too, and their place in a page.
 
 A row is a flat dictionary. `us` is our time, `share_percent` the share of it that a bound is, `ratio` how many times
 better we are than each peer, `targets` what of these was wanted and whether it was reached, `missing` the peers that
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+ROOT = Path(__file__).resolve().parents[1]
 WIDE = 26  # characters
 
 
@@ -122,7 +122,7 @@ def increase(ratio: Row | None) -> str:
 
 def verdict(name: str, difference: Row) -> str:
     if difference["low"] <= 0 <= difference["high"]:
-        return "not told apart"
+        return "no difference established"
     return f"{name} loses {'less' if difference['value'] < 0 else 'more'}"
 
 
@@ -130,12 +130,12 @@ def verdict(name: str, difference: Row) -> str:
 
 
 def command_line(script: str, arguments: Sequence[str]) -> str:
-    """The command as another machine would give it: folders by their names in the help."""
+    """The command as another machine would give it: folders by their names in the help. script: its `__file__`."""
     names = {"--llama": "ENV", "--ik": "ENV", "--work": "DIR", "--out": "OUT", "--wikitext": "FILE", "--json": "FILE",
              "--library": "FILE"}  # fmt: skip
     pairs = list(zip(["", *arguments], arguments, strict=False))
     shown = [f"{part.split('=')[0]}=ENV" if before == "--peer" else names.get(before, part) for before, part in pairs]
-    return shlex.join(["python", f"benchmarks/{script}", *shown])
+    return shlex.join(["python", str(Path(script).resolve().relative_to(ROOT)), *shown])
 
 
 def say(**message: Any) -> None:
@@ -149,10 +149,10 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def add_outputs(parser: argparse.ArgumentParser, page: str) -> None:
-    """Options for `write_outputs`; page: the one in docs/ that has the tables."""
+    """Options for `write_outputs`; page: the one that has the tables, from the root of the repository."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
-    parser.add_argument("--markdown", type=Path, nargs="?", const=DOCS / page, metavar="FILE",
-                        help=f"renew the tables of this page (default: docs/{page})")  # fmt: skip
+    parser.add_argument("--markdown", type=Path, nargs="?", const=ROOT / page, metavar="FILE",
+                        help=f"renew the tables of this page (default: {page})")  # fmt: skip
 
 
 def write_outputs(arguments: argparse.Namespace, numbers: Any, tables: Mapping[str, str]) -> None:

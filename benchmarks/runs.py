@@ -1,4 +1,4 @@
-"""Does differential attention lose less by low bits, over several training runs? A table of docs/accuracy.md.
+"""Does differential attention lose less by low bits, over several training runs? A table of research/weights.
 
     python benchmarks/runs.py --work DIR --markdown     # trains what DIR lacks, and renews the table
     python benchmarks/runs.py --work DIR --quick        # pico, two runs of 8 steps: does everything run?
@@ -102,7 +102,7 @@ def contrasts(comparison: Row) -> str:
     for other, difference in zip(others, apart, strict=True):
         sure = difference["low"] * difference["high"] > 0
         better = f"{other} is {'better' if difference['value'] < 0 else 'worse'}"
-        cells += [interval(difference, nats), better if sure else "not told apart"]
+        cells += [interval(difference, nats), better if sure else "no difference established"]
     lines = [["loss after training", "", *cells]]
     for model, *key in results:
         if model == first and key[0] != "none":
@@ -114,7 +114,7 @@ def contrasts(comparison: Row) -> str:
 
 
 def tables(comparison: Row) -> dict[str, str]:
-    """By the name of their place in docs/accuracy.md."""
+    """By the name of their place in research/weights."""
     text, runs = comparison["text"], 1 + len(comparison["models"][0]["other_runs"])
     about = (
         f"{comparison['machine']}. {runs} runs of each, {REPEATS} roundings of each run; {text['windows']} windows of "
@@ -129,13 +129,13 @@ def main() -> None:
     parser.add_argument("--preset", default="tiny", help="model size and recipe (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=RUNS, help="training runs of each (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs trained at once (default: %(default)s)")
-    add_outputs(parser, "accuracy.md")
+    add_outputs(parser, "research/weights/README.md")
     parser.add_argument("--quick", action="store_true", help="pico, two runs of 8 steps: does everything run?")
     arguments = parser.parse_args()
 
     preset, runs = ("pico", 2) if arguments.quick else (arguments.preset, arguments.runs)
     comparison = run(arguments.work, preset, runs, arguments.jobs, arguments.quick)
-    comparison |= {"machine": describe(), "command": command_line("runs.py", sys.argv[1:])}
+    comparison |= {"machine": describe(), "command": command_line(__file__, sys.argv[1:])}
     texts_by_name = tables(comparison)
     print("\n\n".join(texts_by_name.values()))
     write_outputs(arguments, comparison, texts_by_name)

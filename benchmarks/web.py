@@ -1,5 +1,5 @@
 """SmolLM2-135M-Instruct in headless Chromium: diffbit's npm package, on which its page is built, beside wllama
-(llama.cpp in WebAssembly) and transformers.js. The table of docs/web.md.
+(llama.cpp in WebAssembly) and transformers.js. The table of research/web.
 
     bash examples/smollm2.sh DIR                     # the models; some of them will do
     python benchmarks/web.py --work DIR --markdown
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens to write")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--quick", action="store_true", help="one round, one thread, a short text and few tokens")
-    add_outputs(parser, "web.md")
+    add_outputs(parser, "research/web/README.md")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rounds, arguments.tokens, arguments.threads = 1, 4, [1]
@@ -159,7 +159,7 @@ def main() -> None:
         for (name, threads), of in runs.items()
     ]  # fmt: skip
     text = (
-        f"`{command_line('web.py', sys.argv[1:])}`; {describe()}; a text of {prompt} tokens.\n\n{table(header, lines)}"
+        f"`{command_line(__file__, sys.argv[1:])}`; {describe()}; a text of {prompt} tokens.\n\n{table(header, lines)}"
     )
     print(text)
     numbers = [{"name": name, "threads": threads, "runs": of} for (name, threads), of in runs.items()]

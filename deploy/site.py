@@ -1,8 +1,9 @@
 """A hook of mkdocs (mkdocs.yml): links that lead out of docs/ become plain text, because the site has no such files.
 
 `[ops/kv_cache.py](../ops/kv_cache.py)` becomes `ops/kv_cache.py` in code type, and `[examples](../examples)` the text
-"examples" likewise. A line that is a link to a Python file becomes the file. A target that does not exist stays a link,
-which `mkdocs build --strict` then refuses.
+"examples" likewise. A link to a study, `[measured](../research/web/README.md)`, becomes its text and its folder. A line
+that is a link to a Python file becomes the file. A target that does not exist stays a link, which `mkdocs build
+--strict` then refuses.
 """
 
 from __future__ import annotations
@@ -23,8 +24,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def plain(link: re.Match[str]) -> str:
         text, target = link.groups()
-        path = Path(config.docs_dir, target)
-        return f"`{text.strip('`')}`" if path.exists() else link[0]
+        file = target.partition("#")[0]
+        if not Path(config.docs_dir, file).exists():
+            return link[0]
+        if file.startswith("../research/"):
+            study = file.removeprefix("../").removesuffix("/README.md")
+            return f"`{study}`" if text == study else f"{text} (`{study}`)"
+        return f"`{text.strip('`')}`"
 
     def shown(link: re.Match[str]) -> str:
         text, target = link.groups()

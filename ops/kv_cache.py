@@ -10,7 +10,7 @@ compute the same codes and scales, bit for bit.
 The int8 rows are symmetric: scale = max|x| / 127, code = round-half-to-even(x / scale), x = code * scale (float32).
 
 int4 and int2 keys follow KIVI (arXiv 2402.02750): they have outlier channels, which a scale per channel keeps apart.
-KIVI rounds values in blocks of 32 channels of a token; in blocks like the keys' they lose less (docs/attention.md). A
+KIVI rounds values in blocks of 32 channels of a token; in blocks like the keys' they lose less (research/attention). A
 block of 32 float16 numbers x has a scale and a zero point, both float16:
 
     zero = min x      scale = float16((max x - min x) / (2^bits - 1))      code = clip(round((x - zero) / scale))

@@ -208,7 +208,7 @@ def _rounding(layer: Layer, recipe: Recipe) -> Method:
     """Return the method that rounds a layer's weights.
 
     Plain rounding replaces a calibrated method for the embedding, which has no input activations, and for a head of 8
-    bits, which gains nothing (docs/accuracy.md). GPTQ replaces a method that rounds a layer's weights together for a
+    bits, which gains nothing (research/weights). GPTQ replaces a method that rounds a layer's weights together for a
     tied table.
     """
     plain = layer.index < 0 or (

@@ -43,7 +43,7 @@ from ..models.checkpoint.names import is_linear, shapes
 from ..ops.cache import Buffer
 from ..ops.kv_cache import BITS, BLOCK
 
-TABLE_FORMAT = "int8"  # default of embedding and head with low-bit weights; docs/accuracy.md compares others
+TABLE_FORMAT = "int8"  # default of embedding and head with low-bit weights; research/weights compares others
 FINE_TABLES = ("int8_g32", "int8_g64", "int8_g128")  # weights of these formats have embedding and head of the same
 LOGIT_BITS = range(2, 17)
 ACTIVATIONS = ("int8", "int4")

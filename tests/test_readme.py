@@ -38,7 +38,7 @@ def test_the_readmes_numbers_are_those_of_the_page_it_links() -> None:
     _, *parts = re.split(r"((?:^\|.*\n)+)", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
     assert len(parts) == 6
     for table, below in zip(parts[::2], parts[1::2], strict=True):
-        (name, *_) = re.findall(r"\]\((docs/\w+\.md)", below)
+        (name, *_) = re.findall(r"\]\(((?:docs|research)/[\w/]+\.md)", below)
         known = [set(row) for row in rows((ROOT / name).read_text())]
         shown = rows(table)[2:]
         assert len(shown) >= 4
@@ -47,27 +47,46 @@ def test_the_readmes_numbers_are_those_of_the_page_it_links() -> None:
 
 
 def test_no_measured_row_stands_on_two_pages() -> None:
-    """Two rows of different pages share less than two intervals; the log may keep what a page said once."""
+    """Two rows of different pages and studies share less than two intervals."""
     intervals = re.compile(r"[\d.]+(?: %)? \[[^]]+\]")
     seen: dict[frozenset[str], str] = {}
-    for page in sorted((ROOT / "docs").glob("*.md")):
-        if page.name == "LOG.md":
-            continue
+    for page in sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("research/*/README.md")]):
+        name = str(page.relative_to(ROOT))
         for row in rows(page.read_text()):
             measured = frozenset(re.findall(intervals, "|".join(row)))
             if len(measured) > 1:
-                assert seen.setdefault(measured, page.name) == page.name, f"{page.name} repeats {row}"
+                assert seen.setdefault(measured, name) == name, f"{name} repeats {row} of {seen[measured]}"
 
 
-@pytest.mark.parametrize(
-    "room", ["calib_data", "cli", "csrc", "export", "formats", "models", "ops", "quantize", "runtime"]
-)
+CORE = ["calib_data", "cli", "csrc", "diffbit/io", "export", "formats", "models", "ops", "quantize", "runtime"]
+APPS = sorted(str(page.parent.relative_to(ROOT)) for page in ROOT.glob("apps/*/README.md"))
+FILE = re.compile(r"(?<![\w/.-])(?:(?:\w+/)*\w+\.py|(?:\w+/)+)(?![\w*])")
+PLACES = ROOT, ROOT / "diffbit", ROOT / "csrc"
+
+
+@pytest.mark.parametrize("room", CORE)
 def test_each_room_has_a_page(room: str) -> None:
-    """What it does, its files bottom-up, contracts, how to add a thing, tests; the files that it names are there."""
+    """What it does, its files bottom-up, contracts, how to add a thing, tests."""
     page = (ROOT / room / "README.md").read_text()
-    assert page.count("\n## ") >= 4 and "\n## Adding " in page
-    for name in re.findall(r"`((?:tests|runtime|quantize|models|ops|cli|calib_data)/[a-z_/]+(?:\.\w+)?)`", page):
-        assert (ROOT / name).exists() or (ROOT / f"{name}.py").exists(), f"{room}/README.md names {name}"
+    assert page.count("\n## ") >= 4 and ("\n## Adding " in page or room == "diffbit/io")
+
+
+@pytest.mark.parametrize("room", [*CORE, *APPS])
+def test_a_rooms_page_names_its_files(room: str) -> None:
+    """Each file and folder of the room, in the list once; and all files that the page names are there."""
+    page, folder = (ROOT / room / "README.md").read_text(), ROOT / room
+    named = [name for name in FILE.findall(page) if not re.search(r"\b(X|NAME)\b", name)]
+    for name in named:
+        places = (*PLACES, ROOT / "tests" / room)
+        assert any((place / name).exists() for place in places) or any(folder.rglob(name)), f"{room} has no {name}"
+    files = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
+    folders = {f"{path.name}/" for path in folder.iterdir() if any(path.glob("*.*")) and path.name != "__pycache__"}
+    missing = (files | folders) - {*named, *(f"{name.split('/')[0]}/" for name in named)}
+    assert not missing, f"{room}/README.md does not name {sorted(missing)}"
+    block = re.search(r"```\n(.*?)```", page, re.DOTALL) or re.search(r"((?:^    .*\n)+)", page, re.MULTILINE)
+    listed = FILE.findall(block[1]) if block else []
+    twice = {name for name in listed if name in files | folders and listed.count(name) > 1}
+    assert not twice, f"{room}/README.md lists {sorted(twice)} twice"
 
 
 def test_the_python_page_runs_and_names_everything(tmp_path: Path) -> None:
@@ -146,12 +165,24 @@ def test_the_command_reference_is_current() -> None:
     )
 
 
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = [re.sub(r"\]\([^)]*\)", "", title) for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 def test_links_in_the_documents_lead_somewhere() -> None:
-    for page in [
-        *ROOT.glob("*.md"),
-        *(ROOT / "docs").glob("*.md"),
-        *ROOT.glob("*/README.md"),
-        *ROOT.glob("apps/*/README.md"),
-    ]:
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
-            assert "://" in target or (page.parent / target).exists(), f"{page.name} links to {target}"
+    folders = "", "docs/", "*/", "apps/*/", "research/*/"
+    for page in [page for folder in folders for page in ROOT.glob(f"{folder}*.md")]:
+        if page.is_relative_to(ROOT / "out"):
+            continue
+        for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+            if "://" in target:
+                continue
+            to = page.parent / target if target else page
+            assert to.exists(), f"{page} links to {target}"
+            if (
+                anchor and "research" in (*to.resolve().parts, *page.parts) and to.suffix == ".md"
+            ):  # mkdocs checks docs/
+                assert anchor in anchors(to), f"{page} links to {target}#{anchor}"

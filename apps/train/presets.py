@@ -68,7 +68,7 @@ class Preset:
     accumulate: int
     learning_rate: float
     warmup: int
-    head_gain: float  # initial weight of diff_v1's learned head norm, relative size of o_proj (docs/training.md)
+    head_gain: float  # initial weight of diff_v1's learned head norm, relative size of o_proj (research/training)
     window: int = 0  # of the lower half's attention, in a model whose upper half shares keys and values; 0: all alike
 
 

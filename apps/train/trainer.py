@@ -71,7 +71,7 @@ BETAS = (0.9, 0.95)
 FINAL_RATE = 0.1  # learning rate at the last step, relative to the highest
 SECOND_PEAK = 2 / 3  # learning rate in the second of two stages, relative to the first
 CALIBRATION_ROWS = 16  # rows of the training text to fit sub-norms on
-KERNEL_DEVICES: tuple[str, ...] = ()  # "cuda" joins once benchmarks/gpu.py finds apps/triton faster than torch
+KERNEL_DEVICES: tuple[str, ...] = ()  # "cuda" joins once research/gpu/gpu.py finds apps/triton faster than torch
 ANSWER_WEIGHT = 10.0  # weight in the loss of a token that answers a query; there are few of them
 AUXILIARY_WEIGHT = 0.01  # of mixers' losses, beside that of the text (MoH, arXiv 2410.11842, section 3)
 

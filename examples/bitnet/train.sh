@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains the models of this folder and similar ones from those in ../nano: hours on one CPU core (docs/bitnet.md has times).
+# Trains the models of this folder and similar ones from those in ../nano: hours on one CPU core (research/bitnet has times).
 #
 #     bash examples/bitnet/train.sh [OUT]          # default out/bitnet; the fp16 models are in OUT/fp16
 set -euo pipefail

@@ -1,9 +1,9 @@
 """Losses as they are measured: the divergence of two models, and that of a model in which one weight is rounded.
 
 A layer's loss is nearly proportional to its error, (W - Wq)^2 weighted by the mean squared inputs; arXiv 2411.17525
-proves it of unweighted errors, and docs/LOG.md has the ratios of 35 linear layers. So one format is measured in each
-layer, and the other formats' losses are that one times the ratio of their errors. It fails where an error is no longer
-small (values at 2 bits), so the format that is measured is the one nearest to the budget.
+proves it of unweighted errors, and research/LOG.md has the ratios of 35 linear layers. So one format is measured in
+each layer, and the other formats' losses are that one times the ratio of their errors. It fails where an error is no
+longer small (values at 2 bits), so the format that is measured is the one nearest to the budget.
 
 The hidden states before the current decoder layer are kept, so a loss needs only the layers after it, half of them on
 average, and the head: all seven linear layers of L decoder layers cost about 7 L / 2 passes of the sample, and 7 L

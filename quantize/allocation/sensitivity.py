@@ -12,7 +12,7 @@ G [N, K] is the gradient with respect to W of the log-likelihood of all labels o
 model's predictions: the text's own would not give the Fisher matrix (arXiv 1905.12558). K-FAC (arXiv 1503.05671) would
 need only E[g_n^2] E[x_k^2], of outputs' gradients g and inputs x of a token. That is off by up to 5 times for v_proj,
 because its errors add up over the tokens that attention averages, and because tokens that attention only rests on have
-inputs a thousand times as large as others and hardly any gradient (docs/LOG.md).
+inputs a thousand times as large as others and hardly any gradient (research/LOG.md).
 
     head        labels of different tokens are independent, and E over a token's label is known: with probabilities p,
                 F_nk = E[x_k^2 p_n (1 - p_n)] over tokens

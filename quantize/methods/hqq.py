@@ -18,7 +18,7 @@ But then s may clip the largest weights: p < 1 tolerates that, but a model does 
 channels. So each group keeps the iterate, or the full range, with the least sum of fourth powers of errors. On
 SmolLM2's first layers at 3 bits, choosing by squares doubled the loss of rounding to nearest in some layers; choosing
 by fourth powers loses at most 1.35 times as much and 4 % less on average; the authors' code at most 1.4 times and 1 %
-less (docs/LOG.md). Calibrated methods are better.
+less (research/LOG.md). Calibrated methods are better.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ def test_quantized(tmp_path: Path, folder: Path, method: str, kv: str, most: flo
 
 @pytest.mark.slow
 def test_every_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    """From the published layout to a conversation, as docs/phi4flash.md says."""
+    """From the published layout to a conversation, as research/phi4flash says."""
     model, low, artifact = (tmp_path / name for name in ("model", "int4", "onnx"))
     shutil.copytree(folder, model)
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")

@@ -13,7 +13,7 @@ kept apart, as `pending`, until the first token of the next. Quotients are 0 whi
 queries and keys are rotated (RoPE), as in the paper. A segment is N real tokens, wherever there is padding.
 
 Low bits: those of the weights, and int8 states (quantize/device_cache.py): N keys and values, and 2 d (d + 1) numbers
-per head. docs/variants.md has what that costs.
+per head. research/variants has what that costs.
 """
 
 from __future__ import annotations

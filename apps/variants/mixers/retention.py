@@ -14,7 +14,7 @@ rotation together are xPos (2212.10554) with one decay for a head. The norm of e
 authors' code (torchscale, which replaced GroupNorm by RMSNorm in October 2023); the scales by which it keeps numbers
 small cancel out in the norm. Angles are the model's RoPE.
 
-Low bits: those of the weights, and int8 states (quantize/device_cache.py); docs/variants.md has what they cost trained
+Low bits: those of the weights, and int8 states (quantize/device_cache.py); research/variants has what they cost trained
 models. With random inputs, d = 32 and a scale per row, 1024 roundings to int8 make outputs wrong by 2.3 % (h = 0) to
 9.8 % (h = 5).
 """
