@@ -23,8 +23,6 @@ import torch
 
 os.fsync = lambda descriptor: None  # tests of what survives a crash put it back; the others need not wait for the disk
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # tests that import onnxruntime themselves
-if not torch.cuda.is_available():  # Triton then runs its kernels on the CPU; it reads this when it is first imported
-    os.environ["TRITON_INTERPRET"] = "1"
 
 CHROMIUM = Path(
     "/usr/lib/chromium"

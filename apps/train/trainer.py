@@ -44,7 +44,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...calib_data import Corpus, Needles, Windows, load_text, shares_of, stream, windows
 from ...formats import QTensor
-from ...io import plugins
 from ...io.drawing import require_matplotlib
 from ...io.errors import DiffbitError, needs
 from ...io.files import check_apart, locked, write_json
@@ -71,7 +70,6 @@ BETAS = (0.9, 0.95)
 FINAL_RATE = 0.1  # learning rate at the last step, relative to the highest
 SECOND_PEAK = 2 / 3  # learning rate in the second of two stages, relative to the first
 CALIBRATION_ROWS = 16  # rows of the training text to fit sub-norms on
-KERNEL_DEVICES: tuple[str, ...] = ()  # "cuda" joins once research/gpu/gpu.py finds apps/triton faster than torch
 ANSWER_WEIGHT = 10.0  # weight in the loss of a token that answers a query; there are few of them
 AUXILIARY_WEIGHT = 0.01  # of mixers' losses, beside that of the text (MoH, arXiv 2410.11842, section 3)
 
@@ -201,8 +199,6 @@ class _Run:
         if config.scheme is not None:
             self.layers = prepare(self.model, config.scheme, config.trainable, quantized, config.rank)
         self.adapters = add_adapters(self.model, config) if config.adapts_floats else {}
-        if here.device.type in KERNEL_DEVICES:
-            plugins.load("diffbit.apps.train.kernels", here.device.type).use_kernels(self.model)
         self.teacher = Teacher(self.config, tokenizer, here.device) if config.distill else None
         if self.teacher is not None:
             self.about["distill_sha256"] = self.teacher.sha256

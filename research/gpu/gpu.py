@@ -64,7 +64,7 @@ PARTS = {  # the seconds that each may take; what is not done by then is said in
     "model": 390,
 }  # fmt: skip
 PATIENCE = 60  # seconds without a word, of a contender or of a whole model, that does not say how long it takes
-TESTS = ("tests/ops", "tests/models", "tests/apps/train", "tests/apps/triton")  # where some want a GPU
+TESTS = ("tests/ops", "tests/models", "tests/apps/train", "research/tests")  # where some want a GPU
 SESSIONS, SESSIONS_SECONDS = "tests/runtime/test_gpu.py", 60  # that want ONNX Runtime on a GPU
 ONE = "tests/ops/test_cuda_attention.py::test_cuda_kernels[bf16_decode-{}]"  # a case, on the device
 ONE_SECONDS = 80

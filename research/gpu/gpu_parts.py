@@ -428,7 +428,7 @@ def main() -> None:
 def interpreted() -> Iterator[None]:
     """Triton's kernels run on the CPU."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from tests.apps.triton import interpreter
+    from research.tests import interpreter
 
     with interpreter.bfloat16():
         yield

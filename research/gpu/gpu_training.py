@@ -5,7 +5,7 @@ A candidate takes what a layer's projections give, query and key [1, S, 2H, d] (
 one call. `plain` is the attention of a plain Transformer of the same size: 2H heads of d over values of d.
 
 And whole training steps of models with as many parameters: a plain Transformer of 2H heads, and DIFF versions 1 and 2
-of H pairs, through torch's attention and through the kernels of apps/triton/attention.py. A step is
+of H pairs, through torch's attention and through the kernels of triton_attention.py. A step is
 apps/train's for one: float32 weights, bfloat16 autocast, cross entropy of the next tokens, gradients; without the
 optimizer, which is the same for all. The sizes are some blocks of the 3B models of arXiv 2410.05258.
 """
@@ -100,8 +100,8 @@ def plains(tokens: int) -> dict[str, Differential]:
 
 
 def kernels(query: Tensor, key: Tensor, value: Tensor, lam: Tensor) -> Tensor:
-    """Those of apps/triton; imported here, because Triton is not everywhere."""
-    from diffbit.apps.triton.attention import diff_attention
+    """Those of triton_attention.py; imported here, because Triton is not everywhere."""
+    from triton_attention import diff_attention
 
     return diff_attention(query, key, value, lam, query.shape[-1] ** -0.5, EPS)
 
@@ -163,7 +163,7 @@ class Plan:
         torch.manual_seed(0)
         model = Decoder(config).to(device)
         if way == KERNEL:
-            from diffbit.apps.triton.attention import use_kernels
+            from triton_attention import use_kernels
 
             use_kernels(model)
         ids = torch.randint(VOCABULARY, (self.batch(length), length + 1), device=device)

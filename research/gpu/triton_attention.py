@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from ...models.attention import Differential
+from diffbit.models.attention import Differential
 
 WIDTHS = (16, 32, 64, 128)  # supported head widths
 ROWS = 32  # of a block of _through_norm

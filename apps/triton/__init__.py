@@ -1,1 +1,0 @@
-"""Kernels in Triton for training on a GPU."""
