@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -38,6 +39,14 @@ def test_each_study_is_listed_with_its_question_and_answer() -> None:
         assert "\n**Question" in page and "\n**Answer" in page, study.name
         scripts = [script for script in SCRIPTS if script.startswith(f"research/{study.name}/")]
         assert not scripts or any(f"python {script}" in page or f"python3 {script}" in page for script in scripts)
+
+
+def test_the_page_of_a_scripts_tables_is_there() -> None:
+    text = "".join((ROOT / script).read_text() for script in SCRIPTS)
+    pages = re.findall(r'add_outputs\(parser, "([^"]+)"\)', text)
+    assert len(pages) >= 10
+    for page in pages:
+        assert "\n<!-- /" in (ROOT / page).read_text(), page
 
 
 def test_a_command_line_has_no_folder_of_a_machine() -> None:
