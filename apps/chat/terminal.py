@@ -23,17 +23,9 @@ MARKER = re.compile(r"\s*(?:(?:[-*+•>]|\d{1,3}[.)])\s+)?")  # of an item of a 
 
 
 def messages(commands: Collection[str] = ()) -> Iterator[str]:
-    """Yield the lines of stdin; from a terminal, the messages typed there. commands: completed by the tab key.
-
-    A line that is not text is left out with a remark.
-    """
+    """Yield the lines of stdin; from a terminal, the messages typed there. commands: completed by the tab key."""
     if not sys.stdin.isatty():
-        encoding = sys.stdin.encoding or "utf-8"
-        for number, line in enumerate(getattr(sys.stdin, "buffer", sys.stdin), 1):
-            try:
-                yield (line if isinstance(line, str) else line.decode(encoding)).rstrip("\r\n")
-            except UnicodeDecodeError as error:
-                remark(f"line {number} of stdin is left out: it is not {encoding} (byte {error.start + 1} of it)")
+        yield from (line.rstrip("\r\n") for line in sys.stdin)
         return
     from prompt_toolkit import PromptSession
     from prompt_toolkit.application import get_app

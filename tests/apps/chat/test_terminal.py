@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import random
-import sys
 import textwrap
 
 import pytest
 
-from diffbit.apps.chat.terminal import Folded, Wrapped, messages
+from diffbit.apps.chat.terminal import Folded, Wrapped
 
 
 def wrapped(text: str, columns: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -20,15 +18,6 @@ def wrapped(text: str, columns: int, piece: int, monkeypatch: pytest.MonkeyPatch
         lines.push(text[at : at + piece])
     lines.finish()
     return "".join(shown)
-
-
-def test_a_line_that_is_not_text_costs_only_itself(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = b"Say hi.\r\nSay \xff hi.\nSay b\xc3\xbfe.\n"
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
-    assert list(messages()) == ["Say hi.", "Say b\u00ffe."]
-    assert "line 2 of stdin is left out: it is not utf-8 (byte 5 of it)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("columns", [8, 17, 40, 80])

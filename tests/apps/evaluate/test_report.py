@@ -150,7 +150,7 @@ def test_the_tables_hold_the_numbers(page: Page) -> None:
 
 def test_what_a_token_costs(page: Page) -> None:
     rows = [[cell.strip() for cell in row] for row in page.cells]
-    assert ["int4_g64", "diff", "4.25 MB", "100 kB", "–", "8.00 M", "1.50 M", "0.0200 M"] in rows
+    assert ["int4_g64", "diff", "4.25 MB", "100 kB", "–", "8.00 million", "1.50 million", "0.0200 million"] in rows
 
 
 def test_findings_say_what_the_intervals_allow(page: Page) -> None:

@@ -107,6 +107,7 @@ def test_equal_logits_leave_all_heads_as_they_are() -> None:
     torch.testing.assert_close(routed, torch.full((1, 1, 6), 3 / 6))  # all of them are on
 
 
+@torch.enable_grad()
 def test_balance_loss_is_the_formula() -> None:
     """And a gradient step on it makes the heads' loads more alike."""
     options = OPTIONS["moh"]
