@@ -39,7 +39,7 @@ MOST_ARRIVING = 64 << 20  # bytes of all bodies that have not arrived whole
 MOST_LEAVING = 64 << 20  # bytes of all answers that their clients have not taken whole
 PIECE = 1 << 14  # entries of a list that are written as JSON at once
 PART = 1 << 16  # bytes of an answer that are handed to the connection at once
-LONG = 1 << 18  # bytes of a request that is read by a thread of its own kind, so that short ones need not wait for it
+LONG = 1 << 18  # bytes of a request that is read in a thread with others of its kind, so that short ones do not wait
 MOST_FORMS = 64  # requests whose schemas or grammars are compiled, or wait for that
 COMMENT_SECONDS = 10.0  # of silence in a stream
 TRIM_SECONDS, WORTH_TRIMMING = 1.0, 1 << 20  # after a request or an answer of so many bytes
@@ -142,7 +142,7 @@ class Server:
         self._most_arriving, self._arriving = most_arriving, 0
         self._most_leaving, self._leaving = most_leaving, 0
         self._forms = ThreadPoolExecutor(MOST_FORMS, "diffbit form")
-        self._long = ThreadPoolExecutor(2, "diffbit long")
+        self._long = ThreadPoolExecutor(1, "diffbit long")
         self._forming = 0
         self._trimming: asyncio.TimerHandle | None = None
         self._embedding = asyncio.Lock()
