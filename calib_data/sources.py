@@ -69,8 +69,15 @@ SHAREGPT = {"human": "user", "gpt": "assistant"}  # {sender: role}
 Keyed = tuple[str, str]  # (key that decides the split, text)
 
 
-class _Conversation(str):
-    """The text of a conversation, which is not cut."""
+class Conversation(str):
+    """The text of a conversation, which is not cut, and its messages."""
+
+    messages: list[Any]  # each a dictionary with "role" and "content"
+
+    def __new__(cls, text: str, messages: list[Any]) -> Conversation:
+        conversation = super().__new__(cls, text)
+        conversation.messages = messages
+        return conversation
 
 
 @dataclass(frozen=True)
@@ -185,7 +192,7 @@ def _of_split(keyed: Iterable[Keyed], split: str, roles: tuple[str, ...]) -> Ite
                 yield text
         return
     held_out = [role for role in dict.fromkeys(roles) if role != "train"] if "train" in roles else []
-    if len(first) > len(held_out) and all(isinstance(text, _Conversation) or not text for _, text in first):
+    if len(first) > len(held_out) and all(isinstance(text, Conversation) or not text for _, text in first):
         order = sorted(range(len(first)), key=lambda index: (_hash(first[index][0]), index))
         places = {}
         for role in held_out:
@@ -343,7 +350,7 @@ def _text(value: object, place: str, render: Render) -> str:
         for index, message in enumerate(value):
             for key in ("role", "content"):
                 read(str, message.get(key) if isinstance(message, dict) else message, f"{place}[{index}].{key}")
-        return _Conversation(render(value)) if value else ""
+        return Conversation(render(value), value) if value else ""
     return read(str | None, value, place) or ""  # null is counted as an empty document
 
 

@@ -31,11 +31,18 @@ from .new_tokenizer import files_of, trained
 class TrainingRows:
     """The endless sequence of training rows over a stream of token ids int64 [T].
 
-    `share`: fraction of rows with needles. Raises DiffbitError for a stream of fewer than 2 * length tokens.
+    `share`: fraction of rows with needles. `learned`: which tokens the loss counts, bool [T]; None: all. Raises
+    DiffbitError for a stream of fewer than 2 * length tokens.
     """
 
     def __init__(
-        self, tokens: np.ndarray, length: int, seed: int, needles: Needles | None = None, share: float = 0.0
+        self,
+        tokens: np.ndarray,
+        length: int,
+        seed: int,
+        needles: Needles | None = None,
+        share: float = 0.0,
+        learned: np.ndarray | None = None,
     ) -> None:
         self.per_epoch = (len(tokens) - length) // length  # for every start of the first row in [0, length)
         if self.per_epoch < 1:
@@ -43,7 +50,7 @@ class TrainingRows:
                 f"the training text has {len(tokens)} tokens, but rows of {length} need {2 * length} or more; "
                 f"give more text, or shorter rows (--context {max(2, len(tokens) // 2)})"
             )
-        self.tokens, self.length, self.seed = tokens, length, seed
+        self.tokens, self.length, self.seed, self.learned = tokens, length, seed, learned
         self.needles, self.share = needles, share
         if needles is not None:
             self.max_needles = min(len(needles.words), length // (4 * needles.size))
@@ -56,6 +63,14 @@ class TrainingRows:
         answer a query, bool of the same shape."""
         rows, answers = zip(*(self._row(number) for number in range(first, first + count)), strict=True)
         return np.stack(rows), np.stack(answers)
+
+    def counted(self, first: int, count: int) -> np.ndarray:
+        """Which tokens of these rows the loss counts, bool [count, length + 1]. Rows with needles replace tokens of the
+        text; those answers count, too (`take`)."""
+        if self.learned is None:
+            return np.ones((count, self.length + 1), dtype=bool)
+        starts = [self._start(number) for number in range(first, first + count)]
+        return np.stack([self.learned[start : start + self.length + 1] for start in starts])
 
     def _row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         start = self._start(number)

@@ -5,7 +5,8 @@ Files in `out`, the folder of a run:
     config.json, model.safetensors, tokenizer files    the trained model, after the last step
     log.jsonl        one line per step:
                          step, lr, tokens_per_second
-                         loss              mean nats per token of the step's batch, before the update
+                         loss              mean nats per token of the step's batch, before the update; of conversations,
+                                           the tokens of answers count (answers.py)
                          grad_norm         norm of the gradient before clipping
                          eval_loss         loss on the held-out text after the step, if it was evaluated
                          lambda            with diff_v1: one number per layer
@@ -54,6 +55,7 @@ from ...models import Checkpoint, Decoder, save_adapter
 from ...models.attention import Attention
 from ...models.checkpoint import shapes
 from ...models.mixers import Mixer
+from .answers import learned_tokens
 from .checkpoint import FOLDER, last_checkpoint, read_training, restore, save_checkpoint
 from .config import TrainConfig
 from .data import TokenizerFiles, TrainingRows, prepare_tokenizer
@@ -126,7 +128,8 @@ def train(
 def _prepared(config: TrainConfig, out: Path, here: Processes, render: Callable[[Any], str] | None) -> _Run:
     text = load_text(config.source, "train", field=config.field, limit=config.limit, render=render)
     held_out = load_text(config.source, "eval", field=config.field, render=render)
-    return _Run(config, out, here, text, held_out, here.on_first(lambda: prepare_tokenizer(config, text)))
+    files = here.on_first(lambda: prepare_tokenizer(config, text))
+    return _Run(config, out, here, text, held_out, files, render)
 
 
 def _train(run: _Run, resume: bool) -> TrainResult:
@@ -150,15 +153,17 @@ class _Run:
     """A run's text, model and optimizer, in one process."""
 
     def __init__(
-        self, config: TrainConfig, out: Path, here: Processes, text: Corpus, held_out: Corpus, files: TokenizerFiles
-    ) -> None:
+        self, config: TrainConfig, out: Path, here: Processes, text: Corpus, held_out: Corpus, files: TokenizerFiles,
+        render: Callable[[Any], str] | None,
+    ) -> None:  # fmt: skip
         self.out, self.here, self.tokenizer_files = out, here, files.files
         tokenizer = files.open(Path(config.tokenizer or out))
         eos = tokenizer.eos_id
         self.batch = config.batch_size * config.accumulate * here.count  # rows per step
         tokens, _ = stream(tokenizer.encode(text.documents), eos)
         needles = Needles.of(tokenizer) if config.needles else None
-        self.rows = TrainingRows(tokens, config.length, config.seed, needles, config.needles)
+        learned = None if render is None else learned_tokens(text.documents, tokenizer, render)
+        self.rows = TrainingRows(tokens, config.length, config.seed, needles, config.needles, learned)
         if config.init is None or config.tokenizer != config.init or not config.model.eos_token_ids:
             config = replace(config, model=replace(config.model, bos_token_id=eos, eos_token_ids=(eos,)))
         self.config = config = config.scheduled(self.rows.per_epoch, self.batch)
@@ -169,6 +174,7 @@ class _Run:
             "processes": here.count,
             "text_sha256": text.sha256,
             "text_counts": {**text.counts, "tokens": len(tokens)},
+            "learned_tokens": len(tokens) if learned is None else int(learned.sum()),
             "eval_sha256": self.held_out.sha256,
             "tokenizer_sha256": tokenizer.sha256,
         }
@@ -260,24 +266,29 @@ class _Run:
             group["lr"] = rate
         self.optimizer.param_groups[0]["weight_decay"] = weight_decay(config, step)
         rows, answers = map(torch.from_numpy, self.rows.take((step - 1) * self.batch, self.batch))
-        sums = torch.zeros(4, device=here.device)  # losses of all tokens, answers, the teacher; auxiliary ones
+        counted = torch.from_numpy(self.rows.counted((step - 1) * self.batch, self.batch)) | answers
+        total = max(1, int(counted[:, 1:].sum()))  # tokens of the batch that the loss counts
+        sums = torch.zeros(4, device=here.device)  # losses of these tokens, answers, the teacher; auxiliary ones
         for index in range(config.accumulate):
             first = (index * here.count + here.rank) * config.batch_size
             ids = rows[first : first + config.batch_size].to(here.device)  # [B, S + 1]
-            answer = answers[first : first + config.batch_size, 1:].to(here.device)  # [B, S]
+            answer, counts = (
+                mask[first : first + config.batch_size, 1:].to(here.device) for mask in (answers, counted)
+            )  # [B, S]
             last = index == config.accumulate - 1
             for layer in self.layers:
                 layer.gathers = not last
             with nullcontext() if self.parallel is None or last else self.parallel.no_sync():
                 with _autocast(here.device, config.precision):
-                    loss, losses, distilled = (self.parallel or self.objective)(ids, 1 + (ANSWER_WEIGHT - 1) * answer)
+                    weights = counts * (1 + (ANSWER_WEIGHT - 1) * answer)
+                    loss, losses, distilled = (self.parallel or self.objective)(ids, weights)
                 auxiliary = losses.numel() * auxiliary_loss(self.model)
                 loss = loss + AUXILIARY_WEIGHT * auxiliary
-                (loss * here.count / (self.batch * config.length)).backward()  # processes' gradients are averaged
-            sums += torch.stack((losses.sum(), (losses * answer).sum(), distilled, auxiliary)).detach()
+                (loss * here.count / total).backward()  # processes' gradients are averaged
+            sums += torch.stack(((losses * counts).sum(), (losses * answer).sum(), distilled, auxiliary)).detach()
         if here.count > 1:
             dist.all_reduce(sums)
-        loss = sums[0] / (self.batch * config.length)
+        loss = sums[0] / total
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip))
         if not (math.isfinite(float(loss)) and math.isfinite(grad_norm)):
             raise DiffbitError(

@@ -13,12 +13,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 from starlette.testclient import TestClient
 
 from diffbit.apps.serve.openai_requests import Served
 from diffbit.apps.serve.server import Server
+from diffbit.apps.train.answers import learned_tokens
+from diffbit.apps.train.data import TrainingRows
+from diffbit.calib_data import load_text, load_tokenizer, stream
 from diffbit.cli.app import main
-from diffbit.models import Checkpoint
+from diffbit.cli.options import chat_template
+from diffbit.models import Checkpoint, load
 from diffbit.runtime import Artifact, SessionOptions
 
 ANSWER = "The answer is a list."
@@ -116,3 +122,23 @@ def test_the_adapter_makes_the_same_model_of_its_base(start: Path, conversations
     assert one.config == other.config and one.tokenizer_files == other.tokenizer_files
     for name in one.names:
         assert (one.read(name) - other.read(name)).abs().max() < 1e-6
+
+
+def test_the_logged_loss_is_that_of_the_answers(start: Path, conversations: Path, tmp_path: Path) -> None:
+    """The first step's loss, before the update, beside torch's cross entropy over the tokens of answers."""
+    options = ("--field", "conversations", "--context", 48, "--batch-size", 4, "--steps", 1, "--seed", 2)
+    diffbit("train", "--init", start, "--data", conversations, *options, "-o", tmp_path / "out")
+    row = json.loads((tmp_path / "out" / "log.jsonl").read_text().splitlines()[0])
+
+    render, tokenizer = chat_template(start), load_tokenizer(start)
+    documents = load_text(str(conversations), "train", field="conversations", render=render).documents
+    tokens, _ = stream(tokenizer.encode(documents), tokenizer.eos_id)
+    learned = learned_tokens(documents, tokenizer, render)
+    assert 0.05 < learned.mean() < 0.8
+    rows = TrainingRows(tokens, 48, seed=2, learned=learned)
+    ids, counted = torch.from_numpy(rows.take(0, 4)[0]), torch.from_numpy(rows.counted(0, 4))[:, 1:]
+    with torch.no_grad():
+        losses = F.cross_entropy(load(start)(ids[:, :-1]).transpose(1, 2), ids[:, 1:], reduction="none")
+    expected = float(losses[counted].mean())
+    assert abs(row["loss"] - expected) < 1e-4 * expected
+    assert abs(float(losses.mean()) - expected) > 0.01
