@@ -33,7 +33,7 @@ from diffbit import DiffbitError, models
 
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "bitnet", "diffllama", "granite", "gemma3_text", "olmo2", "deepseek_v2",
-    "deepseek_v3",
+    "deepseek_v3", "phi3",
 )  # fmt: skip
 SIZES: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -58,6 +58,7 @@ BASE = {
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
     "mistral": {"sliding_window": 5},
+    "phi3": {"sliding_window": 5, "original_max_position_embeddings": 48},
     "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "qwen3": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
 }
@@ -86,6 +87,10 @@ ROPES: tuple[dict[str, Any], ...] = (
      "original_max_position_embeddings": 16},
     {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
      "original_max_position_embeddings": 16},
+    {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0] * 4},
+    {"type": "longrope", "short_factor": [1.5, 2.0], "long_factor": [2.0] * 2, "partial_rotary_factor": 0.5},
+    {"rope_type": "yarn", "short_factor": [2.0] * 4, "long_factor": [2.0] * 4, "attention_factor": 0.7},
+    {"rope_type": "default", "partial_rotary_factor": 0.5},
     {"rope_type": "proportional", "partial_rotary_factor": 0.5},
     {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}},
     {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "linear", "factor": 2.0}},

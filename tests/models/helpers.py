@@ -23,6 +23,8 @@ from transformers import (
     MistralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -42,9 +44,14 @@ HF = {
     "granite": (GraniteConfig, GraniteForCausalLM),
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
 }
 LINEAR, DYNAMIC = ({"rope_type": kind, "factor": 3.0, "rope_theta": 500.0} for kind in ("linear", "dynamic"))
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 300.0, "original_max_position_embeddings": 16}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 300.0,
+    "short_factor": [1.0, 1.3, 2.1, 3.7], "long_factor": [1.0, 4.0, 9.0, 16.0],
+}  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -69,6 +76,7 @@ def hf_model(model_type: str, *, seed: int = 0, **changes: Any) -> Any:
         "max_position_embeddings": 64,
         "initializer_range": 0.15,
     }
+    values |= {"pad_token_id": None} if model_type == "phi3" else {}  # the default is outside of the vocabulary
     model = model_class(config_class(**deepcopy(values | changes))).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
