@@ -20,16 +20,17 @@ from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
 from diffbit.runtime import Session, verify
 
 from ..models.helpers import LONGROPE, VOCABULARY, hf_model, saved, tokens
-from ..models.test_transformers import FACTORS, GEMMA, PHI3
+from ..models.test_transformers import FACTORS, GEMMA, PHI3, SMOLLM3
 from .helpers import write_tokenizer
 
 KINDS: dict[str, dict[str, Any]] = {
     "granite": FACTORS | {"tie_word_embeddings": True},
     "gemma3_text": GEMMA,
     "olmo2": {"rms_norm_eps": 1e-3},
+    "smollm3": SMOLLM3,
     "phi3": PHI3 | {"rope_parameters": LONGROPE | {"partial_rotary_factor": 0.25}},
 }
-ROTATED = ("granite", "phi3")  # models whose residual stream `rotate` can rotate
+ROTATED = ("granite", "phi3", "smollm3")  # models whose residual stream `rotate` can rotate
 SCHEMES = {
     "rtn": (Scheme(weights=parse_format("int4_g32")), "rtn"),
     "gptq": (Scheme(weights=parse_format("int4_g16")), "gptq"),

@@ -33,7 +33,7 @@ from diffbit import DiffbitError, models
 
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "bitnet", "diffllama", "granite", "gemma3_text", "olmo2", "deepseek_v2",
-    "deepseek_v3", "phi3",
+    "deepseek_v3", "phi3", "smollm3",
 )  # fmt: skip
 SIZES: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -58,6 +58,7 @@ BASE = {
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
     "mistral": {"sliding_window": 5},
+    "smollm3": {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 5},
     "phi3": {"sliding_window": 5, "original_max_position_embeddings": 48},
     "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "qwen3": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
@@ -108,6 +109,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (0.5, 1.0),
     "original_max_position_embeddings": (16,),
     "layer_types": (KINDS, ["sliding_attention"] * 3, ["full_attention"] * 3, ["attention"] * 3, KINDS[:2]),
+    "no_rope_layers": ([1, 0, 1], [0, 0, 0], [2, 0, 1, 0, 0], [1, 0], [True, False, True]),
+    "no_rope_layer_interval": (1, 2, 0),
     "per_layer_config": ({"1": {"intermediate_size": 40}}, {"0": {"sliding_window": 3}}),
     "is_causal": (False, True),
     "hidden_act": ("gelu", "relu", "relu2", "gelu_pytorch_tanh", "silu", "gelu_new", "swish"),

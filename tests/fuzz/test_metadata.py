@@ -29,6 +29,9 @@ EQUAL = (
     Case("bitnet", "rope_theta", ABSENT),
     Case("phi3", "rope_scaling", {"type": "longrope", "short_factor": [1.5, 2.0, 1.0, 1.0], "long_factor": [2.0] * 4}),
     Case("phi3", "partial_rotary_factor", 0.5),
+    Case("smollm3", "no_rope_layers", ABSENT),
+    Case("smollm3", "layer_types", KINDS),
+    Case("smollm3", "num_key_value_heads", ABSENT),
 )
 REFUSED = (
     *(
@@ -52,6 +55,8 @@ REFUSED = (
     Case("deepseek_v2", "rope_interleave", False),
     Case("phi3", "rope_parameters", {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}),
     Case("phi3", "partial_rotary_factor", 0.4),
+    Case("smollm3", "no_rope_layers", [1, 0]),
+    Case("smollm3", "use_rope", False),
 )
 
 

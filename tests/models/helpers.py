@@ -29,6 +29,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from diffbit.models import ModelConfig
@@ -45,6 +47,7 @@ HF = {
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
 }
 LINEAR, DYNAMIC = ({"rope_type": kind, "factor": 3.0, "rope_theta": 500.0} for kind in ("linear", "dynamic"))
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 300.0, "original_max_position_embeddings": 16}
@@ -76,7 +79,9 @@ def hf_model(model_type: str, *, seed: int = 0, **changes: Any) -> Any:
         "max_position_embeddings": 64,
         "initializer_range": 0.15,
     }
-    values |= {"pad_token_id": None} if model_type == "phi3" else {}  # the default is outside of the vocabulary
+    values |= (
+        {"pad_token_id": None} if model_type in ("phi3", "smollm3") else {}
+    )  # the default is outside of the vocabulary
     model = model_class(config_class(**deepcopy(values | changes))).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -14,7 +14,7 @@ from .helpers import DYNAMIC, HF, LINEAR, LLAMA3, LONGROPE, YARN, hf_model, save
 
 CLOSE = {"rtol": 0.0, "atol": 1e-5}
 KINDS = sorted(HF)
-WRITTEN = sorted(set(HF) - {"granite", "gemma3_text", "olmo2", "phi3"})  # the others are read only
+WRITTEN = sorted(set(HF) - {"granite", "gemma3_text", "olmo2", "phi3", "smollm3"})  # the others are read only
 
 
 def reopened(kind: str, folder: Path, dtype: torch.dtype) -> Any:
@@ -37,6 +37,7 @@ PHI3 = {
     "tie_word_embeddings": True, "sliding_window": 12,
 }  # fmt: skip
 PHI3_HEADS = {"head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+SMOLLM3 = {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 5}
 SHAPES = {
     "gqa1": {"num_key_value_heads": 8},
     "gqa4": {"num_key_value_heads": 2},
@@ -93,6 +94,18 @@ CASES += [
         },
     ),
     ("phi3", "both", PHI3 | PHI3_HEADS),
+    ("smollm3", "intervals", {"no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True}),
+    ("smollm3", "windows", SMOLLM3),
+    (
+        "smollm3",
+        "untied",
+        SMOLLM3
+        | {
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": YARN,
+            "tie_word_embeddings": False,
+        },
+    ),
     ("qwen3", "biases", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 8}),
 ]
 
