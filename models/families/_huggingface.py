@@ -141,7 +141,7 @@ class HuggingFace(Family):
 
     def stored(self, config: ModelConfig, name: str) -> Stored:
         before, _, tensor = name.rpartition(".self_attn.")
-        rows = self.rows(attention_of(config)) if before else {}
+        rows = self.rows(attention_of(config)) if before and self.rows is not _as_they_are else {}
         *path, module, kind = name.split(".")
         return Stored((".".join((*path, self.names.get(module, module), kind)),), rows.get(tensor.rpartition(".")[0]))
 
@@ -191,11 +191,10 @@ def layer_types(values: Mapping[str, Any], default: tuple[str, ...]) -> tuple[st
     return types
 
 
-def attention_of(config: ModelConfig, index: int = 0) -> AttentionOptions:
-    """Return the attention options of a layer; of a model with equal layers, of all."""
-    mixer = config.layers[index].mixer
-    assert isinstance(mixer, AttentionOptions)
-    return mixer
+def attention_of(config: ModelConfig, index: int | None = None) -> AttentionOptions:
+    """Return the attention options of a layer; without an index, of the first that has attention."""
+    layers = config.layers if index is None else config.layers[index : index + 1]
+    return next(layer.mixer for layer in layers if isinstance(layer.mixer, AttentionOptions))
 
 
 def common_fields(config: ModelConfig) -> dict[str, Any]:

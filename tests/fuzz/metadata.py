@@ -33,7 +33,7 @@ from diffbit import DiffbitError, models
 
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "bitnet", "diffllama", "granite", "gemma3_text", "olmo2", "deepseek_v2",
-    "deepseek_v3", "phi3", "smollm3",
+    "deepseek_v3", "phi3", "smollm3", "lfm2",
 )  # fmt: skip
 SIZES: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -59,6 +59,7 @@ BASE = {
     "deepseek_v3": LATENT,
     "mistral": {"sliding_window": 5},
     "smollm3": {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 5},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8},
     "phi3": {"sliding_window": 5, "original_max_position_embeddings": 48},
     "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "qwen3": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
@@ -108,7 +109,21 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "rope_local_base_freq": (300.0,),
     "partial_rotary_factor": (0.5, 1.0),
     "original_max_position_embeddings": (16,),
-    "layer_types": (KINDS, ["sliding_attention"] * 3, ["full_attention"] * 3, ["attention"] * 3, KINDS[:2]),
+    "layer_types": (
+        KINDS,
+        ["sliding_attention"] * 3,
+        ["full_attention"] * 3,
+        ["attention"] * 3,
+        KINDS[:2],
+        ["full_attention", "conv", "conv"],
+        ["conv"] * 3,
+        ["conv", "sliding_attention", "conv"],
+    ),
+    "full_attn_idxs": ([1], [0, 2], []),
+    "block_ff_dim": (60,),
+    "block_multiple_of": (7, 256),
+    "conv_L_cache": (1, 2, 5),
+    "tie_embedding": (True, False),
     "no_rope_layers": ([1, 0, 1], [0, 0, 0], [2, 0, 1, 0, 0], [1, 0], [True, False, True]),
     "no_rope_layer_interval": (1, 2, 0),
     "per_layer_config": ({"1": {"intermediate_size": 40}}, {"0": {"sliding_window": 3}}),

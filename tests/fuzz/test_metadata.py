@@ -31,6 +31,9 @@ EQUAL = (
     Case("phi3", "partial_rotary_factor", 0.5),
     Case("smollm3", "no_rope_layers", ABSENT),
     Case("smollm3", "layer_types", KINDS),
+    Case("lfm2", "layer_types", None),
+    Case("lfm2", "block_ffn_dim_multiplier", 0.5),
+    Case("lfm2", "conv_bias", True),
     Case("smollm3", "num_key_value_heads", ABSENT),
 )
 REFUSED = (
@@ -57,6 +60,8 @@ REFUSED = (
     Case("phi3", "partial_rotary_factor", 0.4),
     Case("smollm3", "no_rope_layers", [1, 0]),
     Case("smollm3", "use_rope", False),
+    Case("lfm2", "layer_types", KINDS),
+    Case("lfm2", "hidden_act", "gelu"),
 )
 
 

@@ -17,6 +17,8 @@ from transformers import (
     Gemma3TextConfig,
     GraniteConfig,
     GraniteForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -48,6 +50,7 @@ HF = {
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
+    "lfm2": (Lfm2Config, Lfm2ForCausalLM),
 }
 LINEAR, DYNAMIC = ({"rope_type": kind, "factor": 3.0, "rope_theta": 500.0} for kind in ("linear", "dynamic"))
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 300.0, "original_max_position_embeddings": 16}
@@ -82,6 +85,7 @@ def hf_model(model_type: str, *, seed: int = 0, **changes: Any) -> Any:
     values |= (
         {"pad_token_id": None} if model_type in ("phi3", "smollm3") else {}
     )  # the default is outside of the vocabulary
+    values |= {"layer_types": ["conv", "full_attention", "conv"]} if model_type == "lfm2" else {}
     model = model_class(config_class(**deepcopy(values | changes))).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -14,7 +14,7 @@ from .helpers import DYNAMIC, HF, LINEAR, LLAMA3, LONGROPE, YARN, hf_model, save
 
 CLOSE = {"rtol": 0.0, "atol": 1e-5}
 KINDS = sorted(HF)
-WRITTEN = sorted(set(HF) - {"granite", "gemma3_text", "olmo2", "phi3", "smollm3"})  # the others are read only
+WRITTEN = sorted(set(HF) - {"granite", "gemma3_text", "olmo2", "phi3", "smollm3", "lfm2"})  # the others are read only
 
 
 def reopened(kind: str, folder: Path, dtype: torch.dtype) -> Any:
@@ -106,6 +106,9 @@ CASES += [
             "tie_word_embeddings": False,
         },
     ),
+    ("lfm2", "attention-first", {"layer_types": None, "full_attn_idxs": [0], "conv_L_cache": 4}),
+    ("lfm2", "old-names", {"block_ff_dim": 60, "block_multiple_of": 8, "tie_embedding": False}),
+    ("lfm2", "as-wide-as-it-says", {"block_auto_adjust_ff_dim": False, "rope_parameters": YARN, "norm_eps": 1e-3}),
     ("qwen3", "biases", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 8}),
 ]
 
