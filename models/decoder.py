@@ -32,13 +32,20 @@ INIT_STD = 0.02
 def rope_for(config: ModelConfig, position_ids: Tensor) -> Rope:
     """Return RoPE's cos and sin at `position_ids` (any shape), scaling included: fp32 [*position_ids.shape, d/2].
 
-    If layers have `local_rope`, two more follow: cos and sin of local_rope_theta, without scaling.
+    If layers have `local_rope`, two more follow: cos and sin of local_rope_theta, without scaling. Raises DiffbitError
+    for a position behind the scaling's longest sequence.
     """
+    longest = None if config.rope_scaling is None else config.rope_scaling.longest
+    if longest is not None and (length := int(position_ids.max()) + 1) > longest:
+        raise DiffbitError(
+            f"{length} tokens are more than {longest}, the model's original_max_position_embeddings: behind it all "
+            "angles are others (long_factor), which diffbit does not compute; shorten the text"
+        )
 
     def table(theta: float, scaling: RopeScaling | None) -> Rope:
         frequencies = inverse_frequencies(config.rope_width, theta, scaling, position_ids.device)
         angles = position_ids[..., None].float() * frequencies
-        amplitude = 1.0 if scaling is None else scaling.amplitude
+        amplitude = 1.0 if scaling is None else torch.where(frequencies > 0, scaling.amplitude, 1.0)  # of what rotates
         return angles.cos() * amplitude, angles.sin() * amplitude
 
     local = () if config.local_rope_theta is None else table(config.local_rope_theta, None)

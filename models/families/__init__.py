@@ -23,12 +23,15 @@ from ._huggingface import (
     attention_of,
     common_fields,
     layer_types,
+    rope_settings,
+    rope_theta,
     special_tokens,
 )
 
 __all__ = [
     "FULL", "ROPE", "SLIDING", "Family", "HuggingFace", "Stored", "attention_of", "diff_llama_v2", "diffllama",
-    "families", "family_for", "family_of", "interleaved", "layer_types", "model_types", "parts", "special_tokens",
+    "families", "family_for", "family_of", "interleaved", "layer_types", "model_types", "parts", "rope_settings",
+    "rope_theta", "special_tokens",
 ]  # fmt: skip
 
 GENERIC = "diffbit"  # can represent every model

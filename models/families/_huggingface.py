@@ -34,7 +34,7 @@ ORIGINAL = {"original_max_position": "original_max_position_embeddings"}  # {fie
 ROPE_FIELDS = frozenset((
     "rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings",
     "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-    "truncate", "finetuned",
+    "truncate", "finetuned", "short_factor", "long_factor",
 ))  # fmt: skip
 
 
@@ -141,7 +141,7 @@ class HuggingFace(Family):
 
     def stored(self, config: ModelConfig, name: str) -> Stored:
         before, _, tensor = name.rpartition(".self_attn.")
-        rows = self.rows(attention_of(config)) if before else {}
+        rows = self.rows(attention_of(config)) if before and self.rows is not _as_they_are else {}
         *path, module, kind = name.split(".")
         return Stored((".".join((*path, self.names.get(module, module), kind)),), rows.get(tensor.rpartition(".")[0]))
 
@@ -191,11 +191,10 @@ def layer_types(values: Mapping[str, Any], default: tuple[str, ...]) -> tuple[st
     return types
 
 
-def attention_of(config: ModelConfig, index: int = 0) -> AttentionOptions:
-    """Return the attention options of a layer; of a model with equal layers, of all."""
-    mixer = config.layers[index].mixer
-    assert isinstance(mixer, AttentionOptions)
-    return mixer
+def attention_of(config: ModelConfig, index: int | None = None) -> AttentionOptions:
+    """Return the attention options of a layer; without an index, of the first that has attention."""
+    layers = config.layers if index is None else config.layers[index : index + 1]
+    return next(layer.mixer for layer in layers if isinstance(layer.mixer, AttentionOptions))
 
 
 def common_fields(config: ModelConfig) -> dict[str, Any]:
@@ -228,24 +227,36 @@ def common_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _rope(values: Mapping[str, Any], max_position: int, default: float) -> tuple[float, RopeScaling | None]:
-    """Return (theta, scaling) from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
-    names = ("rope_scaling", "rope_parameters")  # rope_scaling takes precedence, as in transformers
+def rope_settings(values: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Return (its name, the object) that describes rotary embedding: `rope_scaling`, or else `rope_parameters`, as in
+    transformers. Raises DiffbitError for fields of it that diffbit does not know."""
+    names = ("rope_scaling", "rope_parameters")
     ropes = {name: rope for name in names if (rope := get(values, name, Mapping[str, Any], {}))}
     place, rope = next(iter(ropes.items()), ("rope_scaling", dict[str, Any]()))
     if kinds := [name for name, value in rope.items() if isinstance(value, dict)]:
         raise DiffbitError(f"rotary embedding differs by layer ({', '.join(kinds)}), wanted the same in all")
-    theta = get(rope if rope.get("rope_theta") is not None else values, "rope_theta", Positive, default)
-    for source in (values, rope):
-        share = get(source, "partial_rotary_factor", Positive, 1.0)
-        if share != 1:
-            raise DiffbitError(f"partial_rotary_factor is {share}, wanted 1: diffbit rotates whole heads")
     for name, value in rope.items():
         if name not in ROPE_FIELDS and value is not None:
             raise DiffbitError(f"{place}.{name} is {shown(value)}, wanted none: diffbit does not know what it does")
+    return place, rope
+
+
+def rope_theta(values: Mapping[str, Any], rope: Mapping[str, Any], default: float) -> float:
+    """Return theta, of the object of `rope_settings` or beside it."""
+    theta: float = get(rope if rope.get("rope_theta") is not None else values, "rope_theta", Positive, default)
+    return theta
+
+
+def _rope(values: Mapping[str, Any], max_position: int, default: float) -> tuple[float, RopeScaling | None]:
+    """Return (theta, scaling) of a model that rotates whole heads."""
+    place, rope = rope_settings(values)
+    for source in (values, rope):
+        share = get(source, "partial_rotary_factor", Positive, 1.0)
+        if share != 1:
+            raise DiffbitError(f"partial_rotary_factor is {share}, wanted 1: this family rotates whole heads")
     original = get(values, ORIGINAL["original_max_position"], Count, None)
     with located(place):
-        return theta, _scaling(rope, original, max_position)
+        return rope_theta(values, rope, default), _scaling(rope, original, max_position)
 
 
 def _scaling(rope: Mapping[str, Any], original: int | None, max_position: int) -> RopeScaling | None:

@@ -10,6 +10,7 @@ A RopeScaling extends the context; its names are Hugging Face's rope_type:
     dynamic   increases theta for sequences beyond max_position; here sequences are never longer, so it is plain RoPE
     llama3    divides the frequencies of long wavelengths by `factor`, keeps short ones, and blends linearly between
     yarn      the same with other bounds (arXiv 2309.00071, section 3.2), and cos and sin times `attention_factor`
+    longrope  rotates the first pairs of a head only, with frequencies divided by a factor each (arXiv 2402.13753)
     none      no positions at all: cos is 1 and sin 0
 """
 
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ...io.errors import DiffbitError
-from ...io.fields import Count, Positive, check, get, one_of, read
+from ...io.fields import Count, Positive, check, get, of_length, one_of, read
 
 Rope = tuple[Tensor, ...]  # cos and sin, and those of local_rope if layers have it: fp32 [B, S, d/2], or [S, d/2]
 
@@ -40,8 +41,13 @@ class RopeScaling:
 
     @property
     def amplitude(self) -> float:
-        """The factor of cos and sin."""
+        """The factor of cos and sin of pairs that rotate."""
         return 1.0
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest sequence that has these angles; None: any."""
+        return None
 
     def scaled(self, frequencies: Tensor, theta: float) -> Tensor:
         """Scale plain frequencies, radians per position of each pair, fp32 [d/2]."""
@@ -130,6 +136,35 @@ class Yarn(RopeScaling):
         return _blend(frequencies, self.factor, 1 - slowed.clamp(0, 1))
 
 
+@dataclass(frozen=True)
+class LongRope(RopeScaling):
+    """Pair j of the first r = len(short_factor) has the frequency theta^(-j/r) / short_factor_j, others do not rotate;
+    cos and sin are times attention_factor. A head of which only a part rotates has factors of 1 and its rows in an
+    order in which that part's pairs come first. original_max_position: longer sequences have another list of factors
+    for all of their tokens, those of before included, which a cache cannot take back: there are none here."""
+
+    rope_type = "longrope"
+    short_factor: Annotated[tuple[Positive, ...], of_length(1, 1 << 14)]
+    attention_factor: Positive = 1.0
+    original_max_position: Count | None = None
+
+    @property
+    def amplitude(self) -> float:
+        return self.attention_factor
+
+    @property
+    def longest(self) -> int | None:
+        return self.original_max_position
+
+    def scaled(self, frequencies: Tensor, theta: float) -> Tensor:
+        pairs, rotated = len(frequencies), len(self.short_factor)
+        if rotated > pairs:
+            raise DiffbitError(f"rope scaling: short_factor has {rotated} entries, wanted {pairs} at most, one a pair")
+        factors = torch.tensor(self.short_factor, dtype=torch.float32, device=frequencies.device)
+        own = 1.0 / (factors * theta ** (torch.arange(rotated, device=frequencies.device) / rotated))
+        return torch.cat((own, frequencies.new_zeros(pairs - rotated)))
+
+
 def _blend(frequencies: Tensor, factor: float, kept: Tensor) -> Tensor:
     """Blend linearly by `kept`: 1 keeps a frequency; 0 and less divides it by `factor`."""
     kept = kept.clamp(0.0, 1.0)
@@ -137,7 +172,7 @@ def _blend(frequencies: Tensor, factor: float, kept: Tensor) -> Tensor:
 
 
 SCALINGS: dict[str, type[RopeScaling]] = {
-    scaling.rope_type: scaling for scaling in (NoPositions, Linear, Dynamic, Llama3, Yarn)
+    scaling.rope_type: scaling for scaling in (NoPositions, Linear, Dynamic, Llama3, Yarn, LongRope)
 }
 
 
@@ -162,6 +197,13 @@ def inverse_frequencies(
 def interleaved(heads: int, head_dim: int) -> Tensor:
     """Return the row order of an interleaved projection: rotate-half's rows = on disk[rows]."""
     return torch.arange(heads * head_dim).view(heads, head_dim // 2, 2).transpose(1, 2).flatten()
+
+
+def partial(heads: int, head_dim: int, rotated: int) -> Tensor:
+    """Return the row order of a projection of whose heads only the first `rotated` rows rotate, as pairs
+    (x_j, x_{j+rotated/2}): rotate-half's rows = on disk[rows], with the rotated pairs first."""
+    halves = torch.arange(rotated).view(2, -1), torch.arange(rotated, head_dim).view(2, -1)
+    return (torch.arange(heads)[:, None] * head_dim + torch.cat(halves, 1).flatten()).flatten()
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:

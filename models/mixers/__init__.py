@@ -1,7 +1,8 @@
 """What a mixer is (_mixer.py), and mixers other than attention, such as recurrences with a state of fixed size.
 
-One file each, found by listing this folder (and those of installed packages, io/plugins.py): the core has none,
-apps/variants/ has Mamba, and docs/extending.md shows another. A file needs nothing but the names below and operators.
+One file each, found by listing this folder (and those of installed packages, io/plugins.py); docs/extending.md shows
+another, and apps/variants/ has those of papers without a published model. A file needs nothing but the names below and
+operators.
 """
 
 from ...ops.cache import TOKENS, Buffer

@@ -27,6 +27,14 @@ EQUAL = (
     Case("deepseek_v3", "rope_parameters", YARN | {"mscale": 0.7, "mscale_all_dim": 0.5}),
     Case("deepseek_v3", "q_lora_rank", None),
     Case("bitnet", "rope_theta", ABSENT),
+    Case("phi3", "rope_scaling", {"type": "longrope", "short_factor": [1.5, 2.0, 1.0, 1.0], "long_factor": [2.0] * 4}),
+    Case("phi3", "partial_rotary_factor", 0.5),
+    Case("smollm3", "no_rope_layers", ABSENT),
+    Case("smollm3", "layer_types", KINDS),
+    Case("lfm2", "layer_types", None),
+    Case("lfm2", "block_ffn_dim_multiplier", 0.5),
+    Case("lfm2", "conv_bias", True),
+    Case("smollm3", "num_key_value_heads", ABSENT),
 )
 REFUSED = (
     *(
@@ -48,6 +56,12 @@ REFUSED = (
     Case("gemma3_text", "rope_scaling", {"type": "linear", "factor": 3.0}),
     Case("qwen2", "rope_parameters", {"rope_type": "dynamic", "factor": 3.0, "alpha": 1000.0}),
     Case("deepseek_v2", "rope_interleave", False),
+    Case("phi3", "rope_parameters", {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}),
+    Case("phi3", "partial_rotary_factor", 0.4),
+    Case("smollm3", "no_rope_layers", [1, 0]),
+    Case("smollm3", "use_rope", False),
+    Case("lfm2", "layer_types", KINDS),
+    Case("lfm2", "hidden_act", "gelu"),
 )
 
 

@@ -17,16 +17,22 @@ from transformers import (
     Gemma3TextConfig,
     GraniteConfig,
     GraniteForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from diffbit.models import ModelConfig
@@ -42,9 +48,16 @@ HF = {
     "granite": (GraniteConfig, GraniteForCausalLM),
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
+    "lfm2": (Lfm2Config, Lfm2ForCausalLM),
 }
 LINEAR, DYNAMIC = ({"rope_type": kind, "factor": 3.0, "rope_theta": 500.0} for kind in ("linear", "dynamic"))
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 300.0, "original_max_position_embeddings": 16}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 300.0,
+    "short_factor": [1.0, 1.3, 2.1, 3.7], "long_factor": [1.0, 4.0, 9.0, 16.0],
+}  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -69,6 +82,10 @@ def hf_model(model_type: str, *, seed: int = 0, **changes: Any) -> Any:
         "max_position_embeddings": 64,
         "initializer_range": 0.15,
     }
+    values |= (
+        {"pad_token_id": None} if model_type in ("phi3", "smollm3") else {}
+    )  # the default is outside of the vocabulary
+    values |= {"layer_types": ["conv", "full_attention", "conv"]} if model_type == "lfm2" else {}
     model = model_class(config_class(**deepcopy(values | changes))).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from diffbit import models
+from diffbit import DiffbitError, models
 
-from .helpers import DYNAMIC, HF, LINEAR, LLAMA3, YARN, hf_model, saved, tokens
+from .helpers import DYNAMIC, HF, LINEAR, LLAMA3, LONGROPE, YARN, hf_model, saved, tokens
 
 CLOSE = {"rtol": 0.0, "atol": 1e-5}
 KINDS = sorted(HF)
-WRITTEN = sorted(set(HF) - {"granite", "gemma3_text", "olmo2"})  # the others fold factors, or are diffbit's own
+WRITTEN = sorted(set(HF) - {"granite", "gemma3_text", "olmo2", "phi3", "smollm3", "lfm2"})  # the others are read only
 
 
 def reopened(kind: str, folder: Path, dtype: torch.dtype) -> Any:
@@ -32,6 +32,12 @@ GEMMA = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 31.0},
     },
 }  # fmt: skip
+PHI3 = {
+    "rope_parameters": LONGROPE | {"partial_rotary_factor": 0.5}, "original_max_position_embeddings": 32,
+    "tie_word_embeddings": True, "sliding_window": 12,
+}  # fmt: skip
+PHI3_HEADS = {"head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+SMOLLM3 = {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 5}
 SHAPES = {
     "gqa1": {"num_key_value_heads": 8},
     "gqa4": {"num_key_value_heads": 2},
@@ -72,6 +78,37 @@ CASES += [
     ),
     ("olmo2", "grouped", {"num_key_value_heads": 2, "rms_norm_eps": 1e-3}),
     ("olmo2", "tied", {"tie_word_embeddings": True, "attention_bias": True, "rope_parameters": LINEAR}),
+    (
+        "phi3",
+        "partial",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0, "partial_rotary_factor": 0.5}},
+    ),
+    (
+        "phi3",
+        "longrope",
+        {
+            "rope_parameters": LONGROPE,
+            "original_max_position_embeddings": 32,
+            "sliding_window": 5,
+            "num_attention_heads": 4,
+        },
+    ),
+    ("phi3", "both", PHI3 | PHI3_HEADS),
+    ("smollm3", "intervals", {"no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True}),
+    ("smollm3", "windows", SMOLLM3),
+    (
+        "smollm3",
+        "untied",
+        SMOLLM3
+        | {
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": YARN,
+            "tie_word_embeddings": False,
+        },
+    ),
+    ("lfm2", "attention-first", {"layer_types": None, "full_attn_idxs": [0], "conv_L_cache": 4}),
+    ("lfm2", "old-names", {"block_ff_dim": 60, "block_multiple_of": 8, "tie_embedding": False}),
+    ("lfm2", "as-wide-as-it-says", {"block_auto_adjust_ff_dim": False, "rope_parameters": YARN, "norm_eps": 1e-3}),
     ("qwen3", "biases", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 8}),
 ]
 
@@ -99,6 +136,15 @@ def test_rope_scaling_changes_the_logits(rope: dict[str, Any]) -> None:
     """The cases above are tests only if the scaling matters at that length."""
     plain, scaled = hf_model("llama"), hf_model("llama", rope_parameters=rope | {"rope_theta": 10000.0})
     assert (plain(tokens(1, 13)).logits - scaled(tokens(1, 13)).logits).abs().max() > 1e-2
+
+
+def test_longrope_beyond_its_original_context_is_refused(tmp_path: Path) -> None:
+    """Where transformers takes the other list of factors."""
+    ours = models.load(saved(hf_model("phi3", **PHI3, **PHI3_HEADS), tmp_path / "m"))
+    assert ours.config.max_position == 32
+    assert ours(tokens(1, 32)).isfinite().all()
+    with pytest.raises(DiffbitError, match="33 tokens are more than 32"):
+        ours(tokens(1, 33))
 
 
 @pytest.mark.parametrize("kind", KINDS)
