@@ -9,6 +9,7 @@
     nf4            0 ... 15          absmax * NF4[code]              blocks of 64 (QLoRA, arXiv 2305.14314)
     fp4            0 ... 15          absmax * FP4[code]              blocks of 64 (bitsandbytes)
     mxfp4          0 ... 15          2^(s - 127) * E2M1[code]        blocks of 32 (OCP MX v1.0)
+    nvfp4          0 ... 15          scale * E4M3[s] * E2M1[code]    blocks of 16, one scale per tensor (NVIDIA)
     ternary        0, 1, 2           scale * (code - 1)              one scale per tensor (b1.58, arXiv 2402.17764)
 
 Each kind of format is one file of this folder, or one that a package adds to it (io/plugins.py). It has a `Format`

@@ -82,6 +82,7 @@ class Format(ABC):
     scale_dtype: ClassVar[torch.dtype]  # of the scales in a checkpoint
     activations: ClassVar[tuple[str, ...]] = ()  # activation formats that a device supports with such weights
     per_tensor: ClassVar[bool] = False
+    tensor_scaled: ClassVar[bool] = False  # a checkpoint has scales relative to one of the weight, `tensor_scale`
     learned: ClassVar[bool] = False  # training learns its scales (LSQ); else they follow from the weights at each step
     factors: ClassVar[tuple[float, ...]] = tuple(x / 100 for x in range(140, 30, -4))  # of scales: see `candidates`
     whole_groups: ClassVar[bool] = False  # in_features must be a multiple of group_size
@@ -147,6 +148,17 @@ class Format(ABC):
     def read_scale(self, stored: Tensor) -> Tensor:
         """Invert `write_scale`; scales of other float types are accepted too."""
         return stored.float()
+
+    def tensor_scale(self, scale: Tensor) -> Tensor:
+        """Return the scale fp32 [1, 1] that scales fp32 [N, G], rounded by `stored`, are stored relative to: only for
+        formats that are `tensor_scaled`."""
+        raise NotImplementedError
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the tensors of a weight in a checkpoint (`QTensor.parts`)."""
+        whole, zero = ("tensor_scale",) * self.tensor_scaled, ("zero",) * (not self.symmetric)
+        return "codes", "scale", *whole, *zero
 
     @property
     def stacked(self) -> Format:
@@ -238,7 +250,7 @@ class Format(ABC):
         """Return the bytes of a weight [N, K] in a checkpoint: codes, scales and zero points."""
         (rows, size), (scale_rows, groups) = self.packed_shape(shape), self.scale_shape(shape)
         zero = 0 if self.symmetric else rows * row_bytes(groups, self.bits)
-        return rows * size + scale_rows * groups * self.scale_dtype.itemsize + zero
+        return rows * size + scale_rows * groups * self.scale_dtype.itemsize + 4 * self.tensor_scaled + zero
 
     # the product
 
@@ -306,6 +318,8 @@ class QTensor:
     codes   uint8 [N, K], one code per element
     scale   fp32 [N, G] (per_tensor formats: [1, 1])
     zero    uint8 [N, G], asymmetric integers only
+    tensor_scale  fp32 [1, 1], or [N, 1] of several weights: what a checkpoint's scales are relative to, in formats
+            that are `tensor_scaled`; `scale` includes it. None: as the format chooses it
     """
 
     format: Format
@@ -313,6 +327,7 @@ class QTensor:
     codes: Tensor
     scale: Tensor
     zero: Tensor | None = None
+    tensor_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.format.check(self.shape)
@@ -342,13 +357,28 @@ class QTensor:
 
     def parts(self) -> dict[str, Tensor]:
         """Return the weight as a checkpoint stores it: "codes", "scale" and, in asymmetric formats, "zero"."""
-        stored = {"codes": self.packed(), "scale": self.format.write_scale(self.scale)}
-        zero = self.packed_zero()
+        scale, zero = self.relative_scale(), self.packed_zero()
+        stored = {"codes": self.packed(), "scale": self.format.write_scale(scale)}
+        stored |= {"tensor_scale": self.whole_scale()} if self.format.tensor_scaled else {}
         return stored if zero is None else stored | {"zero": zero}
+
+    def whole_scale(self) -> Tensor:
+        """Return `tensor_scale`, or that of the format's choice."""
+        return self.format.tensor_scale(self.scale) if self.tensor_scale is None else self.tensor_scale
+
+    def relative_scale(self) -> Tensor:
+        """Return the scales as a checkpoint has them, fp32 [N, G]: relative to `tensor_scale`, if there is one."""
+        return self.scale / self.whole_scale() if self.format.tensor_scaled else self.scale
 
     @classmethod
     def from_packed(
-        cls, format: Format, shape: tuple[int, int], codes: Tensor, scale: Tensor, zero: Tensor | None = None
+        cls,
+        format: Format,
+        shape: tuple[int, int],
+        codes: Tensor,
+        scale: Tensor,
+        zero: Tensor | None = None,
+        tensor_scale: Tensor | None = None,
     ) -> QTensor:
         """Invert `parts`."""
         rows, columns = shape
@@ -359,7 +389,15 @@ class QTensor:
             groups = format.groups(columns)
             _expect(format, shape, "zero", zero, (rows, row_bytes(groups, format.bits)))
             zero = unpack_bits(zero, format.bits, groups)
-        return cls(format, shape, codes, format.read_scale(scale), zero)
+        scale = format.read_scale(scale)
+        if tensor_scale is None:
+            return cls(format, shape, codes, scale, zero)
+        if tensor_scale.shape != (1, 1) or not 0 < tensor_scale < torch.inf:
+            raise DiffbitError(
+                f"a {format} weight {shape} has tensor_scale {tuple(tensor_scale.shape)}, wanted one number above 0"
+            )
+        tensor_scale = tensor_scale.float()
+        return cls(format, shape, codes, scale * tensor_scale, zero, tensor_scale)
 
     @property
     def nbytes(self) -> int:
@@ -376,7 +414,10 @@ class QTensor:
         codes = self.codes[rows]
         scale = self.scale if self.format.per_tensor else self.scale[rows]
         zero = None if self.zero is None else self.zero[rows]
-        return QTensor(self.format, (codes.shape[0], codes.shape[1]), codes, scale, zero)
+        whole = (
+            self.tensor_scale if self.tensor_scale is None or len(self.tensor_scale) == 1 else self.tensor_scale[rows]
+        )
+        return QTensor(self.format, (codes.shape[0], codes.shape[1]), codes, scale, zero, whole)
 
     @staticmethod
     def stack(weights: Sequence[QTensor]) -> QTensor:
@@ -385,11 +426,14 @@ class QTensor:
         codes = torch.cat([weight.codes for weight in weights])
         zero = None if first.zero is None else torch.cat([weight.zero for weight in weights if weight.zero is not None])
         scale = torch.cat([weight.scale.expand(weight.shape[0], -1) for weight in weights])
-        return QTensor(first.format.stacked, (codes.shape[0], codes.shape[1]), codes, scale, zero)
+        whole = None
+        if first.format.tensor_scaled:
+            whole = torch.cat([weight.whole_scale().expand(weight.shape[0], 1) for weight in weights])
+        return QTensor(first.format.stacked, (codes.shape[0], codes.shape[1]), codes, scale, zero, whole)
 
     def to(self, device: torch.device | str) -> QTensor:
-        zero = None if self.zero is None else self.zero.to(device)
-        return QTensor(self.format, self.shape, self.codes.to(device), self.scale.to(device), zero)
+        zero, whole = (None if tensor is None else tensor.to(device) for tensor in (self.zero, self.tensor_scale))
+        return QTensor(self.format, self.shape, self.codes.to(device), self.scale.to(device), zero, whole)
 
 
 def row_blocks(weight: Tensor) -> Iterator[slice]:

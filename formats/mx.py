@@ -38,45 +38,25 @@ GRAMMAR = "mxfp4"
 
 
 @dataclass(frozen=True)
-class MXFormat(Format):
-    """Blocks of `group_size` E2M1 numbers that share an E8M0 scale."""
+class E2M1Format(Format):
+    """Blocks of `group_size` E2M1 numbers that share a scale of one byte."""
 
     scale_dtype = torch.uint8
     activations = ("int8",)
     whole_groups = in_blocks = True
-    factors = (0.5, 2.0)
+
+    @property
+    def byte_scales(self) -> Tensor:
+        """The scale of each byte, fp32 [256]; that of a byte without meaning is NaN or infinite."""
+        raise NotImplementedError
 
     def fit(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         self.check(tuple(weight.shape))
         return by_group(self, weight, self._fit_groups), None
 
     def _fit_groups(self, groups: Tensor) -> Tensor:
-        """Return scales [n, G] for groups [n, G, 32]."""
-        largest = finite(groups.abs().amax(-1))
-        _, exponent = torch.frexp(largest)  # largest in [2^(exponent-1), 2^exponent)
-        scale = _power(exponent - 3).masked_fill(largest == 0, 1.0)
-        wide = _power(exponent - 2)
-
-        def loss(scale: Tensor) -> Tensor:
-            back = self.decode_each(self.encode_each(groups, scale[..., None], None), scale[..., None], None)
-            return ((back - groups) / scale[..., None]).square().sum(-1) * (scale / wide).square()  # no overflow
-
-        return torch.where(loss(wide) < loss(scale), wide, scale)
-
-    def stored(self, scale: Tensor) -> Tensor:
-        """Round scales to the nearest powers of two, from 2^-127 to 2^127."""
-        mantissa, exponent = torch.frexp(finite(scale))  # mantissa in [0.5, 1)
-        return _power(exponent - 1 + (mantissa > 0.75).int())
-
-    def write_scale(self, scale: Tensor) -> Tensor:
-        return (torch.frexp(scale)[1] - 1 + BIAS).to(torch.uint8)
-
-    def read_scale(self, stored: Tensor) -> Tensor:
-        if stored.dtype != torch.uint8:
-            raise DiffbitError(f"{self} weights have {stored.dtype} scales, wanted uint8 (E8M0)")
-        if (stored == NAN).any():
-            raise DiffbitError(f"{self} weights have a scale of 255, which is NaN in E8M0; the file is damaged")
-        return _power(stored.int() - BIAS)
+        """Return scales [n, G] for groups [n, G, group_size]."""
+        raise NotImplementedError
 
     @property
     def spacing(self) -> float:
@@ -107,12 +87,10 @@ class MXFormat(Format):
 
     def onnx(self, g: Builder, x: Value, weight: QTensor, factor: float, rounding: Rounding | None) -> Value:
         (rows, columns), size = weight.shape, self.group_size
-        stored = self.write_scale(weight.scale)
-        scales = _power(torch.arange(256) - BIAS).double() / 2 * factor  # of half E2M1's integers
-        with np.errstate(over="ignore"):
-            table = scales.numpy().astype(g.dtype)
-        used = table[stored.unique().numpy()]
-        if not np.isfinite(used).all() or not (used != 0).all():
+        used = (weight.scale.unique().double() / 2 * factor).numpy()  # of half E2M1's integers
+        with np.errstate(over="ignore", under="ignore"):
+            there = used.astype(g.dtype)
+        if not np.isfinite(there).all() or (there[used != 0] == 0).any():
             raise DiffbitError(
                 f"{self} scales from {weight.scale.min():.3g} to {weight.scale.max():.3g} do not fit in "
                 f"{np.dtype(g.dtype)}; export with --dtype fp32"
@@ -120,16 +98,60 @@ class MXFormat(Format):
         pairs = (128 + 2 * _table()).to(torch.uint8)  # the 8-bit code of each 4-bit code
         pairs = torch.cartesian_prod(pairs, pairs).flip(1)  # those of the low and the high nibble of each byte
         codes = g.initializer("codes", weight.packed().view(rows, -1, size // 2).numpy())
-        wide = g.op("Gather", [g.const(pairs.numpy(), np.uint8), g.cast(codes, np.int32)])  # [N, G, 16, 2]
+        wide = g.op("Gather", [g.const(pairs.numpy(), np.uint8), g.cast(codes, np.int32)])  # [N, G, size / 2, 2]
         wide = g.op("Reshape", [wide, g.const([rows, -1, size])])
-        scale = g.op(
-            "Gather",
-            [
-                g.const(np.where(np.isfinite(table), table, 0), g.dtype),
-                g.cast(g.initializer("scale", stored.numpy()), np.int32),
-            ],
-        )
+        scale = self._device_scale(g, weight, factor / 2)
         return nbits(g, x, wide, scale, None, K=columns, N=rows, bits=8, block_size=size)
+
+    def _device_scale(self, g: Builder, weight: QTensor, factor: float) -> Value:
+        """Add nodes for the scales times a factor, [N, G] in the graph's dtype, from their bytes."""
+        table, dtype = self.byte_scales.double().numpy(), np.float32 if self.tensor_scaled else g.dtype
+        with np.errstate(over="ignore"):
+            table = (table if self.tensor_scaled else table * factor).astype(dtype)
+        stored = g.initializer("scale", self.write_scale(weight.relative_scale()).numpy())
+        scale = g.op("Gather", [g.const(np.where(np.isfinite(table), table, 0), dtype), g.cast(stored, np.int32)])
+        if not self.tensor_scaled:
+            return scale
+        whole = g.initializer("tensor_scale", (weight.whole_scale() * factor).float().numpy())
+        return g.cast(g.op("Mul", [scale, whole]), g.dtype)
+
+
+@dataclass(frozen=True)
+class MXFormat(E2M1Format):
+    """Blocks of 32 E2M1 numbers that share an E8M0 scale."""
+
+    factors = (0.5, 2.0)
+
+    @property
+    def byte_scales(self) -> Tensor:
+        return _power(torch.arange(256) - BIAS)
+
+    def _fit_groups(self, groups: Tensor) -> Tensor:
+        largest = finite(groups.abs().amax(-1))
+        _, exponent = torch.frexp(largest)  # largest in [2^(exponent-1), 2^exponent)
+        scale = _power(exponent - 3).masked_fill(largest == 0, 1.0)
+        wide = _power(exponent - 2)
+
+        def loss(scale: Tensor) -> Tensor:
+            back = self.decode_each(self.encode_each(groups, scale[..., None], None), scale[..., None], None)
+            return ((back - groups) / scale[..., None]).square().sum(-1) * (scale / wide).square()  # no overflow
+
+        return torch.where(loss(wide) < loss(scale), wide, scale)
+
+    def stored(self, scale: Tensor) -> Tensor:
+        """Round scales to the nearest powers of two, from 2^-127 to 2^127."""
+        mantissa, exponent = torch.frexp(finite(scale))  # mantissa in [0.5, 1)
+        return _power(exponent - 1 + (mantissa > 0.75).int())
+
+    def write_scale(self, scale: Tensor) -> Tensor:
+        return (torch.frexp(scale)[1] - 1 + BIAS).to(torch.uint8)
+
+    def read_scale(self, stored: Tensor) -> Tensor:
+        if stored.dtype != torch.uint8:
+            raise DiffbitError(f"{self} weights have {stored.dtype} scales, wanted uint8 (E8M0)")
+        if (stored == NAN).any():
+            raise DiffbitError(f"{self} weights have a scale of 255, which is NaN in E8M0; the file is damaged")
+        return _power(stored.int() - BIAS)
 
 
 def _power(exponent: Tensor) -> Tensor:

@@ -57,6 +57,8 @@ class Packed(nn.Module):
             "codes": torch.empty(format.packed_shape(shape), dtype=torch.uint8, device=device),
             "scale": torch.empty(scales, dtype=format.write_scale(torch.ones(1, 1)).dtype, device=device),
         }
+        if format.tensor_scaled:
+            parts["tensor_scale"] = torch.empty(1, 1, device=device)
         if not format.symmetric:
             zeros = (shape[0], (scales[1] * format.bits + 7) // 8)
             parts["zero"] = torch.empty(zeros, dtype=torch.uint8, device=device)

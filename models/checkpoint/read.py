@@ -369,7 +369,8 @@ def _refuse_quantized(checkpoint: Checkpoint) -> None:
 def _check_finite(entry: Entry, name: str, tensor: Tensor) -> None:
     if not tensor.is_floating_point() or not tensor.numel():
         return
-    low, high = torch.aminmax(tensor)  # both NaN if any is; unlike isfinite() it allocates nothing
+    values = tensor if tensor.itemsize > 1 else tensor.float()  # torch has no aminmax of floats of 8 bits
+    low, high = torch.aminmax(values)  # both NaN if any is; unlike isfinite() it allocates nothing
     if not (torch.isfinite(low) and torch.isfinite(high)):
         raise DiffbitError(f"{entry.file}: tensor {name} holds NaN or infinity; the checkpoint is damaged")
 

@@ -1,6 +1,7 @@
-"""compressed-tensors' layout of integers: llm-compressor writes it, vLLM and transformers read it.
+"""compressed-tensors' layout of integers and nvfp4: llm-compressor writes it, vLLM and transformers read it.
 
-The formats are "pack-quantized" (2 to 8 bits) and "int-quantized" or "naive-quantized" (8 bits):
+The formats are "pack-quantized" (2 to 8 bits), "int-quantized" or "naive-quantized" (8 bits), and
+"nvfp4-pack-quantized" (floats of 4 bits, formats/nvfp4.py), which is only read:
 
     <linear>.weight_packed      int32 [N, K*bits/32]      code, a bit stream along each row, low bits first
     <linear>.weight             int8  [N, K]              code - 128
@@ -8,10 +9,14 @@ The formats are "pack-quantized" (2 to 8 bits) and "int-quantized" or "naive-qua
     <linear>.weight_zero_point  int32 [N*bits/32, G] packed down each column, or int8 [N, G] (zero - 2^(bits-1))
     <linear>.weight_shape       int64 [2]
 
+    <linear>.weight_packed      uint8 [N, K/2]            of nvfp4: two codes a byte, the first in the low bits
+    <linear>.weight_scale       E4M3  [N, K/16]
+    <linear>.weight_global_scale  fp32 [1]                1 / tensor_scale
+
 config_groups sets the bits and group size of layers by class ("Linear"), name or regular expression ("re:..."). A name
 or an expression takes precedence over a class, and `ignore` over both. Inputs that are rounded to int8 at run time,
-with one scale per token, become activations "int8" of the scheme. diffbit does not support floats of 4 and 8 bits, 2:4
-sparsity, static scales of inputs, a quantized KV cache and transforms, and raises an error for them.
+with one scale per token, become activations "int8" of the scheme. diffbit does not support other floats of 4 and 8
+bits, 2:4 sparsity, static scales of inputs, a quantized KV cache and transforms, and raises an error for them.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from ...formats import Format, IntFormat, QTensor
+from ...formats import Format, IntFormat, QTensor, parse_format
 from ...io.errors import DiffbitError
 from ...io.fields import Rule, one_of
 from ...models import Checkpoint, ModelConfig
@@ -46,8 +51,9 @@ from ._common import (
 from .gptq import check_order
 
 METHOD = "compressed-tensors"
-PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
-LAYOUTS = ("pack-quantized", "int-quantized", "naive-quantized", "mixed-precision")
+NVFP4 = parse_format("nvfp4")
+PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale")
+LAYOUTS = ("pack-quantized", "int-quantized", "naive-quantized", "nvfp4-pack-quantized", "mixed-precision")
 StorageFormat = Annotated[str, one_of(*LAYOUTS)]
 BITS = (2, 3, 4, 5, 6, 7, 8)
 EXPRESSION = re.compile(r"(?!.*\)[*+{])(?!(.*[*+{]){5}).{1,200}")  # limits the time to match a pattern
@@ -68,14 +74,24 @@ class WeightArguments:
     """How the weights of a group are stored; strategy None: as group_size says."""
 
     num_bits: Annotated[int, one_of(*BITS)]
-    type: Annotated[str, one_of("int")] = "int"
-    strategy: Annotated[str, one_of("group", "channel", "tensor")] | None = None
+    type: Annotated[str, one_of("int", "float")] = "int"
+    strategy: Annotated[str, one_of("group", "channel", "tensor", "tensor_group")] | None = None
     group_size: GroupSize | None = None
     symmetric: bool = True
     dynamic: Annotated[bool, one_of(False)] | None = False
 
+    def __post_init__(self) -> None:
+        is_nvfp4 = (self.num_bits, self.group_size, self.strategy) == (4, NVFP4.group_size, "tensor_group")
+        if (self.type == "float" or self.strategy == "tensor_group") and not (is_nvfp4 and self.symmetric):
+            raise DiffbitError(
+                f"weights are {self.num_bits}-bit {self.type} of strategy {self.strategy} and group_size "
+                f"{self.group_size}, wanted integers, or nvfp4: 4-bit float, tensor_group, 16, symmetric"
+            )
+
     @property
-    def format(self) -> IntFormat:
+    def format(self) -> Format:
+        if self.type == "float":
+            return NVFP4
         return IntFormat.of(self.num_bits, max(self.group_size or 0, 0), self.symmetric)
 
 
@@ -131,6 +147,8 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
 
 def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
     rows, columns = shape = shape_of(checkpoint, module)
+    if format.tensor_scaled:
+        return _nvfp4(checkpoint, module, shape)
     bits, groups, offset = format.bits, format.groups(columns), 2 ** (format.bits - 1)
     packed, name = f"{module}.weight_packed", f"{module}.weight_zero_point"
     if packed in checkpoint.names:
@@ -158,6 +176,19 @@ def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
             zero = zero.reshape(-1, groups).expand(rows, groups).contiguous()
     scale = scale.reshape(-1, groups).expand(rows, groups).contiguous()  # stored once, or per row
     return QTensor(format, shape, codes, scale, zero)
+
+
+def _nvfp4(checkpoint: Checkpoint, module: str, shape: tuple[int, int]) -> QTensor:
+    format, (rows, columns) = NVFP4, shape
+    format.check(shape)  # of whole blocks
+    scale = part(checkpoint, f"{module}.weight_scale", torch.float8_e4m3fn, (rows, format.groups(columns)))
+    return QTensor.from_packed(
+        format,
+        shape,
+        part(checkpoint, f"{module}.weight_packed", torch.uint8, format.packed_shape(shape)),
+        scale.view(torch.uint8),
+        tensor_scale=1 / part(checkpoint, f"{module}.weight_global_scale", torch.float32, (1,)).view(1, 1),
+    )
 
 
 def settings(config: ModelConfig, scheme: Scheme) -> dict[str, Any]:

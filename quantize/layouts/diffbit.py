@@ -1,6 +1,6 @@
 """diffbit's own layout: `<linear>.codes` (packed), `<linear>.scale` (fp16 for integers, whose scales were rounded to
-fp16; fp32 for nf4, fp4 and ternary; uint8 for mxfp4) and, in asymmetric formats, `<linear>.zero` (packed). config.json
-has
+fp16; fp32 for nf4, fp4 and ternary; uint8 for mxfp4 and nvfp4), in nvfp4 `<linear>.tensor_scale` (fp32) and, in
+asymmetric formats, `<linear>.zero` (packed). config.json has
 
     "quantization_config": {"quantizer": "diffbit", "version": 1, "scheme": {...}}
 
@@ -16,7 +16,7 @@ from ...models import Checkpoint
 from ..scheme import Scheme, weight_shapes
 from . import Layout
 
-PARTS = ("codes", "scale", "zero")
+PARTS = ("codes", "scale", "tensor_scale", "zero")
 
 
 def scheme(checkpoint: Checkpoint) -> Scheme:
@@ -24,14 +24,14 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
 
 
 def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
-    names = [f"{module}.{part}" for part in (PARTS[:2] if format.symmetric else PARTS)]
-    if f"{module}.weight" in checkpoint.names or not all(name in checkpoint.names for name in names):
+    names = {part: f"{module}.{part}" for part in format.parts}
+    if f"{module}.weight" in checkpoint.names or not all(name in checkpoint.names for name in names.values()):
         raise DiffbitError(
             f"{checkpoint.path}: the scheme in config.json says that {module}.weight is {format}, but the weights "
             "have it in another form; config and weights do not belong together"
         )
     shape = weight_shapes(checkpoint.config)[module]
-    return QTensor.from_packed(format, shape, *(checkpoint.read_raw(name) for name in names))
+    return QTensor.from_packed(format, shape, **{part: checkpoint.read_raw(name) for part, name in names.items()})
 
 
 LAYOUT = Layout("diffbit", PARTS, scheme, read)

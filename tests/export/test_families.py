@@ -37,6 +37,7 @@ SCHEMES = {
     "rtn": (Scheme(weights=parse_format("int4_g32")), "rtn"),
     "gptq": (Scheme(weights=parse_format("int4_g16")), "gptq"),
     "rotated heads": (Scheme(weights=parse_format("int4_g16")), "rotate_heads+gptq"),
+    "nvfp4": (Scheme(weights=parse_format("nvfp4")), "gptq"),
     "awq": (Scheme(weights=parse_format("int8")), "awq"),
     "int4 cache": (Scheme(weights=parse_format("int8"), attention=AttentionScheme(keys="int4", values="int4")), "rtn"),
 }

@@ -52,6 +52,7 @@ NODES = {
     "int2": ("MatMulNBits", 2, 128),
     "nf4": ("MatMulBnb4", None, None),
     "mxfp4": ("MatMulNBits", 8, 32),
+    "nvfp4": ("MatMulNBits", 8, 16),
     "ternary": ("TernaryMatMul", None, 0),
 }
 
@@ -84,7 +85,7 @@ CASES = [
     (format, columns)
     for format in NODES
     for columns in (64, 192, 320, 1000)
-    if format not in ("nf4", "mxfp4") or columns % 64 == 0
+    if not parse_format(format).whole_groups or columns % 64 == 0
 ]
 
 
@@ -95,7 +96,7 @@ def test_node_computes_the_format(tmp_path: Path, format: str, columns: int) -> 
     weight = torch.randn(24, columns, generator=generator)
     model, quantized = build(tmp_path / "m", weight, format, 0.37, "fp32")
     (node,) = (node for node in model.graph.node if node.op_type == operator)
-    assert len(model.graph.node) == {"ternary": 2, "mxfp4": 6}.get(format, 1)
+    assert len(model.graph.node) == {"ternary": 2, "mxfp4": 6, "nvfp4": 8}.get(format, 1)
     if operator == "MatMulNBits":
         attributes = {a.name: a.i for a in node.attribute}
         assert (attributes["bits"], attributes["block_size"], attributes["accuracy_level"]) == (bits, block, 4)
@@ -109,13 +110,14 @@ def test_node_computes_the_format(tmp_path: Path, format: str, columns: int) -> 
 
 
 @pytest.mark.parametrize(
-    "format", ["int4_g32", "int8", "int2_g64", "int2_g64_asym", "int6_g32_s8", "nl4_g32_s8", "nf4", "mxfp4", "ternary"]
+    "format",
+    ["int4_g32", "int8", "int2_g64", "int2_g64_asym", "int6_g32_s8", "nl4_g32_s8", "nf4", "mxfp4", "nvfp4", "ternary"],
 )
 def test_fp16(tmp_path: Path, format: str) -> None:
     weight = torch.randn(24, 192, generator=torch.Generator().manual_seed(0)) * 0.1
     model, quantized = build(tmp_path / "m", weight, format, 1.0, "fp16")
     types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
-    if "proj.scale" in types and format not in ("ternary", "mxfp4") and not format.endswith("_s8"):
+    if "proj.scale" in types and format not in ("ternary", "mxfp4", "nvfp4") and not format.endswith("_s8"):
         assert types["proj.scale"] == onnx.TensorProto.FLOAT16
     x = torch.randn(7, 192, generator=torch.Generator().manual_seed(1)).half()
     (actual,) = open_session(tmp_path / "m").run(None, {"x": x.numpy()})
@@ -201,6 +203,7 @@ FOLDED = [
     ("int5_g128", 1000),
     ("nl4_g32_s8", 200),
     ("mxfp4", 192),
+    ("nvfp4", 192),
 ]
 
 

@@ -30,7 +30,7 @@ def parts_of(artifact: Path) -> dict[str, Part]:
 
 @pytest.mark.parametrize("attention", VARIANTS)
 @pytest.mark.parametrize(
-    "format", [None, "ternary", "int8", "int4_g32", "int3_g64_asym", "int2_g64", "nl4_g32_s8", "nf4", "mxfp4"]
+    "format", [None, "ternary", "int8", "int4_g32", "int3_g64_asym", "int2_g64", "nl4_g32_s8", "nf4", "mxfp4", "nvfp4"]
 )
 def test_parts_add_up(checkpoint_of: Maker, attention: str, format: str | None) -> None:
     artifact, config = write_artifact(checkpoint_of(attention, format)), config_of(attention)
@@ -56,6 +56,7 @@ def test_parts_add_up(checkpoint_of: Maker, attention: str, format: str | None) 
         ("nl4_g32_s8", 4),
         ("nf4", 4),
         ("mxfp4", 4),
+        ("nvfp4", 4),
     ],
 )
 def test_bits_a_weight_of_codes(checkpoint_of: Maker, format: str, bits: int) -> None:

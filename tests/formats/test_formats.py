@@ -18,7 +18,7 @@ from diffbit.io.errors import DiffbitError
 INTS = [
     "int8", "int8_g64_asym", "int6_g32", "int5_g16_asym", "int4_g32", "int4_g128_asym", "int4", "int3_g64", "int2_g16",
 ]  # fmt: skip
-ALL = [*INTS, "nf4", "mxfp4", "ternary"]
+ALL = [*INTS, "nf4", "mxfp4", "nvfp4", "ternary"]
 
 
 def by_range(weight: torch.Tensor, format: Format) -> QTensor:
@@ -154,6 +154,7 @@ def test_bits_per_weight():
         "int4_g32_asym": 4.625,
         "nf4": 4.5,
         "mxfp4": 4.25,
+        "nvfp4": 4.5 + 32 / (8 * 1024),
         "int3_g64": 3.25,
     }
     for name, bits in expected.items():
@@ -176,7 +177,7 @@ def test_zeros_and_extremes(name):
     assert (back[1, :64] == 0).all() or name == "ternary" or not format.group_size or format.group_size > 64
     if name != "ternary":
         assert back[2].abs().max() <= 2**-24
-        assert back[3, 5] == pytest.approx(3e4, rel=0.15 if name == "mxfp4" else 1e-3)
+        assert back[3, 5] == pytest.approx(3e4, rel=0.15 if name in ("mxfp4", "nvfp4") else 1e-3)
 
 
 @pytest.mark.parametrize("name", INTS)

@@ -44,7 +44,7 @@ def quantized(folder: Path, kind: str, weights: str, activations: str | None = N
 CASES = [(kind, "int4_g32", tied) for kind in ("llama", "diffllama") for tied in (False, True)]
 CASES += [("llama", "int8", True), ("diffllama", "int8", False)]
 CASES += [("llama", "ternary", False), ("diffllama", "ternary", True)]
-CASES += [("qwen2", "int3_g32_asym", True), ("llama", "nf4", False), ("llama", "mxfp4", True)]
+CASES += [("qwen2", "int3_g32_asym", True), ("llama", "nf4", False), ("llama", "mxfp4", True), ("llama", "nvfp4", True)]
 
 
 @pytest.mark.parametrize(("kind", "weights", "tied"), CASES)

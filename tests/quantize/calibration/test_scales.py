@@ -86,7 +86,7 @@ def test_search_errs_less_than_the_full_range(name, most):
 
 QUICK = [
     "int2_g32", "int3_g64", "int4_g32", "int4", "int6_g32_s8", "int8", "int8_g32", "int2_g32_s8", "nl2_g32_s8",
-    "nl3_g32_s8", "nl4_g64_s8", "int3_g32_asym", "int4_g64_asym", "nf4", "fp4", "mxfp4",
+    "nl3_g32_s8", "nl4_g64_s8", "int3_g32_asym", "int4_g64_asym", "nf4", "fp4", "mxfp4", "nvfp4",
 ]  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def heavy(rows: int, columns: int, seed: int = 0) -> Tensor:
 
 def best_losses(w: Tensor, format: Format, h: Tensor, power: int) -> np.ndarray:
     """The least sum of powers of errors of each group over a fine grid of scales and zero points, in float64; scales
-    are not rounded."""
+    are not rounded, except those of nvfp4, whose three bits the grid would beat."""
     size = format.group_size or w.shape[1]
     point = None if format.symmetric else torch.zeros(1, 1, dtype=torch.uint8)
     every = format.decode_each(torch.arange(format.codes)[None], torch.ones(1, 1), point)[0].double().unique().numpy()
@@ -107,10 +107,12 @@ def best_losses(w: Tensor, format: Format, h: Tensor, power: int) -> np.ndarray:
     factors = np.linspace(0.3, 1.5, 121) if format.name != "mxfp4" else 2.0 ** np.arange(-2, 3)
     signs = (1, -1) if hasattr(format, "lowest") and format.symmetric else (1,)
     losses = np.empty((len(w), format.groups(w.shape[1])))
-    for row, scales_of in enumerate(format.fit(w)[0].double().numpy()):
-        for g, fitted in enumerate(scales_of):
+    fitted, rounded = format.fit(w)[0], format.stored if format.tensor_scaled else Tensor.clone
+    near = np.stack([rounded(fitted * float(factor)).double().numpy() for factor in factors], -1)
+    for row, scales_of in enumerate(near):
+        for g, scales_near in enumerate(scales_of):
             group, weights = (x[g * size : (g + 1) * size].double().numpy() for x in (w[row], h))
-            tried = (fitted * sign * factor * table for table in tables for sign in signs for factor in factors)
+            tried = (sign * scale * table for table in tables for sign in signs for scale in scales_near)
             losses[row, g] = min((weights * np.abs(group[:, None] - values).min(1) ** power).sum() for values in tried)
     return losses
 
@@ -174,7 +176,7 @@ def test_no_row_errs_more_than_with_the_range(name):
 
 ON_GRID = [
     "int2_g32", "int3_g64", "int4_g32", "int4", "int5_g32_s8", "int8", "int2_g64_s8", "nl2_g32_s8", "nl3_g32_s8",
-    "nl4_g32_s8", "int4_g32_asym", "nf4", "mxfp4",
+    "nl4_g32_s8", "int4_g32_asym", "nf4", "mxfp4", "nvfp4",
 ]  # fmt: skip
 
 

@@ -9,15 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from diffbit.export import export_checkpoint
+from diffbit.export import export_artifact, export_checkpoint
 from diffbit.formats import QTensor, parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint
 from diffbit.quantize import Scheme, load, quantize_checkpoint, read_scheme, read_weight
 from diffbit.quantize.layouts import layouts
+from diffbit.runtime import verify
 
+from ...export.helpers import write_tokenizer
 from . import foreign
 
 functional = pytest.importorskip("bitsandbytes.functional")
@@ -187,6 +190,46 @@ def test_compressed_tensors(weights: dict[str, Any], tmp_path: Path):
     assert_same_model(tmp_path, theirs)
 
 
+def test_nvfp4_of_compressed_tensors(tmp_path: Path):
+    """With the tensor scales that llm-compressor chooses; queries, keys and values share one."""
+    ct = pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
+    model = foreign.model("llama")
+    apply_quantization_config(model, QuantizationConfig(config_groups={"NVFP4A16": ["Linear"]}, ignore=["lm_head"]))
+    for name, module in model.named_modules():
+        if hasattr(module, "weight_scale"):
+            largest = 0.9 if "self_attn" in name else module.weight.abs().max()
+            whole = torch.as_tensor(448 * 6 / largest)
+            blocks = module.weight.unflatten(1, (-1, 16)).abs().amax(-1)
+            module.weight_global_scale.data.copy_(whole)
+            module.weight_scale.data.copy_((blocks / 6 * whole).to(torch.float8_e4m3fn).float())
+    compressor = ct.compressors.ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(tmp_path)
+    compressor.update_config(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    theirs = foreign.model("llama")  # their own decompression is in bfloat16
+    for name, module in theirs.named_modules():
+        if f"{name}.weight_packed" in stored:
+            codes = unpack_fp4_from_uint8(stored[f"{name}.weight_packed"], *module.weight.shape, dtype=torch.float32)
+            scale = stored[f"{name}.weight_scale"].float() / stored[f"{name}.weight_global_scale"]
+            module.weight.data = codes * scale.repeat_interleave(16, 1)
+    checkpoint = Checkpoint(tmp_path)
+    scheme = read_scheme(checkpoint)
+    assert scheme is not None and scheme.weights == parse_format("nvfp4")
+    for module in scheme.formats(checkpoint.config):
+        weight, expected = read_weight(checkpoint, f"{module}.weight"), theirs.get_parameter(f"{module}.weight")
+        assert isinstance(weight, QTensor) and weight.tensor_scale is not None
+        near = {"rtol": 1e-6, "atol": 0.0}  # they divide, where diffbit multiplies
+        torch.testing.assert_close(weight.dequantize(), expected.detach(), **near)
+    assert_same_model(tmp_path, theirs)
+    write_tokenizer(tmp_path, 96)
+    written = export_artifact(tmp_path, tmp_path / "a")  # with tensor scales that are no powers of two
+    assert verify(written).passed
+
+
 @pytest.mark.parametrize(
     "layout, weights, kind",
     [
@@ -264,7 +307,7 @@ def test_damaged_folders_are_refused(change: Any, words: str, tmp_path: Path):
     [
         (
             {"format": "pack-quantized", "config_groups": {"a": {"weights": {"type": "float", "num_bits": 8}}}},
-            r"config_groups\['a'\]\.weights\.type is 'float', wanted one of int",
+            r"weights are 8-bit float of strategy None .* wanted integers, or nvfp4",
         ),
         (
             {"format": "marlin-24", "config_groups": {"a": {"weights": {"num_bits": 4}}}},

@@ -14,7 +14,7 @@ from diffbit.quantize.methods import awq
 
 from ..transforms import config_of, logits64, random_decoder, random_ids, transformed
 
-FORMATS = ["int8", "int4_g32_asym", "int2_g16", "mxfp4", "ternary"]
+FORMATS = ["int8", "int4_g32_asym", "int2_g16", "mxfp4", "nvfp4", "ternary"]
 
 
 def layer(columns=192, tokens=500, seed=0, outliers=False):
@@ -103,7 +103,7 @@ def test_it_beats_rounding_to_nearest(name, least, outliers):
 )
 def test_unusual_layers_get_finite_scales(name, dtype):
     """Half precision, a short last group, one token, channels that never fire, rows sampled: finite and positive."""
-    columns = 192 if name in ("nf4", "mxfp4") else 200
+    columns = 192 if parse_format(name).whole_groups else 200
     inputs, weights = layer(columns)
     inputs[:, 5:9] = 0
     for tokens in (inputs, inputs[:1], inputs[:0], torch.zeros_like(inputs)):

@@ -10,7 +10,7 @@ from diffbit.io.errors import DiffbitError
 from diffbit.quantize.calibration.stats import Gatherer, proxy_loss
 from diffbit.quantize.methods import clip, rtn
 
-FORMATS = ["int8", "int4_g32_asym", "int2", "mxfp4", "ternary"]
+FORMATS = ["int8", "int4_g32_asym", "int2", "mxfp4", "nvfp4", "ternary"]
 
 
 def layer(rows=24, columns=192, tokens=500, seed=0, outliers=False):
@@ -38,7 +38,7 @@ def stats_of(inputs):
 @pytest.mark.parametrize("outliers", [False, True])
 def test_each_group_has_the_best_of_the_grid(name, outliers):
     """The outputs of each group on the tokens, one candidate after the other."""
-    format, columns = parse_format(name), 192 if name in ("nf4", "mxfp4") else 200
+    format, columns = parse_format(name), 192 if parse_format(name).whole_groups else 200
     weight, inputs = layer(columns=columns, outliers=outliers)
     clipped = clip.quantize(weight, format, stats_of(inputs))
     size = format.group_size or columns
@@ -69,7 +69,7 @@ def test_it_beats_rounding_to_nearest(name, least, outliers):
 @pytest.mark.parametrize("name", FORMATS)
 def test_unusual_layers_get_finite_weights(name):
     """bf16, a short last group, one token, channels that never fire."""
-    weight, inputs = layer(columns=192 if name in ("nf4", "mxfp4") else 200)
+    weight, inputs = layer(columns=192 if parse_format(name).whole_groups else 200)
     inputs[:, 5:9] = 0
     for tokens in (inputs, inputs[:1], torch.zeros_like(inputs)):
         clipped = clip.quantize(weight.bfloat16(), parse_format(name), stats_of(tokens))

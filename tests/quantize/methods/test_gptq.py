@@ -14,7 +14,7 @@ from diffbit.quantize.calibration import scales
 from diffbit.quantize.calibration.stats import CalibStats, Gatherer, proxy_loss
 from diffbit.quantize.methods import gptq, rtn
 
-FORMATS = ["int8", "int4_g32_asym", "int3_g64", "int2", "nf4", "mxfp4", "ternary"]
+FORMATS = ["int8", "int4_g32_asym", "int3_g64", "int2", "nf4", "mxfp4", "nvfp4", "ternary"]
 
 
 def layer(
@@ -61,7 +61,7 @@ def textbook(
 @pytest.mark.parametrize("outliers", [False, True])
 def test_it_is_the_textbook(name, outliers):
     format = parse_format(name)
-    columns = 192 if name in ("nf4", "mxfp4") else 200  # 200: a short last group
+    columns = 192 if parse_format(name).whole_groups else 200  # 200: a short last group
     weight, stats = layer(columns=columns, outliers=outliers)
     scale, zero = format.fit(weight)
     order = sorted(range(columns), key=lambda k: -stats.gram[k, k])
@@ -101,7 +101,7 @@ def loss(weight: Tensor, back: Tensor, gram: Tensor) -> Tensor:
 def test_descent_is_the_slow_version_and_never_errs_more(name):
     """Each column in turn to the code of least loss, the others as they are: every code is tried."""
     format = parse_format(name)
-    weight, stats = layer(8, columns=192 if name in ("nf4", "mxfp4") else 200)
+    weight, stats = layer(8, columns=192 if parse_format(name).whole_groups else 200)
     scale, zero = format.fit(weight)
     start = gptq.round_columns(weight, format, scale, zero, gptq.Feedback.of(stats.gram))
     improved = gptq.descend(weight, format, start, scale, zero, stats.gram)
@@ -125,7 +125,7 @@ def test_descent_is_the_slow_version_and_never_errs_more(name):
 
 @pytest.mark.parametrize(
     ("name", "least"),
-    [("int4_g128", 4), ("int3_g64", 4), ("int2_g64", 4), ("nf4", 4), ("mxfp4", 4), ("ternary", 2)],
+    [("int4_g128", 4), ("int3_g64", 4), ("int2_g64", 4), ("nf4", 4), ("mxfp4", 4), ("nvfp4", 4), ("ternary", 2)],
 )
 def test_it_beats_rounding_to_nearest(name, least):
     format = parse_format(name)

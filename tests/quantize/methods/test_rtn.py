@@ -91,7 +91,7 @@ def test_a_head_of_8_bits_is_rounded_to_nearest():
     assert torch.equal(with_text.lm_head.weight.codes, plain.lm_head.weight.codes)
 
 
-@pytest.mark.parametrize("name", ["int3_g32_s8", "nl4_g32_s8", "int4_g32", "mxfp4"])
+@pytest.mark.parametrize("name", ["int3_g32_s8", "nl4_g32_s8", "int4_g32", "mxfp4", "nvfp4"])
 def test_a_file_holds_the_scales_that_codes_were_chosen_with(name):
     """Also where a row has a scale of its own, and each group a step of it."""
     format, weight = parse_format(name), torch.randn(16, 192) * torch.randn(16, 192).exp()
