@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -235,7 +236,8 @@ def read_json(path: str | Path, most: int = MOST_JSON) -> dict[str, Any]:
     path = Path(path)
     try:
         with open(path, "rb") as file:
-            data = file.read(most + 1)
+            status = os.fstat(file.fileno())  # a read takes as much memory as it may read
+            data = file.read((min(most, status.st_size) if stat.S_ISREG(status.st_mode) else most) + 1)
         if len(data) > most:
             raise DiffbitError(f"{path}: is larger than {size_text(most)}, the most that is read of such a file")
         return parse_json(data, path)
