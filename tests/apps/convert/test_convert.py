@@ -33,7 +33,7 @@ from ...models.helpers import hf_model, saved, tokens
 from ...models.test_gguf import TYPES, write
 from ...models.test_transformers import CASES
 
-PLAIN = [case for case in CASES if case[0] not in ("diffllama", "olmo2")]  # olmo2 is refused
+PLAIN = [case for case in CASES if case[0] not in ("diffllama", "lfm2", "olmo2")]  # the last two are refused
 CONFIG = ModelConfig.uniform(
     vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48,
     max_position=64,
