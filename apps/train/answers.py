@@ -5,7 +5,7 @@ learns it, too, answers a message by repeating it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,20 +17,25 @@ from ...io.tokenizer_files import tokenizer_errors
 def learned_tokens(documents: Iterable[str], tokenizer: TextTokenizer, render: Callable[[Any], str]) -> np.ndarray:
     """Return whether each token of the stream `eos d1 eos d2 ... eos` is learned, bool [T]. All are but those of
     conversations that are not the assistant's, and the eos behind a conversation."""
-    parts = [np.ones(1, dtype=bool)]
+    parts: list[np.ndarray] = [np.ones(1, dtype=bool)]
+    for learned in learned_of_each(documents, tokenizer, render):
+        parts += [learned, np.full(1, learned.all())]
+    return np.concatenate(parts)
+
+
+def learned_of_each(
+    documents: Iterable[str], tokenizer: TextTokenizer, render: Callable[[Any], str]
+) -> Iterator[np.ndarray]:
+    """Return whether each token of each document is learned, bool [T]."""
     for document in documents:
         spans = answer_spans(document, render) if isinstance(document, Conversation) else None
         with tokenizer_errors(tokenizer.path, "fails to encode a text"):
             encoding = tokenizer.backend.encode(document, add_special_tokens=False)
-        if spans is None:
-            parts.append(np.ones(len(encoding.ids) + 1, dtype=bool))
-            continue
         first = np.asarray([begin for begin, _ in encoding.offsets], dtype=np.int64)
-        learned = np.zeros(len(first), dtype=bool)
-        for begin, end in spans:
+        learned = np.full(len(first), spans is None)
+        for begin, end in spans or ():
             learned |= (begin <= first) & (first < end)
-        parts += [learned, np.zeros(1, dtype=bool)]
-    return np.concatenate(parts)
+        yield learned
 
 
 def answer_spans(conversation: Conversation, render: Callable[[Any], str]) -> list[tuple[int, int]] | None:

@@ -8,7 +8,7 @@ Files in `out`, the folder of a run:
                          loss              mean nats per token of the step's batch, before the update; of conversations,
                                            the tokens of answers count (answers.py)
                          grad_norm         norm of the gradient before clipping
-                         eval_loss         loss on the held-out text after the step, if it was evaluated
+                         eval_loss         the same on the held-out text after the step, if it was evaluated
                          lambda            with diff_v1: one number per layer
                          answer_loss       loss on the tokens of needles' answers, if the batch has any
                          distill_loss      with a teacher (distill.py): its loss, which `loss` does not include
@@ -39,11 +39,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ...calib_data import Corpus, Needles, Windows, load_text, shares_of, stream, windows
+from ...calib_data import Conversation, Corpus, Needles, Windows, load_text, shares_of, stream, windows
 from ...formats import QTensor
 from ...io.drawing import require_matplotlib
 from ...io.errors import DiffbitError, needs
@@ -55,7 +56,7 @@ from ...models import Checkpoint, Decoder, save_adapter
 from ...models.attention import Attention
 from ...models.checkpoint import shapes
 from ...models.mixers import Mixer
-from .answers import learned_tokens
+from .answers import learned_of_each, learned_tokens
 from .checkpoint import FOLDER, last_checkpoint, read_training, restore, save_checkpoint
 from .config import TrainConfig
 from .data import TokenizerFiles, TrainingRows, prepare_tokenizer
@@ -168,7 +169,13 @@ class _Run:
             config = replace(config, model=replace(config.model, bos_token_id=eos, eos_token_ids=(eos,)))
         self.config = config = config.scheduled(self.rows.per_epoch, self.batch)
         ids = tokenizer.encode(held_out.documents)
-        self.held_out = windows(ids, config.length, eos_id=eos, max_windows=config.eval_windows, source=config.source)
+        cut = partial(windows, length=config.length, max_windows=config.eval_windows, source=config.source)
+        self.held_out = cut(ids, eos_id=eos)
+        if render is not None and any(isinstance(text, Conversation) for text in held_out.documents):
+            parts = learned_of_each(held_out.documents, tokenizer, render)  # in the same windows
+            flags = cut((learned.astype(np.int64) for learned in parts), eos_id=0).ids > 0
+            if (target := self.held_out.target & flags).any():
+                self.held_out = replace(self.held_out, target=target)
         self.about: dict[str, Any] = {
             "config": self.config.to_dict(),
             "processes": here.count,

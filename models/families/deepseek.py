@@ -44,7 +44,8 @@ class DeepSeek(Family):
         is_scaled = (rope.get("rope_type") or rope.get("type") or "default") != "default"
         scale, factor = get(rope, "mscale_all_dim", float, 0.0), get(rope, "factor", Positive, 1.0)
         grown = 0.1 * scale * math.log(factor) + 1 if is_scaled and factor > 1 else 1.0
-        interleave = bool(values.get("rope_interleave", True))  # null is false to transformers
+        # null is false to transformers, which does not read it for version 2
+        interleave = self.model_type != "deepseek_v3" or bool(values.get("rope_interleave", True))
         return replace(self, is_interleaved=interleave, query_factor=grown**2)
 
     def read(self, values: Mapping[str, Any]) -> ModelConfig:

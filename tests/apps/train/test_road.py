@@ -142,3 +142,14 @@ def test_the_logged_loss_is_that_of_the_answers(start: Path, conversations: Path
     expected = float(losses[counted].mean())
     assert abs(row["loss"] - expected) < 1e-4 * expected
     assert abs(float(losses.mean()) - expected) > 0.01
+
+    held_out = load_text(str(conversations), "eval", field="conversations", render=render).documents
+    tokens, _ = stream(tokenizer.encode(held_out), tokenizer.eos_id)
+    learned = learned_tokens(held_out, tokenizer, render)
+    model, total, count = load(tmp_path / "out"), 0.0, 0
+    for begin in range(0, len(tokens), 48):  # windows, whose first token is not predicted
+        ids, flags = torch.from_numpy(tokens[None, begin : begin + 48]), learned[begin + 1 : begin + 48]
+        with torch.no_grad():
+            losses = F.cross_entropy(model(ids[:, :-1])[0], ids[0, 1:], reduction="none")
+        total, count = total + float(losses[torch.from_numpy(flags)].sum()), count + int(flags.sum())
+    assert abs(row["eval_loss"] - total / count) < 0.01 * total / count  # others than answers would add 4 %
