@@ -36,7 +36,7 @@ from ..io.files import (
     write_atomic,
     write_json,
 )
-from ..io.hub import is_read
+from ..io.hub import DEEPER, is_read
 from ..version import __version__
 from .options import of_formats
 from .output import remark
@@ -292,7 +292,8 @@ def _sources(checkpoint: Path) -> list[Path]:
 
     gguf = find_gguf(checkpoint)
     if gguf is None:
-        return sorted(file for file in checkpoint.iterdir() if file.is_file() and is_read(file.name))
+        deeper = [file for name in DEEPER if (file := checkpoint / name).is_file()]
+        return sorted([*deeper, *(file for file in checkpoint.iterdir() if file.is_file() and is_read(file.name))])
     parts = re.sub(r"-\d{5}-of-", "-?????-of-", re.sub(r"([\[*?])", r"[\1]", gguf.name))
     return sorted({gguf, *gguf.parent.glob(parts)})
 

@@ -194,7 +194,10 @@ class Grammars:
                     answer = json.loads(_wait(connection, wanted))
                 except (EOFError, OSError):
                     answer["place"] = None
+        except TimeoutError:  # another time the machine may be less busy: this is not kept
+            raise DiffbitError(f"the {what} was not compiled within {PATIENCE:g} seconds; try again later") from None
         except (EOFError, OSError):
+            connection.close()
             return DiffbitError(
                 f"the {what} cannot be used: compiling it takes more than {SECONDS:g} seconds, {MEMORY >> 20} MiB of "
                 "memory, or too deep a recursion; make it smaller"
@@ -266,7 +269,8 @@ def _end(control: socket.socket, process: subprocess.Popen[bytes], owner: int) -
 
 
 def _wait(connection: socket.socket, wanted: Callable[[], bool]) -> bytes:
-    """The next message. Raises EOFError if there comes none, Abandoned if it is not wanted any more."""
+    """The next message. Raises EOFError if there comes none, TimeoutError if it takes longer than PATIENCE, and
+    Abandoned if it is not wanted any more."""
     until = time.monotonic() + PATIENCE
     while not _arrives(connection, ASKS_SECONDS):
         if not wanted():
@@ -274,7 +278,7 @@ def _wait(connection: socket.socket, wanted: Callable[[], bool]) -> bytes:
             raise Abandoned("nobody waits for this grammar")
         if time.monotonic() > until:
             connection.close()
-            raise EOFError
+            raise TimeoutError
     return receive(connection)
 
 

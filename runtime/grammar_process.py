@@ -488,9 +488,12 @@ def _everywhere(schema: Any) -> Iterator[Mapping[str, Any]]:
 
 def _shortest_match(pattern: str) -> str | None:
     """A short text in which a regular expression is found; None if this is not known."""
-    import re._compiler as compiler  # type: ignore[import-not-found]
+    try:  # not public: another Python may not have it
+        import re._compiler as compiler  # type: ignore[import-not-found]
 
-    kinds, parser = compiler._parser, compiler._parser
+        kinds = parser = compiler._parser
+    except (ImportError, AttributeError):
+        return None
 
     def text(parts: Any) -> str:
         return "".join(map(one, parts))

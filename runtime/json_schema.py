@@ -99,7 +99,7 @@ def _inner(part: Any, place: str, lenient: bool) -> Any:
 
 
 def _annotations(schema: dict[str, Any]) -> None:
-    if "format" in schema and schema["format"] not in FORMATS:
+    if isinstance(format := schema.get("format"), str) and format not in FORMATS:
         del schema["format"]
     if schema.get("uniqueItems") is False:
         del schema["uniqueItems"]
@@ -217,7 +217,10 @@ def _names(schema: dict[str, Any]) -> None:
     others = schema.get("additionalProperties", True)
     if "patternProperties" in schema or names is False or "$ref" in schema:
         raise _CannotHoldError("propertyNames", "they do not go together with patternProperties or a reference")
-    properties = {name: part for name, part in schema.get("properties", {}).items() if allows(name)}
+    properties = schema.get("properties", {})
+    if not isinstance(properties, Mapping):
+        raise _CannotHoldError("properties", f"they are {shown(properties)}, wanted an object")
+    properties = {name: part for name, part in properties.items() if allows(name)}
     if listed is not None:
         if others is not False:
             properties |= {name: others for name in listed if name not in properties}

@@ -93,8 +93,10 @@ def find_gguf(path: Path) -> Path | None:
 
 def _begins_as_gguf(path: Path) -> bool:
     try:
+        if not path.is_file():  # opening a pipe would wait
+            return False
         with path.open("rb") as stream:
-            return path.is_file() and stream.read(len(MAGIC)) == MAGIC
+            return stream.read(len(MAGIC)) == MAGIC
     except OSError:
         return False
 

@@ -25,6 +25,8 @@ READ = (
     "*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.onnx", "*.onnx.data*", "*.onnx_data*",
 )  # fmt: skip
 UNREAD = ("*/*", "consolidated*")  # deeper folders, and the second copy of the weights in Mistral's repositories
+# But these: how an embedding model makes one vector, and another chat template
+DEEPER = ("1_Pooling/config.json", "additional_chat_templates/tool_use.jinja")
 TRANSFORMERS_JS = "onnx/model.onnx"  # where an artifact may have its graph (runtime/artifact.py)
 _NAME = re.compile(r"hf:(?P<repo>[^/@]+(?:/[^/@]+)?)(?:/(?P<path>[^@]*[^@/]))?(?:@(?P<revision>.+))?", re.IGNORECASE)
 
@@ -84,9 +86,9 @@ def download(path: str | Path) -> Path:
             raise DiffbitError(f"{name}: has no folder {name.path} with a model; check its name")
         manifest = folder / "diffbit.json"
         files = read_json(manifest).get("files") if manifest.is_file() else None
-        if isinstance(files, dict) and TRANSFORMERS_JS in files:
-            graph = f"{within}{TRANSFORMERS_JS}*"
-            hub.snapshot_download(name.repo, revision=Path(downloaded).name, allow_patterns=[graph])
+        graph = [f"{TRANSFORMERS_JS}*"] if isinstance(files, dict) and TRANSFORMERS_JS in files else []
+        deeper = [f"{within}{pattern}" for pattern in (*DEEPER, *graph)]
+        hub.snapshot_download(name.repo, revision=Path(downloaded).name, allow_patterns=deeper)
         if any(folder.glob("*.safetensors")) or manifest.is_file():
             return folder
         return _gguf(hub, name, _only_gguf(hub, name, folder))

@@ -47,7 +47,7 @@ DTYPES = {
     "U64": torch.uint64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E8M0": getattr(torch, "float8_e8m0fnu", torch.uint8),  # torch 2.6 has no such type
     "C64": torch.complex64,
 }
 LIMIT = 1 << 63  # of sizes and their products

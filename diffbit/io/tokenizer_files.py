@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from .errors import DiffbitError, needs
-from .fields import bounds, located
+from .fields import bounds, located, shown
 from .files import check_within, parse_json
 from .gguf import GGUF, find_gguf, read_gguf
 from .sentencepiece import CONTROL, SENTENCEPIECE, USER_DEFINED, bpe, from_sentencepiece, merges, put_around, spaces
@@ -126,6 +127,11 @@ def _with_tokens(data: bytes, tokens: dict[str, dict[str, Any]], path: Path) -> 
     from tokenizers import AddedToken
 
     backend = open_tokenizer(data, path, keep=True)
+    for text, entry in tokens.items():
+        if "id" in entry and not re.fullmatch("[0-9]{1,10}", str(entry["id"])):
+            raise DiffbitError(
+                f"{path.parent}: the added token {shown(text)} has the id {shown(entry['id'])}, wanted a number"
+            )
     for text, entry in sorted(tokens.items(), key=lambda item: int(item[1].get("id", LAST))):
         flags = {name: bool(entry[name]) for name in ("lstrip", "rstrip", "single_word", "normalized") if name in entry}
         backend.add_tokens([AddedToken(text, special=bool(entry.get("special", False)), **flags)])
