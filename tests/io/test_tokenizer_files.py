@@ -90,3 +90,10 @@ def test_named_templates(apart: bool, tmp_path: Path) -> None:
             text = theirs.apply_chat_template(messages, tools=given, tokenize=False, add_generation_prompt=True)
             assert template.render(messages, tools=given) == text
         assert "tools" in template.names
+
+
+@pytest.mark.parametrize("id", ["three", None, -1, 1.5, [3], "9" * 5000])
+def test_ids_of_added_tokens_that_are_none(id: Any, tmp_path: Path) -> None:
+    path = folder(tmp_path, added_tokens={"<tool>": id})
+    with pytest.raises(DiffbitError, match=r"the added token '<tool>' has the id .*, wanted a number"):
+        tokenizer_files(path)

@@ -369,6 +369,14 @@ def test_a_file_is_known_by_its_first_bytes(tmp_path: Path) -> None:
     assert io_gguf.find_gguf(tmp_path / "missing") is None and io_gguf.find_gguf(Path(__file__)) is None
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes of this kind")
+def test_a_pipe_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening one waits for a writer, without an end."""
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr(Path, "open", lambda *_: pytest.fail("it is opened"))
+    assert io_gguf.find_gguf(tmp_path / "pipe") is None
+
+
 def test_biases_of_queries_keys_and_values_alone(tmp_path: Path) -> None:
     """A llama of llama.cpp may have them without a bias of the output; it is a qwen2 of transformers."""
     wanted = theirs(write(tmp_path / "qwen2.gguf", architecture="qwen2"))

@@ -8,6 +8,7 @@ import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import jsonschema
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from diffbit.io.errors import DiffbitError
-from diffbit.runtime import Abandoned, Grammars, Sampler, Tokenizer
+from diffbit.runtime import Abandoned, Grammars, Sampler, Tokenizer, json_schema
 from diffbit.runtime import constraint as constraint_module
 from diffbit.runtime.constraint import LONGEST
 from diffbit.runtime.grammar_process import Keys
@@ -345,3 +346,38 @@ def test_keys_are_those_that_json_reads() -> None:
 def test_a_model_without_an_end(tokenizer: Tokenizer) -> None:
     with pytest.raises(DiffbitError, match="no token that ends a text"):
         Grammars(tokenizer, [])
+
+
+def test_a_busy_machine_refuses_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = {"enum": ["a schema that no other test has"]}
+    with monkeypatch.context() as patch:
+        patch.setattr(constraint_module, "PATIENCE", -1.0)
+        patch.setattr(constraint_module, "ASKS_SECONDS", 0.0)
+        with pytest.raises(DiffbitError, match="try again later"):
+            grammars.json_schema(schema)
+    assert grammars.json_schema(schema).shortest is not None
+
+
+def test_schemas_of_wrong_types_are_taken_or_refused() -> None:
+    """Each keyword with values of every type: a request must not end in a traceback."""
+    draw = Random(0)
+    keywords = [*json_schema.ONE, *json_schema.SEVERAL, *json_schema.NAMED, *json_schema.BOUNDS, *json_schema.LENGTHS]
+    keywords += ["type", "format", "pattern", "enum", "const", "propertyNames", "required", "uniqueItems", "$ref"]
+    plain = [None, True, 0, -(2**63), 1.5, 1e308, float("nan"), 10**400, "", "^(?=a)b", "(?!x)", "object"]
+
+    def value(depth: int = 0) -> Any:
+        kind = draw.randrange(9) if depth < 3 else 8
+        if kind < 3:
+            return {draw.choice(keywords): value(depth + 1) for _ in range(draw.randrange(4))}
+        return [value(depth + 1) for _ in range(draw.randrange(3))] if kind < 5 else draw.choice(plain)
+
+    outcomes = set()
+    for _ in range(5000):
+        schema = {draw.choice(keywords): value() for _ in range(draw.randrange(1, 4))}
+        for lenient in (False, True):
+            try:
+                json_schema.prepared(schema, lenient)
+                outcomes.add("taken")
+            except DiffbitError:
+                outcomes.add("refused")
+    assert outcomes == {"taken", "refused"}

@@ -311,3 +311,13 @@ def test_names() -> None:
         with pytest.raises(DiffbitError):
             HubName.parse(name)
     assert hub.download("some/folder") == Path("some/folder")
+
+
+def test_what_deeper_folders_say_of_a_model_comes_with_it(stand_in: Hub) -> None:
+    """Without these, an embedding model would silently make another vector, and a chat model miss its tools."""
+    deeper = {"1_Pooling/config.json": b"{}", "additional_chat_templates/tool_use.jinja": b"T"}
+    others = {"2_Dense/model.safetensors": b"", "additional_chat_templates/rag.jinja": b""}
+    stand_in.add("me/deep", {"model.safetensors": b"w", "modules.json": b"[]"} | deeper | others)
+    folder = hub.download("hf:me/deep")
+    there = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+    assert there == {"model.safetensors", "modules.json", *deeper}
