@@ -275,6 +275,8 @@ class _Run:
         rows, answers = map(torch.from_numpy, self.rows.take((step - 1) * self.batch, self.batch))
         counted = torch.from_numpy(self.rows.counted((step - 1) * self.batch, self.batch)) | answers
         total = max(1, int(counted[:, 1:].sum()))  # tokens of the batch that the loss counts
+        # the losses of mixers and of the teacher are of all tokens, so that of the text is made as large
+        tokens = self.batch * config.length
         sums = torch.zeros(4, device=here.device)  # losses of these tokens, answers, the teacher; auxiliary ones
         for index in range(config.accumulate):
             first = (index * here.count + here.rank) * config.batch_size
@@ -287,11 +289,11 @@ class _Run:
                 layer.gathers = not last
             with nullcontext() if self.parallel is None or last else self.parallel.no_sync():
                 with _autocast(here.device, config.precision):
-                    weights = counts * (1 + (ANSWER_WEIGHT - 1) * answer)
+                    weights = tokens / total * counts * (1 + (ANSWER_WEIGHT - 1) * answer)
                     loss, losses, distilled = (self.parallel or self.objective)(ids, weights)
                 auxiliary = losses.numel() * auxiliary_loss(self.model)
                 loss = loss + AUXILIARY_WEIGHT * auxiliary
-                (loss * here.count / total).backward()  # processes' gradients are averaged
+                (loss * here.count / tokens).backward()  # processes' gradients are averaged
             sums += torch.stack(((losses * counts).sum(), (losses * answer).sum(), distilled, auxiliary)).detach()
         if here.count > 1:
             dist.all_reduce(sums)
@@ -305,13 +307,13 @@ class _Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
         row: dict[str, Any] = {"step": step, "loss": float(loss), "lr": rate, "grad_norm": grad_norm}
-        row["tokens_per_second"] = round(self.batch * config.length / (time.perf_counter() - begin), 1)
+        row["tokens_per_second"] = round(tokens / (time.perf_counter() - begin), 1)
         if count := int(answers.sum()):
             row["answer_loss"] = float(sums[1]) / count
         if self.teacher is not None:
-            row["distill_loss"] = float(sums[2]) / (self.batch * config.length)
+            row["distill_loss"] = float(sums[2]) / tokens
         if sums[3]:
-            row["auxiliary_loss"] = float(sums[3]) / (self.batch * config.length)
+            row["auxiliary_loss"] = float(sums[3]) / tokens
         if self.layers:
             row |= refresh(self.layers)
         if values := lambdas(self.model):
