@@ -36,7 +36,8 @@ from ..io.files import (
     write_atomic,
     write_json,
 )
-from ..io.hub import DEEPER, is_read
+from ..io.hub import is_read
+from ..io.model_files import DEEPER
 from ..version import __version__
 from .options import of_formats
 from .output import remark

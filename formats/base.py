@@ -393,9 +393,8 @@ class QTensor:
         if tensor_scale is None:
             return cls(format, shape, codes, scale, zero)
         if tensor_scale.shape != (1, 1) or not 0 < tensor_scale < torch.inf:
-            raise DiffbitError(
-                f"a {format} weight {shape} has tensor_scale {tuple(tensor_scale.shape)}, wanted one number above 0"
-            )
+            found = tensor_scale.item() if tensor_scale.numel() == 1 else tuple(tensor_scale.shape)
+            raise DiffbitError(f"a {format} weight {shape} has tensor_scale {found}, wanted one number above 0")
         tensor_scale = tensor_scale.float()
         return cls(format, shape, codes, scale * tensor_scale, zero, tensor_scale)
 

@@ -21,12 +21,12 @@ from typing import Any, NotRequired, TypedDict
 
 from ..io.errors import DiffbitError
 from ..io.files import read_json
+from ..io.model_files import TOOL_TEMPLATE
 from .artifact import Artifact
 from .child_process import python_script
 from .tokenizer import Tokenizer
 
 FILE = "chat_template.jinja"
-TOOLS_FILE = "additional_chat_templates/tool_use.jinja"  # beside FILE, of models that have another with tools
 CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 RESERVED_VARIABLES = frozenset(("messages", "tools", "documents", "add_generation_prompt", *SPECIAL_TOKENS))
@@ -87,7 +87,7 @@ class ChatTemplate:
         tokens = _special_tokens(({} if map_file is None else read_json(map_file)) | config)
         path = _file(model, FILE) if file is None else Path(file)
         if path is not None:
-            tools_path = _file(model, TOOLS_FILE) if file is None else None
+            tools_path = _file(model, TOOL_TEMPLATE) if file is None else None
             with_tools = None if tools_path is None else cls(_text(tools_path), str(tools_path), tokens)
             return cls(_text(path), str(path), tokens, with_tools)
         source, with_tools = config.get("chat_template"), None

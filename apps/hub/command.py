@@ -14,7 +14,7 @@ from ...io.errors import DiffbitError
 from ...io.fields import shown
 from ...io.files import check_within, size_text
 from ...io.hub import TRANSFORMERS_JS, HubName, hub_of, is_read
-from ...io.model_files import is_of_a_model
+from ...io.model_files import DEEPER, is_of_a_model
 from ...runtime import MANIFEST, Artifact
 from .card import Card, read_results
 
@@ -107,7 +107,8 @@ def checkpoint_card(folder: Path, repo: str) -> Card:
     weights, entry = Weights(checkpoint), checkpoint.quantization or {}
     for name in shapes(checkpoint.config):
         weights.read(name)
-    files = sorted(file for file in folder.iterdir() if file.is_file() and is_of_a_model(file.name))
+    there = [*folder.iterdir(), *(folder / name for name in DEEPER)]
+    files = sorted(file for file in there if file.is_file() and is_of_a_model(file.relative_to(folder).as_posix()))
     for file in files:
         check_within(folder, file)
     return Card(
@@ -117,7 +118,7 @@ def checkpoint_card(folder: Path, repo: str) -> Card:
         scheme=None if weights.scheme is None else weights.scheme.to_dict(),
         method=entry.get("method"),
         calibration=entry.get("calibration"),
-        files={file.name: file.stat().st_size for file in files},
+        files={file.relative_to(folder).as_posix(): file.stat().st_size for file in files},
         chat=has_chat_template(folder),
     )
 
@@ -153,4 +154,4 @@ def upload(
 
 def _is_of_a_model(name: str) -> bool:
     """Whether `download` would take a file of a repository: not a README, a license, or what lies in other folders."""
-    return name.startswith(TRANSFORMERS_JS) or ("/" not in name and is_read(name))
+    return name.startswith(TRANSFORMERS_JS) or name in DEEPER or ("/" not in name and is_read(name))

@@ -18,15 +18,15 @@ from types import ModuleType
 
 from .errors import DiffbitError, needs
 from .files import read_json
+from .model_files import DEEPER
 from .progress import is_quiet
 
 PREFIX = "hf:"
 READ = (
     "*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.onnx", "*.onnx.data*", "*.onnx_data*",
 )  # fmt: skip
-UNREAD = ("*/*", "consolidated*")  # deeper folders, and the second copy of the weights in Mistral's repositories
-# But these: how an embedding model makes one vector, and another chat template
-DEEPER = ("1_Pooling/config.json", "additional_chat_templates/tool_use.jinja")
+# Other deeper folders than those of DEEPER, and the second copy of the weights in Mistral's repositories
+UNREAD = ("*/*", "consolidated*")
 TRANSFORMERS_JS = "onnx/model.onnx"  # where an artifact may have its graph (runtime/artifact.py)
 _NAME = re.compile(r"hf:(?P<repo>[^/@]+(?:/[^/@]+)?)(?:/(?P<path>[^@]*[^@/]))?(?:@(?P<revision>.+))?", re.IGNORECASE)
 

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import re
 
+# Files in deeper folders: how an embedding model makes one vector (sentence-transformers), and another chat template
+POOLING, TOOL_TEMPLATE = "1_Pooling/config.json", "additional_chat_templates/tool_use.jinja"
+DEEPER = (POOLING, TOOL_TEMPLATE)
 NAMES = frozenset((
+    *DEEPER, "modules.json", "quant_config.json",
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
     "adapter_config.json", "quantize_config.json", "quantization_config.json", "quantization_report.json",

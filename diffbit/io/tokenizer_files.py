@@ -19,13 +19,14 @@ from .errors import DiffbitError, needs
 from .fields import bounds, located, shown
 from .files import check_within, parse_json
 from .gguf import GGUF, find_gguf, read_gguf
+from .model_files import TOOL_TEMPLATE
 from .sentencepiece import CONTROL, SENTENCEPIECE, USER_DEFINED, bpe, from_sentencepiece, merges, put_around, spaces
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TOKENIZER = "tokenizer.json"
-CONFIG, TEMPLATE, TOOLS = "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
+CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 TOKENIZER_FILES = (TOKENIZER, CONFIG, "special_tokens_map.json", "generation_config.json", TEMPLATE)
 
 ADDED, LAST = "added_tokens.json", 1 << 62
@@ -75,7 +76,7 @@ def tokenizer_files(path: Path) -> dict[str, bytes]:
         contents = {name: file.read_bytes() for name, file in paths.items() if file.is_file()}
     except OSError as error:
         raise DiffbitError(f"{path}: its tokenizer cannot be read ({error.strerror})") from None
-    tools = folder / TOOLS
+    tools = folder / TOOL_TEMPLATE
     if tools.is_file() and TEMPLATE in contents:  # named templates, in the one file that an artifact can hold
         check_within(folder, tools)
         config = parse_json(contents.get(CONFIG, b"{}"), folder / CONFIG)

@@ -13,6 +13,7 @@ from typing import Any
 from ...io import files
 from ...io.errors import DiffbitError
 from ...io.fields import get, located, shown
+from ...io.model_files import POOLING
 from ...io.safetensors import Entry, read_header
 
 SINGLE = "model.safetensors"
@@ -21,7 +22,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 GENERATION = "generation_config.json"
 # Files that say how the weights are quantized where config.json does not: {name: quant_method}
 QUANTIZATION = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-MODULES, POOLING = "modules.json", "1_Pooling"  # of sentence-transformers
+MODULES = "modules.json"  # of sentence-transformers
 POOLINGS = {"lasttoken": "last", "pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
 PLAIN_MODULES = ("Transformer", "Pooling", "Normalize")  # what an embedding model consists of; vectors have length 1
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of PEFT (adapter.py)
@@ -96,11 +97,11 @@ def find_pooling(folder: Path) -> str | None:
         modules = get(files.parse_json(b'{"list": %s}' % data, folder / MODULES), "list", tuple[Any, ...])
         kinds = [str(one.get("type")).rpartition(".")[2] for one in modules if isinstance(one, dict)]
         more = "".join(f", then {kind}" for kind in kinds if kind not in PLAIN_MODULES)
-    place = folder / POOLING
-    if not (place / "config.json").is_file():
+    file = folder / POOLING
+    if not file.is_file():
         return more.removeprefix(", ") or None
-    files.check_within(folder, place / "config.json")
-    values = files.read_json(place / "config.json")
+    files.check_within(folder, file)
+    values = files.read_json(file)
     modes = [name for name, value in values.items() if name.startswith("pooling_mode_") and value is True]
     if (named := values.get("pooling_mode")) is not None:
         modes = [str(mode) for mode in (named if isinstance(named, list) else [named])]

@@ -110,9 +110,12 @@ def test_files_of_an_earlier_model_are_removed(
     """What nobody would read as part of a model stays, the new model's own files as well."""
     stays = {".gitattributes": b"*.onnx filter=lfs", "LICENSE": b"mine", "loss.png": b"", "gguf/config.json": b"{}"}
     earlier = {"model.onnx.data": b"old", "onnx/model.onnx_data": b"old", "config.json": b"old", "README.md": b"old"}
+    earlier |= {"1_Pooling/config.json": b"{}"}
     stand_in.add("me/diff", stays | earlier)
     assert run("push", quantized, "hf:me/diff", "--json", "-q") == 0
-    assert json.loads(capsys.readouterr().out)["removed"] == ["model.onnx.data", "onnx/model.onnx_data"]
+    assert json.loads(capsys.readouterr().out)["removed"] == [
+        "1_Pooling/config.json", "model.onnx.data", "onnx/model.onnx_data"
+    ]  # fmt: skip
     there = stand_in.find("me/diff", "main")[1]
     assert there.pop("README.md").startswith(b"---")
     assert there == stays | contents(quantized)
