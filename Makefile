@@ -11,7 +11,7 @@
 # make arm64       an ARM Python with ONNX Runtime, with which the tests run whole artifacts on qemu-aarch64
 # make fuzz        reads 50,000 damaged files, writes texts under 20,000 schemas and grammars, and reads other programs'
 #                  metadata (tests/fuzz); `make test-all` a part of each
-# make kill        kills commands before every step that changes the disk (tests/kill); CI before some of them
+# make kill        kills commands before every step that changes the disk (tests/kill); `make test-all` before some of them
 # make soak        the server for two hours under a load that changes (tests/soak)
 # make null-test   compares SmolLM2 with its differential conversion through every path, to the bit (about 20 minutes);
 #                  MODEL=... compares another plain model
@@ -151,7 +151,7 @@ lowest:
 	    build/uv/bin/uv venv --quiet --clear build/lowest; \
 	    build/uv/bin/uv pip install --quiet --python build/lowest --resolution lowest-direct \
 	        --editable ".[$(subst $(space),$(comma),$(EXTRAS)),dev]"'
-	@$(SAY) "the quick tests with them: about 20 minutes" build/lowest/bin/python -m pytest $(WORKERS) -m "not slow"
+	@$(SAY) "the quick tests with them: about 6 minutes on 2 cores" build/lowest/bin/python -m pytest $(WORKERS) -m "not slow"
 
 docs: develop
 	@NO_MKDOCS_2_WARNING=1 $(SAY) "out/site: half a minute" $(BIN)/mkdocs build --strict
