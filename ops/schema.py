@@ -2,7 +2,7 @@
 
 All other uses of signatures derive from this file:
 
-    csrc/ort/generated/schema.h    inputs, outputs, attributes and types for the kernels and their registration
+    csrc/ort/generated/schema.h    the list of ops, their tensors, attributes and types, for kernels and registration
     csrc/ort/generated/calls.h     the structs of the CUDA kernels' C interface
     tests/native/cuda.py           the same structs for ctypes, made at import
     ops/X.py, export/onnx_graph.py the op's portable body as a function (`Op.function`), a node's attributes
@@ -319,6 +319,8 @@ OPS = (
 
 # ---- the headers ----
 
+LISTED = """/// X(Op, function) for every op; the functions are create_`function` and diffbit_cuda_`function`.
+#define DIFFBIT_OPS(X)"""
 EXPORT = '#define DIFFBIT_CUDA_API extern "C" __attribute__((visibility("default")))\n'
 WRITTEN = "// Written by python -m diffbit.ops.schema, from ops/schema.py: change that.\n#pragma once\n"
 
@@ -328,9 +330,11 @@ def headers() -> dict[Path, str]:
     ops = "\n\n".join(map(_op, OPS))
     calls = "\n\n".join(map(_call, OPS))
     space = "namespace diffbit::schema"
+    names = "".join(f" \\\n  X({op.name}, {op.call.function})" for op in OPS)
+    begin = f'{WRITTEN}\n#include "../schema.h"\n\n{LISTED}{names}'
     folder = Path(__file__).resolve().parents[1] / "csrc" / "ort" / "generated"
     return {
-        folder / "schema.h": f'{WRITTEN}\n#include "../schema.h"\n\n{space} {{\n\n{ops}\n\n}}  // {space}\n',
+        folder / "schema.h": f"{begin}\n\n{space} {{\n\n{ops}\n\n}}  // {space}\n",
         folder / "calls.h": f"{WRITTEN}\n#include <cstddef>\n#include <cstdint>\n\n{EXPORT}\n{calls}\n",
     }
 

@@ -24,29 +24,22 @@ struct Launch : Base {
 };
 
 /// Attention whose rows all have the same length.
-struct OneLength : AttentionNode {
+struct DiffAttentionNode : AttentionNode {
   using AttentionNode::AttentionNode;
   Tensors tensors(Context& context) const {
-    const Tensors of = AttentionNode::tensors(context);
-    if (of.lengths) throw Error("past_length has %lld numbers, wanted one on a GPU", number(of.batch));
-    return of;
+    const Tensors tensors = AttentionNode::tensors(context);
+    if (tensors.lengths) throw Error("past_length has %lld numbers, wanted one on a GPU", number(tensors.batch));
+    return tensors;
   }
 };
 
-#define DIFFBIT_LAUNCH(Node, Op, function) \
-  Launch<Node, Diffbit##Op, diffbit_cuda_##function##_workspace, diffbit_cuda_##function>
-
-using CausalConv = DIFFBIT_LAUNCH(CausalConvNode, CausalConv, causal_conv);
-using DiffAttention = DIFFBIT_LAUNCH(OneLength, DiffAttention, attention);
-using FloatMatMul = DIFFBIT_LAUNCH(FloatMatMulNode, FloatMatMul, float_matmul);
-using GatherLowBit = DIFFBIT_LAUNCH(GatherLowBitNode, GatherLowBit, gather_lowbit);
-using GatherQuantized = DIFFBIT_LAUNCH(GatherNode, GatherQuantized, gather_quantized);
-using Hadamard = DIFFBIT_LAUNCH(HadamardNode, Hadamard, hadamard);
-using Int4MatMul = DIFFBIT_LAUNCH(Int4Node, Int4MatMul, int4_matmul);
-using Int8MatMul = DIFFBIT_LAUNCH(Int8Node, Int8MatMul, int8_matmul);
-using LowBitMatMul = DIFFBIT_LAUNCH(LowBitNode, LowBitMatMul, lowbit_matmul);
-using SelectiveScan = DIFFBIT_LAUNCH(SelectiveScanNode, SelectiveScan, selective_scan);
-using SiluGate = DIFFBIT_LAUNCH(SiluGateNode, SiluGate, silu_gate);
-using TernaryMatMul = DIFFBIT_LAUNCH(TernaryNode, TernaryMatMul, ternary_matmul);
+/// create_X(node) for every op.
+#define DIFFBIT_CREATE_OP(Op, function)                                                              \
+  inline Kernel* create_##function(const Node& node) {                                               \
+    return new KernelOf<Launch<Op##Node, Diffbit##Op, diffbit_cuda_##function##_workspace,           \
+                               diffbit_cuda_##function>>(node);                                      \
+  }
+DIFFBIT_OPS(DIFFBIT_CREATE_OP)
+#undef DIFFBIT_CREATE_OP
 
 }  // namespace diffbit::cuda

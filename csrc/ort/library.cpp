@@ -24,20 +24,8 @@ struct Entry : OrtCustomOp {
   const schema::Signature* signature;
   const int* types;      // of inputs, then of outputs
   const char* provider;  // null: the CPU
-  bool bfloat16;         // of nodes (op.h)
-};
-
-struct Kernel {
-  virtual ~Kernel() = default;
-  virtual void compute(Context& context) const = 0;
-  const OrtApi* api = nullptr;
-};
-
-template <class Op>
-struct KernelOf final : Kernel {
-  explicit KernelOf(const Node& node) : op(node) {}
-  void compute(Context& context) const override { op.compute(context); }
-  Op op;
+  Kernel* (*create)(const Node& node);
+  bool bfloat16;  // of nodes (op.h)
 };
 
 /// Runs `body` and converts exceptions to the status that ONNX Runtime reports.
@@ -57,13 +45,14 @@ OrtStatus* guarded(const OrtApi* api, const char* op, const Body& body) {
 
 const Entry& entry(const OrtCustomOp* op) { return *static_cast<const Entry*>(op); }
 
-template <class Op>
-Entry entry_of(const char* name, const int* types, const char* provider) {
+template <class Schema>
+Entry entry_of(const char* name, const int* types, const char* provider, Kernel* (*create)(const Node& node)) {
   Entry registered{};
   registered.name = name;
-  registered.signature = &Op::SIGNATURE;
+  registered.signature = &Schema::SIGNATURE;
   registered.types = types;
   registered.provider = provider;
+  registered.create = create;
   registered.version = ort::API_VERSION;
   registered.GetName = [](const OrtCustomOp* op) { return entry(op).name; };
   registered.GetExecutionProviderType = [](const OrtCustomOp* op) { return entry(op).provider; };
@@ -87,15 +76,15 @@ Entry entry_of(const char* name, const int* types, const char* provider) {
   registered.GetStartVersion = [](const OrtCustomOp*) { return 1; };
   registered.GetEndVersion = [](const OrtCustomOp*) { return 0x7fffffff; };
   registered.CreateKernelV2 = [](const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, void** kernel) {
-    return guarded(api, Op::NAME, [&] {
-      Kernel* created = new KernelOf<Op>(Node(api, info, Op::NAME, Op::VERSION, entry(op).bfloat16));
+    return guarded(api, Schema::NAME, [&] {
+      Kernel* created = entry(op).create(Node(api, info, Schema::NAME, Schema::VERSION, entry(op).bfloat16));
       created->api = api;
       *kernel = created;
     });
   };
   registered.KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
     const Kernel& run = *static_cast<const Kernel*>(kernel);
-    return guarded(run.api, Op::NAME, [&] {
+    return guarded(run.api, Schema::NAME, [&] {
       Context wrapped(run.api, context);
       run.compute(wrapped);
     });
@@ -104,31 +93,22 @@ Entry entry_of(const char* name, const int* types, const char* provider) {
   return registered;
 }
 
-template <class Op, size_t ROWS, size_t TENSORS>
-void add(std::vector<Entry>& all, const int (&types)[ROWS][TENSORS], const char* provider) {
-  for (const char* name : Op::NAMES)
-    for (const int(&row)[TENSORS] : types) all.push_back(entry_of<Op>(name, row, provider));
+template <class Schema, size_t ROWS, size_t TENSORS>
+void add(std::vector<Entry>& all, const int (&types)[ROWS][TENSORS], const char* provider,
+         Kernel* (*create)(const Node& node)) {
+  for (const char* name : Schema::NAMES)
+    for (const int(&row)[TENSORS] : types) all.push_back(entry_of<Schema>(name, row, provider, create));
 }
-
-template <class... Ops>
-void add_on_cpu(std::vector<Entry>& all) {
-  (add<Ops>(all, Ops::TYPES, nullptr), ...);
-}
-#if DIFFBIT_HAS_CUDA
-template <class... Ops>
-void add_on_gpu(std::vector<Entry>& all) {
-  (add<Ops>(all, Ops::GPU_TYPES, cuda::PROVIDER), ...);
-}
-#endif
 
 std::vector<Entry> every_entry() {
   std::vector<Entry> all;
-  add_on_cpu<CausalConv, DiffAttention, FloatMatMul, GatherLowBit, GatherQuantized, Hadamard, Int4MatMul, Int8MatMul,
-             LowBitMatMul, SelectiveScan, SiluGate, TernaryMatMul>(all);
+#define DIFFBIT_ADD(Op, function) add<schema::Op>(all, schema::Op::TYPES, nullptr, create_##function);
+  DIFFBIT_OPS(DIFFBIT_ADD)
+#undef DIFFBIT_ADD
 #if DIFFBIT_HAS_CUDA
-  add_on_gpu<cuda::CausalConv, cuda::DiffAttention, cuda::FloatMatMul, cuda::GatherLowBit, cuda::GatherQuantized,
-             cuda::Hadamard, cuda::Int4MatMul, cuda::Int8MatMul, cuda::LowBitMatMul, cuda::SelectiveScan,
-             cuda::SiluGate, cuda::TernaryMatMul>(all);
+#define DIFFBIT_ADD(Op, function) add<schema::Op>(all, schema::Op::GPU_TYPES, cuda::PROVIDER, cuda::create_##function);
+  DIFFBIT_OPS(DIFFBIT_ADD)
+#undef DIFFBIT_ADD
 #endif
   return all;
 }

@@ -129,10 +129,10 @@ Tensor rows_of(Context& context, const schema::Output& which, const Tensor& ids,
 
 }  // namespace
 
-GatherNode::GatherNode(const Node& node)
+GatherQuantizedNode::GatherQuantizedNode(const Node& node)
     : k(node.integer(K)), n(node.integer(N)), group_size(node.integer(GROUP_SIZE)), bits(node.integer(BITS)) {}
 
-GatherNode::Tensors GatherNode::tensors(Context& context) const {
+GatherQuantizedNode::Tensors GatherQuantizedNode::tensors(Context& context) const {
   const Tensor ids = context.input(IDS), codes = context.input(CODES), scales = context.input(SCALES),
                factor = context.input(FACTOR);
   Tensor zeros = context.input(ZEROS);
@@ -170,10 +170,10 @@ LowBitTensors expect_planes(const Node_& node, Context& context) {
 
 }  // namespace
 
-LowBitNode::LowBitNode(const Node& node)
+LowBitMatMulNode::LowBitMatMulNode(const Node& node)
     : k(node.integer(K)), n(node.integer(N)), group_size(node.integer(GROUP_SIZE)), bits(node.integer(BITS)) {}
 
-LowBitTensors LowBitNode::tensors(Context& context) const {
+LowBitTensors LowBitMatMulNode::tensors(Context& context) const {
   LowBitTensors of = expect_planes(*this, context);
   of.a = context.input(A);
   of.a.expect_last(k);
@@ -212,10 +212,10 @@ SelectiveScanNode::Tensors SelectiveScanNode::tensors(Context& context) const {
           context.output(PRESENT_STATE, past.shape, past.rank), batch, steps, total, channels, states};
 }
 
-TernaryNode::TernaryNode(const Node& node)
+TernaryMatMulNode::TernaryMatMulNode(const Node& node)
     : k(node.integer(K)), n(node.integer(N)), activation_bits(node.integer(ACTIVATION_BITS)) {}
 
-TernaryNode::Tensors TernaryNode::tensors(Context& context) const {
+TernaryMatMulNode::Tensors TernaryMatMulNode::tensors(Context& context) const {
   const Tensor a = context.input(A), packed = context.input(PACKED), scale = context.input(SCALE);
   a.expect_last(k);
   packed.expect({n, divide_up(k, TERNARY_BLOCK) * TERNARY_BLOCK_BYTES});

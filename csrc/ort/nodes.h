@@ -63,13 +63,13 @@ struct TiledNode : Schema {
 
   int64_t k, n, group_size;
 };
-using Int4Node = TiledNode<schema::Int4MatMul, 4>;
-using Int8Node = TiledNode<schema::Int8MatMul, 8>;
+using Int4MatMulNode = TiledNode<schema::Int4MatMul, 4>;
+using Int8MatMulNode = TiledNode<schema::Int8MatMul, 8>;
 
 /// Throws if the one zero point is not that of a symmetric format. For CPUs: on a GPU it is in the device's memory.
 void expect_middle(const Tensor& zeros, const uint8_t* zero, int64_t bits);
 
-struct GatherNode : schema::GatherQuantized {
+struct GatherQuantizedNode : schema::GatherQuantized {
   struct Tensors {
     Tensor ids, codes, scales, zeros, factor, y;  // as in TiledNode
     int64_t rows;                                 // of y
@@ -77,7 +77,7 @@ struct GatherNode : schema::GatherQuantized {
     const uint8_t* zero;
   };
 
-  explicit GatherNode(const Node& node);
+  explicit GatherQuantizedNode(const Node& node);
   Tensors tensors(Context& context) const;
 
   int64_t k, n, group_size, bits;
@@ -91,9 +91,9 @@ struct LowBitTensors {
   const uint8_t* level;
 };
 
-struct LowBitNode : schema::LowBitMatMul {
+struct LowBitMatMulNode : schema::LowBitMatMul {
   using Tensors = LowBitTensors;
-  explicit LowBitNode(const Node& node);
+  explicit LowBitMatMulNode(const Node& node);
   Tensors tensors(Context& context) const;
 
   int64_t k, n, group_size, bits;
@@ -118,14 +118,14 @@ struct SelectiveScanNode : schema::SelectiveScan {
   Tensors tensors(Context& context) const;
 };
 
-struct TernaryNode : schema::TernaryMatMul {
+struct TernaryMatMulNode : schema::TernaryMatMul {
   struct Tensors {
     Tensor a, packed, scale, y;
     int64_t rows;        // of a
     bool scale_per_row;  // of the weight; else scale is one number
   };
 
-  explicit TernaryNode(const Node& node);
+  explicit TernaryMatMulNode(const Node& node);
   Tensors tensors(Context& context) const;
 
   int64_t k, n, activation_bits;

@@ -1,11 +1,11 @@
 // An op's view of ONNX Runtime: attributes when a node is created, tensors and threads when it runs.
 //
 // An op is a struct with
-//     its signature, as a base: schema::X of generated/schema.h
 //     explicit Op(const Node& node);                           reads and checks the attributes
 //     void compute(Context& context) const;                    checks the inputs, allocates the outputs, computes
-// Both may throw Error; ONNX Runtime then reports its message with the node's name. `compute` may run on several threads
-// at once, so an op must not own scratch memory; take it from `scratch`.
+// and a function create_X, which the library calls for each node (cpu/ops.h, cuda/ops.h). Both members may throw Error; ONNX
+// Runtime then reports its message with the node's name. `compute` may run on several threads at once, so an op must not own
+// scratch memory; take it from `scratch`.
 #pragma once
 
 #include <atomic>
@@ -133,6 +133,20 @@ class Context {
 
   const OrtApi* api_;
   OrtKernelContext* context_;
+};
+
+/// What the library keeps for a node of a session.
+struct Kernel {
+  virtual ~Kernel() = default;
+  virtual void compute(Context& context) const = 0;
+  const OrtApi* api = nullptr;
+};
+
+template <class Op>
+struct KernelOf final : Kernel {
+  explicit KernelOf(const Node& node) : op(node) {}
+  void compute(Context& context) const override { op.compute(context); }
+  Op op;
 };
 
 /// `bytes` bytes on the device of the node's first input, for kernels on the node's stream. The destructor returns them

@@ -35,9 +35,14 @@ def _structure(op: Signature) -> type[Op]:
     return type(op.name, (Op,), {"of": op, "_fields_": fields})
 
 
-STRUCTURES = [_structure(op) for op in schema.OPS]
-CausalConv, DiffAttention, FloatMatMul, GatherQuantized, GatherLowBit, Hadamard, Int4MatMul, Int8MatMul = STRUCTURES[:8]
-LowBitMatMul, SelectiveScan, SiluGate, TernaryMatMul = STRUCTURES[8:]
+STRUCTURES = {op.name: _structure(op) for op in schema.OPS}
+
+
+def __getattr__(name: str) -> type[Op]:
+    """Return an op's structure: `Hadamard`."""
+    if name in STRUCTURES:
+        return STRUCTURES[name]
+    raise AttributeError(f"there is no op {name}")
 
 
 class Kernels:

@@ -15,7 +15,6 @@ import pytest
 from diffbit.ops import schema
 from diffbit.runtime import native
 
-from . import cuda
 from .broken import broken
 from .host import build
 from .nodes import Node, bfloat16_nodes, nodes
@@ -24,12 +23,6 @@ from .test_host import differences
 pytestmark = pytest.mark.slow
 
 MAGIC = struct.pack("<I", 0xBA55ED50)  # of a fat binary
-
-
-def test_structures_have_the_names_of_their_ops() -> None:
-    assert {op.name: getattr(cuda, op.name).of for op in schema.OPS} == {
-        structure.__name__: structure.of for structure in cuda.STRUCTURES
-    }
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +43,7 @@ def test_exports_nothing_else(library: Path) -> None:
     names = {words[7] for words in defined if words[6] != "UND"}
     expected = {"RegisterCustomOps", "diffbit_isas", "diffbit_cuda_architectures"}
     if native.cuda_architectures():
-        expected |= {f"diffbit_cuda_{op.of.call.function}{end}" for op in cuda.STRUCTURES for end in ("", "_workspace")}
+        expected |= {f"diffbit_cuda_{op.call.function}{end}" for op in schema.OPS for end in ("", "_workspace")}
     assert names == expected
 
 

@@ -22,7 +22,7 @@ def test_the_headers_are_what_it_says() -> None:
 
 def test_a_structure_of_ctypes_lies_as_the_headers_say() -> None:
     header = next(text for path, text in schema.headers().items() if path.name == "calls.h")
-    for op in cuda.STRUCTURES:
+    for op in cuda.STRUCTURES.values():
         for field, _ in op._fields_:
             offset = getattr(op, field).offset
             assert f"static_assert(offsetof(Diffbit{op.__name__}, {field}) == {offset}," in header

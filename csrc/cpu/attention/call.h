@@ -8,8 +8,8 @@
 
 #include <vector>
 
-#include "../ops.h"
 #include "cache.h"
+#include "op.h"
 
 namespace diffbit {
 

@@ -201,4 +201,6 @@ void Call::write(int64_t b, int64_t i, int64_t head_, const float* parts, int64_
   if (half) kernels.narrow(normed, width * d, out.as<Half>() + index);
 }
 
+Kernel* create_attention(const Node& node) { return new KernelOf<DiffAttention>(node); }
+
 }  // namespace diffbit

@@ -10,9 +10,11 @@ enum Scratch { ACTIVATIONS, PANEL };
 constexpr int64_t BYTES_PER_TASK = 192 << 10;  // of the weight: they stay in a core's cache while many activations pass
 constexpr int64_t MOST_ROWS = 480;             // rows of activations that are converted to floats at a time
 
-}  // namespace
-
-FloatMatMul::FloatMatMul(const Node& node) : FloatMatMulNode(node), kernels(DIFFBIT_PICK(float_matmul)) {}
+struct FloatMatMul : FloatMatMulNode {
+  using FloatMatMulNode::FloatMatMulNode;
+  void compute(Context& context) const;
+  const FloatMatMulKernels* kernels = DIFFBIT_PICK(float_matmul);
+};
 
 void FloatMatMul::compute(Context& context) const {
   const Tensors of = tensors(context);
@@ -53,5 +55,9 @@ void FloatMatMul::compute(Context& context) const {
     });
   }
 }
+
+}  // namespace
+
+Kernel* create_float_matmul(const Node& node) { return new KernelOf<FloatMatMul>(node); }
 
 }  // namespace diffbit

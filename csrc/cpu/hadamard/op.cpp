@@ -10,9 +10,11 @@ namespace {
 enum Scratch { FLOATS };
 constexpr int64_t NUMBERS_PER_TASK = 32 * 1024;  // some ten microseconds
 
-}  // namespace
-
-Hadamard::Hadamard(const Node& node) : HadamardNode(node), kernels(DIFFBIT_PICK(hadamard)) {}
+struct Hadamard : HadamardNode {
+  using HadamardNode::HadamardNode;
+  void compute(Context& context) const;
+  const HadamardKernels* kernels = DIFFBIT_PICK(hadamard);
+};
 
 void Hadamard::compute(Context& context) const {
   const Tensors of = tensors(context);
@@ -30,5 +32,9 @@ void Hadamard::compute(Context& context) const {
                         floats + task * width);
   });
 }
+
+}  // namespace
+
+Kernel* create_hadamard(const Node& node) { return new KernelOf<Hadamard>(node); }
 
 }  // namespace diffbit

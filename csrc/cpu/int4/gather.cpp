@@ -33,7 +33,10 @@ void row(const uint8_t* codes, const uint16_t* scales, const uint8_t* zeros, int
   }
 }
 
-}  // namespace
+struct GatherQuantized : GatherQuantizedNode {
+  using GatherQuantizedNode::GatherQuantizedNode;
+  void compute(Context& context) const;
+};
 
 void GatherQuantized::compute(Context& context) const {
   const Tensors of = tensors(context);
@@ -64,5 +67,9 @@ void GatherQuantized::compute(Context& context) const {
     for (int64_t i = task * ROWS_PER_TASK; i < count && i < (task + 1) * ROWS_PER_TASK; ++i) one(i);
   });
 }
+
+}  // namespace
+
+Kernel* create_gather_quantized(const Node& node) { return new KernelOf<GatherQuantized>(node); }
 
 }  // namespace diffbit

@@ -2,12 +2,19 @@
 #include "tiles.h"
 
 namespace diffbit {
+namespace {
 
+/// Int4MatMul and Int8MatMul.
 template <class Node_>
-TiledMatMul<Node_>::TiledMatMul(const Node& node)
-    : Node_(node),
-      kernels(Node_::WEIGHT_BITS == 4 ? DIFFBIT_PICK(int4) : DIFFBIT_PICK(int8)),
-      many(pick_many_rows(node)) {}
+struct TiledMatMul : Node_ {
+  explicit TiledMatMul(const Node& node)
+      : Node_(node),
+        kernels(Node_::WEIGHT_BITS == 4 ? DIFFBIT_PICK(int4) : DIFFBIT_PICK(int8)),
+        many(pick_many_rows(node)) {}
+  void compute(Context& context) const;
+  const Int4Kernels* kernels;
+  const ManyRowsKernels* many;
+};
 
 template <class Node_>
 void TiledMatMul<Node_>::compute(Context& context) const {
@@ -22,7 +29,9 @@ void TiledMatMul<Node_>::compute(Context& context) const {
                  *many, kernels->most_rows, [&](int64_t) -> const Int4Weight& { return weight; });
 }
 
-template struct TiledMatMul<Int4Node>;
-template struct TiledMatMul<Int8Node>;
+}  // namespace
+
+Kernel* create_int4_matmul(const Node& node) { return new KernelOf<TiledMatMul<Int4MatMulNode>>(node); }
+Kernel* create_int8_matmul(const Node& node) { return new KernelOf<TiledMatMul<Int8MatMulNode>>(node); }
 
 }  // namespace diffbit

@@ -21,7 +21,10 @@ void row(const LowBitWeight& weight, int64_t id, int64_t k, bool half, void* y, 
   }
 }
 
-}  // namespace
+struct GatherLowBit : GatherLowBitNode {
+  using GatherLowBitNode::GatherLowBitNode;
+  void compute(Context& context) const;
+};
 
 void GatherLowBit::compute(Context& context) const {
   const LowBitTensors of = tensors(context);
@@ -36,5 +39,9 @@ void GatherLowBit::compute(Context& context) const {
       row(weight, ids[i], k, half, of.y.data, i * k);
   });
 }
+
+}  // namespace
+
+Kernel* create_gather_lowbit(const Node& node) { return new KernelOf<GatherLowBit>(node); }
 
 }  // namespace diffbit

@@ -8,13 +8,13 @@ namespace {
 
 constexpr int UNPACKED = 3;  // slot of scratch
 
-}  // namespace
-
-LowBitMatMul::LowBitMatMul(const Node& node)
-    : LowBitNode(node),
-      kernels(DIFFBIT_PICK(lowbit_matmul)),
-      rounding(DIFFBIT_PICK(int4)),
-      many(pick_many_rows(node)) {}
+struct LowBitMatMul : LowBitMatMulNode {
+  explicit LowBitMatMul(const Node& node) : LowBitMatMulNode(node), many(pick_many_rows(node)) {}
+  void compute(Context& context) const;
+  const LowBitMatMulKernels* kernels = DIFFBIT_PICK(lowbit_matmul);
+  const Int4Kernels* rounding = DIFFBIT_PICK(int4);  // of the activations
+  const ManyRowsKernels* many;
+};
 
 void LowBitMatMul::compute(Context& context) const {
   const LowBitTensors of = tensors(context);
@@ -26,5 +26,9 @@ void LowBitMatMul::compute(Context& context) const {
     return unpacked;
   });
 }
+
+}  // namespace
+
+Kernel* create_lowbit_matmul(const Node& node) { return new KernelOf<LowBitMatMul>(node); }
 
 }  // namespace diffbit

@@ -11,9 +11,17 @@ enum Scratch { FLOATS };
 // single token, so a task is worth starting
 constexpr int64_t CONV_CHANNELS = 512, PROMPT_CHANNELS = 128, TOKEN_CHANNELS = 640, PROMPT = 8;
 
-}  // namespace
+struct CausalConv : CausalConvNode {
+  using CausalConvNode::CausalConvNode;
+  void compute(Context& context) const;
+  const MambaKernels* kernels = DIFFBIT_PICK(mamba);
+};
 
-CausalConv::CausalConv(const Node& node) : CausalConvNode(node), kernels(DIFFBIT_PICK(mamba)) {}
+struct SelectiveScan : SelectiveScanNode {
+  using SelectiveScanNode::SelectiveScanNode;
+  void compute(Context& context) const;
+  const MambaKernels* kernels = DIFFBIT_PICK(mamba);
+};
 
 void CausalConv::compute(Context& context) const {
   const Tensors of = tensors(context);
@@ -31,8 +39,6 @@ void CausalConv::compute(Context& context) const {
                   scratch<float>(FLOATS, of.width * divide_up(std::min(CONV_CHANNELS, of.channels), MAMBA_LANES) * MAMBA_LANES));
   });
 }
-
-SelectiveScan::SelectiveScan(const Node& node) : SelectiveScanNode(node), kernels(DIFFBIT_PICK(mamba)) {}
 
 void SelectiveScan::compute(Context& context) const {
   const Tensors of = tensors(context);
@@ -53,5 +59,10 @@ void SelectiveScan::compute(Context& context) const {
                   scratch<float>(FLOATS, 2 * of.states * SCAN_TOKENS));
   });
 }
+
+}  // namespace
+
+Kernel* create_causal_conv(const Node& node) { return new KernelOf<CausalConv>(node); }
+Kernel* create_selective_scan(const Node& node) { return new KernelOf<SelectiveScan>(node); }
 
 }  // namespace diffbit

@@ -8,9 +8,11 @@ namespace {
 
 constexpr int64_t NUMBERS_PER_TASK = 16 * 1024;  // some ten microseconds
 
-}  // namespace
-
-SiluGate::SiluGate(const Node& node) : SiluGateNode(node), kernels(DIFFBIT_PICK(silu_gate)) {}
+struct SiluGate : SiluGateNode {
+  using SiluGateNode::SiluGateNode;
+  void compute(Context& context) const;
+  const SiluGateKernels* kernels = DIFFBIT_PICK(silu_gate);
+};
 
 void SiluGate::compute(Context& context) const {
   const Tensors of = tensors(context);
@@ -24,5 +26,9 @@ void SiluGate::compute(Context& context) const {
     }
   });
 }
+
+}  // namespace
+
+Kernel* create_silu_gate(const Node& node) { return new KernelOf<SiluGate>(node); }
 
 }  // namespace diffbit

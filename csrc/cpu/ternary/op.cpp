@@ -17,9 +17,11 @@ int64_t streamed_rows(int64_t n, int64_t row_bytes) {
   return std::max(bytes / row_bytes / 4 * 4, int64_t{4});
 }
 
-}  // namespace
-
-TernaryMatMul::TernaryMatMul(const Node& node) : TernaryNode(node), kernels(DIFFBIT_PICK(ternary)) {}
+struct TernaryMatMul : TernaryMatMulNode {
+  using TernaryMatMulNode::TernaryMatMulNode;
+  void compute(Context& context) const;
+  const TernaryKernels* kernels = DIFFBIT_PICK(ternary);
+};
 
 void TernaryMatMul::compute(Context& context) const {
   const Tensors of = tensors(context);
@@ -52,5 +54,9 @@ void TernaryMatMul::compute(Context& context) const {
                        std::min(begin + weights_each, n));
   });
 }
+
+}  // namespace
+
+Kernel* create_ternary_matmul(const Node& node) { return new KernelOf<TernaryMatMul>(node); }
 
 }  // namespace diffbit

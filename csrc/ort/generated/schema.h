@@ -3,6 +3,21 @@
 
 #include "../schema.h"
 
+/// X(Op, function) for every op; the functions are create_`function` and diffbit_cuda_`function`.
+#define DIFFBIT_OPS(X) \
+  X(CausalConv, causal_conv) \
+  X(DiffAttention, attention) \
+  X(FloatMatMul, float_matmul) \
+  X(GatherQuantized, gather_quantized) \
+  X(GatherLowBit, gather_lowbit) \
+  X(Hadamard, hadamard) \
+  X(Int4MatMul, int4_matmul) \
+  X(Int8MatMul, int8_matmul) \
+  X(LowBitMatMul, lowbit_matmul) \
+  X(SelectiveScan, selective_scan) \
+  X(SiluGate, silu_gate) \
+  X(TernaryMatMul, ternary_matmul)
+
 namespace diffbit::schema {
 
 struct CausalConv {
