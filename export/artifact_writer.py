@@ -181,7 +181,7 @@ def export_demand(checkpoint: Checkpoint, scheme: Scheme | None, dtype: str = "f
 
 
 def _attention(scheme: Scheme | None, kv: str, dtype: str) -> AttentionScheme:
-    """The scheme of attention, with `kv` for keys and values that it leaves in float."""
+    """Return the scheme of attention, with `kv` for keys and values that it leaves in float."""
     attention = AttentionScheme() if scheme is None else scheme.attention
     return attention if kv == dtype else replace(attention, keys=attention.keys or kv, values=attention.values or kv)
 
@@ -200,14 +200,15 @@ def _for_transformers_js(layout: str, cache: CacheSpec, embeddings: bool) -> boo
 
 
 def _source(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The checkpoint's name and hash; in "float" those of the float checkpoint that it was quantized from, if known."""
+    """Return the checkpoint's name and hash; in "float" those of the float checkpoint that it was quantized from, if
+    known."""
     source: dict[str, Any] = {"name": files.folder_name(checkpoint.path), "sha256": checkpoint.sha256()}
     quantized_from = (checkpoint.quantization or {}).get("source")
     return source | ({"float": quantized_from} if isinstance(quantized_from, dict) else {})
 
 
 def _hashed(folder: Path) -> dict[str, Any]:
-    """The manifest's list of the files in the folder."""
+    """Return the manifest's list of the files in the folder."""
     return {
         file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": files.sha256_file(file)}
         for file in sorted(folder.rglob("*"))
@@ -216,7 +217,8 @@ def _hashed(folder: Path) -> dict[str, Any]:
 
 
 def golden_prompt(config: ModelConfig, context_length: int, attention: AttentionScheme) -> list[int]:
-    """Token ids spread over the vocabulary; what they mean does not matter, that all devices agree on them does.
+    """Return token ids spread over the vocabulary: the text need not mean anything, because only the devices' agreement
+    counts.
 
     With a residual window the prompt is longer, so that a part of it is quantized.
     """
@@ -225,7 +227,7 @@ def golden_prompt(config: ModelConfig, context_length: int, attention: Attention
 
 
 def _golden(prompt: list[int], rows: Tensor, least_tolerance: float) -> dict[str, Any]:
-    """Golden values from logits [1 + COPIES, V]: the largest, and as many evenly spaced over the vocabulary."""
+    """Choose golden values from logits [1 + COPIES, V]: the largest, and as many evenly spaced over the vocabulary."""
     logits, copies = rows[0], rows[1:]
     half = GOLDEN_TOKENS // 2
     largest = logits.topk(min(half, len(logits))).indices.tolist()
@@ -262,7 +264,7 @@ def _check_logits(path: Path, logits: Tensor) -> None:
 
 
 def _tokenizer_files(source: Checkpoint, tokenizer: str | Path | None) -> dict[str, bytes]:
-    """tokenizer.json and the files beside it, without generation_config.json, which an artifact writes anew."""
+    """Return tokenizer.json and the files beside it, but not generation_config.json, which an artifact writes anew."""
     if tokenizer is None:
         path, by_name = source.path, source.tokenizer_files
         if TOKENIZER not in by_name:
@@ -277,7 +279,7 @@ def _tokenizer_files(source: Checkpoint, tokenizer: str | Path | None) -> dict[s
 
 
 def _loader(config: ModelConfig, dtype: str, context_length: int, cache: CacheSpec) -> dict[str, Any]:
-    """config.json, whose heads are those of the cache that others feed."""
+    """Return config.json, whose heads are those of the cache that others feed."""
     hf = loader_config(config, DTYPE_NAMES[dtype], context_length)
     if _readable_by_others(cache):
         hf["num_key_value_heads"], _, hf["head_dim"] = next(iter(cache.buffers.values())).shape
@@ -287,8 +289,8 @@ def _loader(config: ModelConfig, dtype: str, context_length: int, cache: CacheSp
 def _write_configs(
     folder: Path, source: Checkpoint, contents: dict[str, bytes], hf: dict[str, Any], js_files: int
 ) -> None:
-    """The tokenizer's files, and what other loaders read. js_files: files of weights that transformers.js loads, 0 in
-    another layout."""
+    """Write the tokenizer's files and what other loaders read. js_files: how many files of weights transformers.js
+    loads; 0 in another layout."""
     for name, content in contents.items():
         (folder / name).write_bytes(content)
     if js_files:  # its "fp32" is the name of the file without a suffix, whatever is in it
@@ -310,10 +312,10 @@ def _readable_by_others(cache: CacheSpec) -> bool:
 
 
 def _context_length(source: Checkpoint, requested: int | None) -> int:
-    most = source.config.max_position
-    length = most if requested is None else requested
-    if not 1 <= length <= most:
-        raise DiffbitError(f"context_length is {length}, wanted 1 to {most}, the positions that {source.path} has")
+    limit = source.config.max_position
+    length = limit if requested is None else requested
+    if not 1 <= length <= limit:
+        raise DiffbitError(f"context_length is {length}, wanted 1 to {limit}, the positions that {source.path} has")
     return length
 
 
@@ -328,7 +330,7 @@ def _check_tokens(source: Checkpoint) -> None:
 
 
 def _library(cache: CacheSpec, embeddings: bool) -> Path:
-    """The native library, for onnxruntime-genai."""
+    """Return the path of the native library for onnxruntime-genai."""
     library = native_library()
     if library is None:
         raise DiffbitError("this installation has no native library to put into the artifact; it needs a C++ compiler")
@@ -340,8 +342,8 @@ def _library(cache: CacheSpec, embeddings: bool) -> Path:
 def _genai(
     config: ModelConfig, loader: dict[str, Any], cache: CacheSpec, library: Path | None, graph: str
 ) -> dict[str, Any]:
-    """genai_config.json for onnxruntime-genai. It needs token ids even where the model has none. Without the library it
-    runs the portable bodies."""
+    """Return genai_config.json for onnxruntime-genai, which needs token ids even where the model has none. Without
+    the library it runs the portable bodies."""
     ways = ("always",) if library is None else ("always", "native")
     in_place = all(buffer.in_place in ways for buffer in cache.buffers.values())
     options: dict[str, Any] = {"log_id": "onnxruntime-genai", "provider_options": []}

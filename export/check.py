@@ -55,17 +55,21 @@ def compare_with_checkpoint(
         scored = target[1:length].nonzero()[0]  # the logits at position i predict token i + 1
         if not len(scored):
             continue
-        here = torch.from_numpy(np.asarray(logits_of(ids[None, :length], mask[None, :length])))[0, scored].double()
+        artifact_logits = torch.from_numpy(np.asarray(logits_of(ids[None, :length], mask[None, :length])))[
+            0, scored
+        ].double()
         with torch.inference_mode():
             attention_mask = torch.from_numpy(mask[None, :length]).long()
-            there = model(torch.from_numpy(ids[None, :length]), attention_mask=attention_mask)[0, scored].double()
-        log_here, log_there = here.log_softmax(-1), there.log_softmax(-1)
+            reference_logits = model(torch.from_numpy(ids[None, :length]), attention_mask=attention_mask)[
+                0, scored
+            ].double()
+        artifact_log, reference_log = artifact_logits.log_softmax(-1), reference_logits.log_softmax(-1)
         next_tokens = torch.from_numpy(ids[1:length][scored])[:, None]
-        columns["error"].append((here - there).abs().amax(-1) / there.std(-1))
-        columns["kl"].append((log_there.exp() * (log_there - log_here)).sum(-1))
-        columns["same"].append((here.argmax(-1) == there.argmax(-1)).double())
-        columns["here"].append(-log_here.gather(-1, next_tokens)[:, 0])
-        columns["there"].append(-log_there.gather(-1, next_tokens)[:, 0])
+        columns["error"].append((artifact_logits - reference_logits).abs().amax(-1) / reference_logits.std(-1))
+        columns["kl"].append((reference_log.exp() * (reference_log - artifact_log)).sum(-1))
+        columns["same"].append((artifact_logits.argmax(-1) == reference_logits.argmax(-1)).double())
+        columns["here"].append(-artifact_log.gather(-1, next_tokens)[:, 0])
+        columns["there"].append(-reference_log.gather(-1, next_tokens)[:, 0])
     values = {name: torch.cat(parts) for name, parts in columns.items()}
     median = float(values["error"].median())
     return {
@@ -90,7 +94,8 @@ def compare_greedy_tokens(
     capacity: int,
     tolerance: float,
 ) -> dict[str, Any]:
-    """Generate greedily with both after the first PROMPT_TOKENS of each window, until they choose different tokens.
+    """Generate greedily with both models after the first PROMPT_TOKENS of each window, until they choose different
+    tokens.
 
     They generate up to `tokens` tokens, or as many as the `capacity` of the artifact's context holds; an eos token does
     not end them.
@@ -114,20 +119,20 @@ def compare_greedy_tokens(
         cache = KVCache(model.config, 1, capacity)
         ids = prompt.tolist()
         for position in range(count):
-            here = torch.from_numpy(logits_after(ids, position == 0)).double()
+            artifact_logits = torch.from_numpy(logits_after(ids, position == 0)).double()
             with torch.inference_mode():
-                there = model(torch.tensor([ids]), cache=cache)[0, -1].double()
-            token, expected = int(here.argmax()), int(there.argmax())
+                reference_logits = model(torch.tensor([ids]), cache=cache)[0, -1].double()
+            token, expected = int(artifact_logits.argmax()), int(reference_logits.argmax())
             if token != expected:
-                spread = float(there.std())
+                spread = float(reference_logits.std())
                 differences.append(
                     {
                         "prompt": index,
                         "token": position,
                         "here": token,
                         "reference": expected,
-                        "gap": float(there[expected] - there[token]) / spread,
-                        "error": float((here - there).abs().max()) / spread,
+                        "gap": float(reference_logits[expected] - reference_logits[token]) / spread,
+                        "error": float((artifact_logits - reference_logits).abs().max()) / spread,
                     }
                 )
                 break

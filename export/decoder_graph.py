@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 def shared(make: Callable[[G], T]) -> cached_property[T]:
-    """Decorator for a value that is made on first use, with a name outside the layers' scopes."""
+    """Make a property whose value is computed once, at first use, with a name outside the layers' scopes."""
 
     def in_no_scope(graph: G) -> T:
         with graph.scope(None):
@@ -129,7 +129,7 @@ class DecoderGraph(OnnxGraph):
 
     @shared
     def past_lengths(self) -> ir.Value:
-        """int64 [1] or [B]: those of the rows."""
+        """int64 [1] or [B]: the past lengths of the rows."""
         return self.op("Sub", [self.past_length, self.shorter_by])
 
     @shared
@@ -218,7 +218,7 @@ class DecoderGraph(OnnxGraph):
             [*(values.get(name) for name in signature.inputs), *more],
             len(signature.outputs),
             lambda name: op.function(signature, grouped, name),
-            of=(signature, grouped),
+            variant=(signature, grouped),
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
             wide_value=heads.wide_value,
@@ -299,8 +299,8 @@ class DecoderGraph(OnnxGraph):
                 past[name] = self.op("Mul", [self.cast(past[name], np.float32), scale])
             present = block.onnx(self, past)
             for name in states:  # as ops/kv_cache.py rounds rows
-                most = self.op("ReduceMax", [self.op("Abs", [present[name]]), self.const([-1])], keepdims=1)
-                scale = self.op("Div", [most, self.const(127, np.float32)])
+                largest = self.op("ReduceMax", [self.op("Abs", [present[name]]), self.const([-1])], keepdims=1)
+                scale = self.op("Div", [largest, self.const(127, np.float32)])
                 zero = self.op("Equal", [scale, self.const(0, np.float32)])
                 codes = self.op("Div", [present[name], self.op("Where", [zero, self.const(1, np.float32), scale])])
                 present[name] = self.cast(self.op("Round", [codes]), np.int8)
@@ -308,7 +308,7 @@ class DecoderGraph(OnnxGraph):
             self._present.append(present)
 
     def _last_tokens(self, x: ir.Value) -> ir.Value:
-        """x [B, S, ...] from `logits_from` on."""
+        """Return the part of x [B, S, ...] from `logits_from` on."""
         return self.op("Slice", [x, self.logits_from, self.const([END]), self.const([1])])
 
     def _leave_tokens(self) -> None:

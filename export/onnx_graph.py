@@ -164,12 +164,12 @@ class OnnxGraph:
         inputs: Sequence[ir.Value | None],
         outputs: int,
         body: Callable[[str], ir.Function],
-        of: Hashable = None,
+        variant: Hashable = None,
         **attributes: Attribute,
     ) -> Sequence[ir.Value]:
-        """Add a node of one of diffbit's own ops with several outputs. The op's nodes with equal `of` share a name and
-        a body, which `body` makes."""
-        key = op.OP.name, of
+        """Add a node of one of diffbit's own ops with several outputs. The op's nodes with equal `variant` share a name
+        and a body, which `body` makes."""
+        key = op.OP.name, variant
         if key not in self._functions:
             count = sum(name == op.OP.name for name, _ in self._functions)
             if count == op.OP.names:

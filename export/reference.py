@@ -52,7 +52,7 @@ class Stream:
         self.largest = 0.0  # of the keys and values of the layers so far
 
     def embedding(self) -> Tensor | QTensor:
-        """The embedding table [V, E], quantized or in its stored dtype."""
+        """Return the embedding table [V, E], quantized or in its stored dtype."""
         table = self.weights.read(EMBEDDING)
         self._x = QuantEmbedding(table)(self._ids) if isinstance(table, QTensor) else table[self._ids].float()
         self._disturb()  # else the first layer's rounding would be that of the golden prompt in all copies
@@ -70,7 +70,8 @@ class Stream:
                 self._disturb()
 
     def _through(self, block: Block, state: State) -> Tensor:
-        """The prompt through a layer. `verify` runs its last token alone, which reads a state as the others left it."""
+        """Pass the prompt through a layer. The last token goes alone if the layer rounds its state, as in `verify`,
+        because it reads the state that the others left."""
         is_rounded = block.self_attn.rounded_state is not None and isinstance(state, FixedState) and state.tensors
         if not is_rounded or self._ids.shape[1] == 1:
             cache = state if isinstance(state, LayerCache) else None
@@ -82,17 +83,17 @@ class Stream:
         for part in (slice(-1), slice(-1, None)):
             rope, carried = tuple(table[:, part] for table in self._rope), Carried()
             pairs.append((block(self._x[:, part], rope, None, state, carried), carried))
-        (before, given), (last, more) = pairs
-        self._carried |= {index: tuple(map(_joined, given[index], more[index])) for index in given}
-        return _joined(before, last)
+        (begin, earlier), (last, later) = pairs
+        self._carried |= {index: tuple(map(_joined, earlier[index], later[index])) for index in earlier}
+        return _joined(begin, last)
 
     def _disturb(self) -> None:
         copies = self._x[1:]
         copies *= 1 + self._noise * torch.randn(copies.shape, generator=self._generator)
 
     def head(self, embeddings: bool = False) -> tuple[nn.Module, nn.Module | None, Tensor]:
-        """The final norm, the head (tied: with the embedding's weight), the logits [1 + COPIES, V] after the prompt;
-        with `embeddings` no head, and the hidden states [1 + COPIES, E]."""
+        """Return the final norm, the head (tied: with the embedding's weight), the logits [1 + COPIES, V] after the
+        prompt; with `embeddings` no head, and the hidden states [1 + COPIES, E]."""
         config, scheme = self.config, self.weights.scheme or Scheme()
         with torch.device("meta"):
             norm = config.new_norm()
@@ -141,8 +142,8 @@ def check_scheme(checkpoint: Checkpoint, target: str = "cpu") -> None:
 
 
 def _check_blocks(checkpoint: Checkpoint, scheme: Scheme) -> None:
-    """The operators for WebGPU have float inputs, which int8 activations only approximate; a model for int4 needs the
-    clipping."""
+    """Refuse int4 activations and formats that no operator for WebGPU has. These operators take float inputs, which
+    approximate int8 activations only; a model for int4 needs the clipping."""
     if scheme.activations == "int4":
         raise DiffbitError(
             f"{checkpoint.path}: the scheme asks for int4 activations, which no operator for WebGPU computes; export "

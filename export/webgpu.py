@@ -88,8 +88,9 @@ class WebGPUGraph(DecoderGraph):
         return blocks.multiply(self, x, blocks.store(self, factor), 0)
 
     def stacked_linears(self, x: ir.Value, modules: Mapping[str, nn.Module]) -> ir.Value | None:
-        """Two linear layers are not stacked: their two products take no more dispatches than a product and a Split, and
-        ONNX Runtime makes one node of the norm before them, gate, up and the activation (MatMulNBitsMlpFusion)."""
+        """Stack three linear layers or more, but not two: their two products take no more dispatches than a product
+        and a Split, and ONNX Runtime makes one node of the norm before them, gate, up and the activation
+        (MatMulNBitsMlpFusion)."""
         return None if len(modules) == 2 else super().stacked_linears(x, modules)
 
     def gather_low_bit(self, table: QTensor) -> ir.Value:
@@ -200,7 +201,7 @@ class WebGPUGraph(DecoderGraph):
         return self.op("Reshape", [query, self.const([0, -1, 2 * width * (heads.num_heads // ratio) * (ratio + 1)])])
 
     def _difference(self, out: ir.Value, lambda_: ir.Value, heads: Heads) -> ir.Value:
-        """signal - lambda * noise and the head norm: [B, S, (H + H/R) * 2d] -> [B, S, H * 2d]."""
+        """Compute signal - lambda * noise and the head norm: [B, S, (H + H/R) * 2d] -> [B, S, H * 2d]."""
         ratio, width = heads.noise_ratio, 2 * heads.head_dim
         assert lambda_.const_value is not None
         noise = -lambda_.const_value.numpy().reshape(-1, ratio, 1)

@@ -262,7 +262,7 @@ class IntFormat(Format):
             return g.custom(int4_matmul if bits == 4 else int8_matmul, inputs, **attributes)
         kind = bits, bool(self.levels)
         body = partial(lowbit_matmul.function, *kind)
-        (y,) = g.customs(lowbit_matmul, inputs, 1, body, of=kind, bits=bits, **attributes)
+        (y,) = g.customs(lowbit_matmul, inputs, 1, body, variant=kind, bits=bits, **attributes)
         return y
 
     def _contained(self, weight: QTensor) -> Tensor:

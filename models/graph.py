@@ -85,11 +85,11 @@ class Builder(Protocol):
         inputs: Sequence[ir.Value | None],
         outputs: int,
         body: Callable[[str], ir.Function],
-        of: Hashable = None,
+        variant: Hashable = None,
         **attributes: Attribute,
     ) -> Sequence[ir.Value]:
-        """Add a node of one of diffbit's own ops with several outputs, and the body that its nodes with equal `of`
-        share."""
+        """Add a node of one of diffbit's own ops with several outputs, and the body that its nodes with equal
+        `variant` share."""
 
     def const(self, values: ArrayLike, dtype: DTypeLike = np.int64) -> ir.Value:
         """Add a small constant, such as a shape or axes."""

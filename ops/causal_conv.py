@@ -37,8 +37,8 @@ OP = schema.CAUSAL_CONV
 def body(op: Nodes) -> tuple[Value, Value]:
     x, weight, bias, attention_mask, past_state = op.inputs
     batch, steps, width, total = x.size(0), x.size(1), weight.size(0), attention_mask.size(1)
-    kept, zero, one = width - 1, op.scalar(0), op.scalar(1)
-    length = kept + steps
+    state_rows, zero, one = width - 1, op.scalar(0), op.scalar(1)
+    length = state_rows + steps
 
     def count(n: Value) -> Value:  # 0 .. n - 1
         return op("Range", zero, n.squeeze(0), one)
@@ -48,7 +48,7 @@ def body(op: Nodes) -> tuple[Value, Value]:
 
     # [B, K-1+S]: 1 where a row counts; its number among these, from 1; and the other way round, the row of each number
     real = attention_mask.slice(total - steps, total, 1)
-    counted = op("Concat", op.ints(1).expand(batch, kept), real, axis=1)
+    counted = op("Concat", op.ints(1).expand(batch, state_rows), real, axis=1)
     numbers, shape = op("CumSum", counted, one), op("Shape", counted)
     places = length.expand(shape), numbers - 1, count(length).expand(shape)
     row_of = op("ScatterElements", *places, axis=1, reduction="min")
@@ -56,7 +56,7 @@ def body(op: Nodes) -> tuple[Value, Value]:
     def rows(number: Value) -> Value:
         return op("Gather", flat, op("GatherElements", row_of, number, axis=1) + begins, axis=0)
 
-    oldest = numbers.slice(kept, length, 1) - width
+    oldest = numbers.slice(state_rows, length, 1) - width
 
     def tap(k: Value, sums: Value) -> Value:
         return sums + rows(op("Max", oldest + k, 0)) * op("Gather", weight, k, axis=0)
@@ -64,7 +64,7 @@ def body(op: Nodes) -> tuple[Value, Value]:
     sums = op.loop(width.squeeze(0), bias.expand(op("Shape", x)), tap, "float[b, s, c]")
     silu, nothing = (sums * op("Sigmoid", sums)).like(x), op("Constant", value_float=0.0).like(x)
     y = op("Where", real.cast(Type.BOOL).unsqueeze(2), silu, nothing)
-    return y, rows(numbers.slice(length - 1, length, 1) - kept + count(kept))
+    return y, rows(numbers.slice(length - 1, length, 1) - state_rows + count(state_rows))
 
 
 function = partial(OP.function, body)
@@ -80,10 +80,10 @@ def reference(
     import torch
     import torch.nn.functional as F
 
-    wide, steps, kept = torch.promote_types(x.dtype, torch.float32), x.shape[1], len(weight) - 1
+    wide, steps, state_rows = torch.promote_types(x.dtype, torch.float32), x.shape[1], len(weight) - 1
     rows = torch.cat([past_state.to(wide), x.to(wide)], 1)  # [B, K-1+S, C]
     if real is not None:  # moves the tokens that count to the front, in their order
-        counted = F.pad(real, (kept, 0), value=True)
+        counted = F.pad(real, (state_rows, 0), value=True)
         order = counted.logical_not().int().argsort(dim=1, stable=True)
         rows = rows.take_along_dim(order[..., None], 1)
     sums = bias.to(wide)
@@ -94,5 +94,5 @@ def reference(
         return y, rows[:, steps:]
     number = real.cumsum(1)[..., None]
     y = torch.where(real[..., None], y.take_along_dim((number - 1).clamp(min=0), 1), 0)
-    last = real.sum(1)[:, None, None] + torch.arange(kept, device=x.device)[:, None]
+    last = real.sum(1)[:, None, None] + torch.arange(state_rows, device=x.device)[:, None]
     return y, rows.take_along_dim(last, 1)

@@ -90,8 +90,8 @@ def reference(
     if real is not None:
         size = torch.where(real[..., None], size, 0)
     read = [wide_x[:, :0]]
-    for at in range(0, x.shape[1], BLOCK):
-        part = slice(at, at + BLOCK)
+    for begin in range(0, x.shape[1], BLOCK):
+        part = slice(begin, begin + BLOCK)
         decay = (size[:, part, None] * a).exp()  # [B, T, N, C]
         added = (size * wide_x)[:, part, None] * b[:, part, :, None]
         states = []

@@ -174,12 +174,12 @@ class Artifact:
 
     @property
     def width(self) -> int:
-        """Numbers that the graph returns for a token."""
+        """Return how many numbers the graph returns for a token."""
         return self.vocab_size if self.output == LOGITS else get(self.model, "hidden_size", Count, place="model")
 
     @property
     def pooling(self) -> str:
-        """How one vector is made of HIDDEN, one of POOLINGS: as the model's authors say, if they do."""
+        """Return how HIDDEN becomes one vector, one of POOLINGS: as the model's authors say, if they do."""
         return str(get(self.model, "pooling", Annotated[str, one_of(*POOLINGS)], POOLINGS[0], "model"))
 
     def check_output(self, output: str = LOGITS) -> None:
@@ -194,11 +194,11 @@ class Artifact:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files on disk, as the manifest lists them."""
+        """Return bytes of all files on disk, as the manifest lists them."""
         return sum(entry.bytes for entry in self.files.values())
 
     def bytes_per_token(self, context: int) -> int | None:
-        """Bytes of weights and cache read to decode one token after `context` tokens; None without `parts`."""
+        """Return bytes of weights and cache read to decode one token after `context` tokens; None without `parts`."""
         if not self.parts:
             return None
         weights = 0
@@ -209,16 +209,16 @@ class Artifact:
 
     @property
     def strangers(self) -> list[str]:
-        """The listed files that no model has, and that may be code; diffbit opens none of them."""
+        """Return the listed files that no model has, and that may be code; diffbit opens none of them."""
         return [name for name in self.files if not is_of_a_model(name)]
 
     @property
     def graph(self) -> str:
-        """The name of the ONNX graph, which names its data relative to itself."""
+        """Return the name of the ONNX graph, which names its data relative to itself."""
         return MODEL if MODEL in self.files else ONNX + MODEL
 
     def file(self, name: str) -> Path:
-        """The path of a listed file. Raises DiffbitError unless it exists and lies inside the folder."""
+        """Return the path of a listed file. Raises DiffbitError unless it exists and lies inside the folder."""
         if name not in self.files:
             raise DiffbitError(f"{self.path / MANIFEST}: lists no {name}; export the model again")
         path = _confined(self.path, name)
@@ -227,7 +227,7 @@ class Artifact:
         return path
 
     def file_problems(self, *, hashes: bool = True) -> dict[str, str]:
-        """{file name: what is wrong with it} of the listed files that are missing or changed.
+        """Return {file name: what is wrong with it} for the listed files that are missing or changed.
 
         `hashes=False` compares sizes only: it finds a truncated download without reading gigabytes.
         """
@@ -272,7 +272,8 @@ class Artifact:
 
 
 def artifact_folder(path: str | Path) -> Path:
-    """The folder that `path` names: "nano" is the artifact in the package, unless a folder of this name is one."""
+    """Return the folder that `path` names: "nano" is the artifact in the package, unless a folder of this name is
+    one."""
     is_nano = Path(path) == Path(NANO) and not (Path(path) / MANIFEST).exists()
     return Path(__file__).parent / NANO if is_nano else Path(path)
 
@@ -286,6 +287,6 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _confined(folder: Path, name: str) -> Path:
-    """`folder`/`name`. Raises DiffbitError where symbolic links lead out of the folder."""
+    """Return `folder`/`name`. Raises DiffbitError where symbolic links lead out of the folder."""
     check_within(folder, path := folder / name)
     return path

@@ -84,7 +84,7 @@ class Chat:
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation, the system prompt included."""
+        """Return the conversation, the system prompt included."""
         return self._with_system(self.turns)
 
     def reset(self) -> None:
@@ -124,14 +124,14 @@ class Chat:
         return Reply(**vars(generation), dropped=len(before) - len(turns))
 
     def _fitting(self, turns: list[Message]) -> tuple[list[Message], list[int]]:
-        """The turns and their tokens, without the oldest turns if they leave no room for an answer."""
+        """Return the turns and their tokens, without the oldest turns if they leave no room for an answer."""
         capacity = self.session.capacity
         token_ids = self._encoded(turns)
         if len(token_ids) + min(self.max_tokens, capacity // ROOM) > capacity:
             begins = [index for index, message in enumerate(turns) if message["role"] == "user"]
             last = len(begins) - 1
             fits = bisect_left(
-                begins, True, min(1, last), last, key=lambda at: 2 * len(self._encoded(turns[at:])) <= capacity
+                begins, True, min(1, last), last, key=lambda begin: 2 * len(self._encoded(turns[begin:])) <= capacity
             )
             turns = turns[begins[fits] :]
             token_ids = self._encoded(turns)

@@ -70,28 +70,28 @@ class Grammars:
             raise DiffbitError("the model has no token that ends a text, so a schema or a grammar cannot be used")
         self._tokenizer, self._end_tokens = tokenizer, sorted(end_tokens)
         self._lock, self._slots = threading.Lock(), threading.BoundedSemaphore(MOST_COMPILING)
-        self._kept: OrderedDict[tuple[str, str, str | None], _Compiled | DiffbitError] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, str, str | None], _Compiled | DiffbitError] = OrderedDict()
         self._live: weakref.WeakSet[_Compiled] = weakref.WeakSet()
         self._owner = 0
         self._control: socket.socket | None = None  # to the process that has the tokenizer
-        self._here: grammar_process.Vocabulary | None = None  # where there are no processes
+        self._vocabulary: grammar_process.Vocabulary | None = None  # where there are no processes
 
     @cached_property
     def vocabulary(self) -> Any:
-        """llguidance's, which knows the bytes of tokens."""
+        """Return llguidance's tokenizer, which knows the bytes of tokens."""
         import llguidance
 
         with tokenizer_errors(self._tokenizer.path, "cannot be used for a grammar"):
             return llguidance.LLTokenizer(self._tokenizer.as_json(), eos_token=self._end_tokens)
 
     def json_schema_file(self, file: Path) -> Constraint:
-        """`json_schema` of the schema in a file."""
+        """Return `json_schema` of the schema in a file."""
         schema = read_json(file)
         with located(file):
             return self.json_schema(schema)
 
-    def json_schema(self, schema: object, wanted: Callable[[], bool] = lambda: True) -> Constraint:
-        """Texts that are JSON values of a schema: an object, or true for any value. An object has no key twice.
+    def json_schema(self, schema: object, is_wanted: Callable[[], bool] = lambda: True) -> Constraint:
+        """Allow texts that are JSON values of a schema: an object, or true for any value. No object has a key twice.
 
         wanted: is asked now and then; False: nobody waits any more, which raises Abandoned. Raises DiffbitError with
         the place for a schema that is wrong, uses a keyword that cannot be held, takes more than SECONDS of processor
@@ -105,7 +105,7 @@ class Grammars:
         except (ValueError, RecursionError):
             raise DiffbitError("the JSON schema is nested too deeply") from None
         _check_length(text, "JSON schema")
-        compiled = self._compiled("schema", json.dumps(prepared(schema)), "", wanted)
+        compiled = self._compiled("schema", json.dumps(prepared(schema)), "", is_wanted)
         if compiled.shortest is None:
             raise DiffbitError(
                 f"no text of at most {LONGEST} tokens was found that the JSON schema allows; bound its lengths, and "
@@ -115,7 +115,7 @@ class Grammars:
 
     @staticmethod
     def rule(schema: object, lenient: bool = False) -> str:
-        """A JSON schema as a part of a Lark grammar. lenient: leave out what cannot be held.
+        """Return a JSON schema as a part of a Lark grammar. lenient: leave out what llguidance cannot enforce.
 
         Raises DiffbitError for a schema that `json_schema` refuses before it is compiled.
         """
@@ -126,80 +126,80 @@ class Grammars:
         return f"%json {json.dumps(options | prepared(schema, lenient))}"
 
     def grammar(
-        self, text: str, wanted: Callable[[], bool] = lambda: True, *, json_after: str | None = None
+        self, text: str, is_wanted: Callable[[], bool] = lambda: True, *, json_after: str | None = None
     ) -> Constraint:
-        """Texts of a grammar: GBNF as llama.cpp reads it, or Lark as llguidance does.
+        """Allow the texts of a grammar: GBNF as llama.cpp reads it, or Lark as llguidance does.
 
         json_after: what comes before JSON, in whose objects no key comes twice; "": all of a text is JSON. wanted: as
         in `json_schema`.
         """
         _check_length(text, "grammar")
-        return Constraint(self._compiled("grammar", text, json_after, wanted))
+        return Constraint(self._compiled("grammar", text, json_after, is_wanted))
 
-    def _compiled(self, kind: str, text: str, marker: str | None, wanted: Callable[[], bool]) -> _Compiled:
+    def _compiled(self, kind: str, text: str, marker: str | None, is_wanted: Callable[[], bool]) -> _Compiled:
         key = kind, text, marker
         with self._lock:
             if self._owner != os.getpid():  # a fork of this process has the same sockets, but they are not its own
-                self._kept.clear()
-            kept = self._kept.get(key)
-            if kept is not None:
-                self._kept.move_to_end(key)
-        if kept is None:
-            kept = self._compile(kind, text, marker, wanted)
+                self._cache.clear()
+            compiled = self._cache.get(key)
+            if compiled is not None:
+                self._cache.move_to_end(key)
+        if compiled is None:
+            compiled = self._compile(kind, text, marker, is_wanted)
             with self._lock:
-                self._kept[key] = kept
+                self._cache[key] = compiled
                 self._make_room()
-                if isinstance(kept, _Compiled):
-                    self._live.add(kept)
-        if isinstance(kept, DiffbitError):
-            raise DiffbitError(str(kept))
-        return kept
+                if isinstance(compiled, _Compiled):
+                    self._live.add(compiled)
+        if isinstance(compiled, DiffbitError):
+            raise DiffbitError(str(compiled))
+        return compiled
 
     def _make_room(self) -> None:
         def size() -> int:
-            return sum(one.nbytes for one in self._kept.values() if isinstance(one, _Compiled))
+            return sum(compiled.nbytes for compiled in self._cache.values() if isinstance(compiled, _Compiled))
 
-        while len(self._kept) > MOST_KEPT or (len(self._kept) > 1 and size() > MOST_KEPT_BYTES):
-            self._kept.popitem(last=False)
+        while len(self._cache) > MOST_KEPT or (len(self._cache) > 1 and size() > MOST_KEPT_BYTES):
+            self._cache.popitem(last=False)
 
     def _compile(
-        self, kind: str, text: str, marker: str | None, wanted: Callable[[], bool]
+        self, kind: str, text: str, marker: str | None, is_wanted: Callable[[], bool]
     ) -> _Compiled | DiffbitError:
         with self._lock:
-            in_use = sum(one.nbytes for one in self._live)
+            in_use = sum(compiled.nbytes for compiled in self._live)
         if in_use > MOST_BYTES:
             raise DiffbitError(f"the grammars in use take more than {MOST_BYTES >> 30} GiB; try again later")
         while not self._slots.acquire(timeout=ASKS_SECONDS):
-            if not wanted():
+            if not is_wanted():
                 raise Abandoned("nobody waits for this grammar")
         try:
             if not CAN_FORK:
                 return self._compile_here(kind, text, marker)
-            return self._compile_there(kind, text, marker, wanted)
+            return self._compile_there(kind, text, marker, is_wanted)
         finally:
             self._slots.release()
 
     def _compile_there(
-        self, kind: str, text: str, marker: str | None, wanted: Callable[[], bool]
+        self, kind: str, text: str, marker: str | None, is_wanted: Callable[[], bool]
     ) -> _Compiled | DiffbitError:
-        """In a process."""
-        what = "JSON schema" if kind == "schema" else "grammar"
+        """Compile in a process."""
+        name = "JSON schema" if kind == "schema" else "grammar"
         connection = self._forked()
         request = {"kind": kind, "text": text, "marker": marker}
         try:
             send(connection, json.dumps(request).encode())
-            answer = json.loads(_wait(connection, wanted))
+            answer = json.loads(_wait(connection, is_wanted))
             if "error" in answer and "place" not in answer:
                 try:
-                    answer = json.loads(_wait(connection, wanted))
+                    answer = json.loads(_wait(connection, is_wanted))
                 except (EOFError, OSError):
                     answer["place"] = None
         except TimeoutError:  # another time the machine may be less busy: this is not kept
-            raise DiffbitError(f"the {what} was not compiled within {PATIENCE:g} seconds; try again later") from None
+            raise DiffbitError(f"the {name} was not compiled within {PATIENCE:g} seconds; try again later") from None
         except (EOFError, OSError):
             connection.close()
             return DiffbitError(
-                f"the {what} cannot be used: compiling it takes more than {SECONDS:g} seconds, {MEMORY >> 20} MiB of "
+                f"the {name} cannot be used: compiling it takes more than {SECONDS:g} seconds, {MEMORY >> 20} MiB of "
                 "memory, or too deep a recursion; make it smaller"
             )
         if "error" not in answer:
@@ -216,21 +216,21 @@ class Grammars:
         return DiffbitError(f"the JSON schema cannot be used at {where}: {problem}")
 
     def _compile_here(self, kind: str, text: str, marker: str | None) -> _Compiled | DiffbitError:
-        """Without processes."""
+        """Compile in this process, where the system cannot fork."""
         with self._lock:
-            if self._here is None:
+            if self._vocabulary is None:
                 with tokenizer_errors(self._tokenizer.path, "cannot be used for a grammar"):
-                    self._here = grammar_process.Vocabulary(self._tokenizer.as_json(), self._end_tokens)
-            vocabulary, self._owner = self._here, os.getpid()
+                    self._vocabulary = grammar_process.Vocabulary(self._tokenizer.as_json(), self._end_tokens)
+            vocabulary, self._owner = self._vocabulary, os.getpid()
         try:
-            made = grammar_process.Grammar(vocabulary, kind, text, marker)
+            grammar = grammar_process.Grammar(vocabulary, kind, text, marker)
         except ValueError as error:
             place = grammar_process.place_of(vocabulary, text) if kind == "schema" else None
             return self._error(kind, one_line(error), place)
-        return _Compiled(made.shortest, 0, made)
+        return _Compiled(grammar.shortest, 0, grammar)
 
     def _forked(self) -> socket.socket:
-        """A connection to a new process."""
+        """Return a connection to a new process."""
         mine, theirs = socket.socketpair()
         with theirs, self._lock:
             for again in (False, True):
@@ -244,7 +244,7 @@ class Grammars:
         raise DiffbitError("no process can be started to read a grammar; is there memory?")
 
     def _started(self) -> socket.socket:
-        """A connection to a process that reads the tokenizer, and forks for each socket which is sent to it."""
+        """Return a connection to a process that reads the tokenizer, and forks for each socket which is sent to it."""
         control, theirs = socket.socketpair()
         with theirs:
             try:
@@ -268,12 +268,12 @@ def _end(control: socket.socket, process: subprocess.Popen[bytes], owner: int) -
         process.wait()
 
 
-def _wait(connection: socket.socket, wanted: Callable[[], bool]) -> bytes:
-    """The next message. Raises EOFError if there comes none, TimeoutError if it takes longer than PATIENCE, and
-    Abandoned if it is not wanted any more."""
+def _wait(connection: socket.socket, is_wanted: Callable[[], bool]) -> bytes:
+    """Return the next message. Raises EOFError if none comes, TimeoutError if it takes longer than PATIENCE, and
+    Abandoned if nobody waits for it any more."""
     until = time.monotonic() + PATIENCE
     while not _arrives(connection, ASKS_SECONDS):
-        if not wanted():
+        if not is_wanted():
             connection.close()  # which ends the process
             raise Abandoned("nobody waits for this grammar")
         if time.monotonic() > until:
@@ -297,7 +297,7 @@ class _Compiled:
         self._lock = threading.Lock()
 
     def text(self) -> _Follower:
-        """A new text."""
+        """Return a new text."""
         if isinstance(self._place, grammar_process.Grammar):
             return _Follower(grammar_process.Text(self._place))
         mine, theirs = socket.socketpair()
@@ -326,13 +326,15 @@ class _Follower:
                 self._mask = self._message(MASK) if isinstance(self._place, socket.socket) else self._place.mask()
         return self._mask
 
-    def accept(self, token: int, left: int | None) -> int:
+    def accept(self, token: int, remaining: int | None) -> int:
         self._mask = None
         with _too_complex():
             if not isinstance(self._place, socket.socket):
-                return self._place.accept(token, left)
-            self._place.sendall(struct.pack("<I", ASKED.size) + ASKED.pack(token, -1 if left is None else left))
-            return token if left is None else int(struct.unpack("<q", self._message(TOKEN))[0])
+                return self._place.accept(token, remaining)
+            self._place.sendall(
+                struct.pack("<I", ASKED.size) + ASKED.pack(token, -1 if remaining is None else remaining)
+            )
+            return token if remaining is None else int(struct.unpack("<q", self._message(TOKEN))[0])
 
     def _message(self, kind: bytes) -> bytes:
         assert isinstance(self._place, socket.socket)
@@ -366,13 +368,13 @@ class Constraint:
         self.start()
 
     def copy(self) -> Constraint:
-        """The same constraint, for another text."""
+        """Return the same constraint, for another text."""
         return Constraint(self._compiled)
 
-    def start(self, most: int | None = None) -> None:
-        """Begin a text of at most `most` tokens, the end token included."""
+    def start(self, limit: int | None = None) -> None:
+        """Begin a text of at most `limit` tokens, the end token included."""
         self._text: _Follower | None = None  # begins with the first question
-        self._left = most
+        self._remaining = limit
 
     def _begun(self) -> _Follower:
         if self._text is None:
@@ -384,7 +386,8 @@ class Constraint:
         return self._begun().is_ready()
 
     def allowed(self, count: int) -> NDArray[np.int64]:
-        """Ids below `count`, that of the model's tokens, of those that may come next, ascending."""
+        """Return the ids of the tokens that may come next, ascending, all below `count`, the number of the model's
+        tokens."""
         bits = np.frombuffer(self._begun().mask(), np.uint8)
         allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")[:count])
         if not len(allowed):
@@ -393,12 +396,12 @@ class Constraint:
 
     def accept(self, token: int) -> int:
         """Continue with a token -> that token, or the one that leads to the end where the limit leaves no room."""
-        near = self._left is not None and self._left <= CLOSE + 2 * (self.shortest or 0)
-        if self._left is not None:
-            self._left -= 1
-        return self._begun().accept(token, self._left if near else None)
+        near = self._remaining is not None and self._remaining <= CLOSE + 2 * (self.shortest or 0)
+        if self._remaining is not None:
+            self._remaining -= 1
+        return self._begun().accept(token, self._remaining if near else None)
 
 
-def _check_length(text: str, what: str) -> None:
+def _check_length(text: str, name: str) -> None:
     if len(text) > MOST_CHARACTERS:
-        raise DiffbitError(f"the {what} has {len(text):,} characters, wanted at most {MOST_CHARACTERS:,}")
+        raise DiffbitError(f"the {name} has {len(text):,} characters, wanted at most {MOST_CHARACTERS:,}")

@@ -43,7 +43,7 @@ class Driver:
         return 10 * major.value + minor.value
 
     def used_memory(self) -> int:
-        """Bytes of GPU memory in use by all processes. Creates this process's CUDA context first."""
+        """Return the bytes of GPU memory that all processes use. Creates this process's CUDA context first."""
         context, free, total = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._device)  # ONNX Runtime uses the same
         self._call("cuCtxSetCurrent", context)

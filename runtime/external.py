@@ -51,7 +51,7 @@ def check_external(artifact: Artifact) -> None:
 
 
 def external_locations(path: Path) -> set[str]:
-    """The locations of an ONNX file's external tensors. Raises DiffbitError if it is not an ONNX model."""
+    """Return the locations of an ONNX file's external tensors. Raises DiffbitError if it is not an ONNX model."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return set(_locations(data, 0, len(data), "model", 0))
@@ -60,7 +60,8 @@ def external_locations(path: Path) -> set[str]:
 
 
 def with_inputs(model: bytes, names: Iterable[str]) -> bytes:
-    """The model with its initializers `names` (int64, of one dimension) as inputs, too, whose values are the default.
+    """Return the model with the initializers `names` (int64, of one dimension) as inputs, too; their values become
+    defaults.
 
     A model with such inputs in its file would do the same; but then ONNX Runtime prints a warning about each of them,
     wherever the file is opened.
@@ -74,16 +75,16 @@ def with_inputs(model: bytes, names: Iterable[str]) -> bytes:
 
 
 def _field(number: int, value: bytes) -> bytes:
-    """A field with at most 127 bytes."""
+    """Return a field with at most 127 bytes."""
     assert len(value) < 128
     return bytes([number << 3 | BYTES, len(value)]) + value
 
 
-def _locations(data: mmap.mmap, at: int, end: int, message: str, depth: int) -> Iterator[str]:
+def _locations(data: mmap.mmap, position: int, end: int, message: str, depth: int) -> Iterator[str]:
     if depth > MOST_DEPTH:
         raise ValueError(f"messages more than {MOST_DEPTH} deep")
     inner = FIELDS[message]
-    for number, begin, stop in _fields(data, at, end):
+    for number, begin, stop in _fields(data, position, end):
         name = inner.get(number)
         if name == "entry":
             yield from _entry(data, begin, stop)
@@ -91,11 +92,11 @@ def _locations(data: mmap.mmap, at: int, end: int, message: str, depth: int) -> 
             yield from _locations(data, begin, stop, name, depth + 1)
 
 
-def _entry(data: mmap.mmap, at: int, end: int) -> Iterator[str]:
-    """The value of a StringStringEntryProto with the key "location"; every value, if the field is repeated."""
+def _entry(data: mmap.mmap, position: int, end: int) -> Iterator[str]:
+    """Return the value of a StringStringEntryProto with the key "location"; every value, if the field is repeated."""
     keys: list[bytes] = []
     values: list[bytes] = []
-    for number, begin, stop in _fields(data, at, end):
+    for number, begin, stop in _fields(data, position, end):
         if number in (1, 2):
             (keys if number == 1 else values).append(data[begin:stop])
     if KEY in keys:
@@ -103,35 +104,35 @@ def _entry(data: mmap.mmap, at: int, end: int) -> Iterator[str]:
             yield value.decode("utf-8")
 
 
-def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """(number, begin, end) of each length-delimited field; numeric fields are skipped."""
-    while at < end:
-        tag, at = _varint(data, at, end)
+def _fields(data: mmap.mmap, position: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Return (number, begin, end) of each length-delimited field; numeric fields are skipped."""
+    while position < end:
+        tag, position = _varint(data, position, end)
         kind = tag & 7
         if kind == VARINT:
-            _, at = _varint(data, at, end)
+            _, position = _varint(data, position, end)
             continue
         size = 8 if kind == EIGHT else 4
         if kind == BYTES:
-            size, at = _varint(data, at, end)
+            size, position = _varint(data, position, end)
         elif kind not in (EIGHT, FOUR):
-            raise ValueError(f"a field of type {kind} at byte {at}")
-        if size > end - at:
-            raise ValueError(f"a field of {size} bytes at byte {at} that ends at byte {end}")
+            raise ValueError(f"a field of type {kind} at byte {position}")
+        if size > end - position:
+            raise ValueError(f"a field of {size} bytes at byte {position} that ends at byte {end}")
         if kind == BYTES:
-            yield tag >> 3, at, at + size
-        at += size
+            yield tag >> 3, position, position + size
+        position += size
 
 
-def _varint(data: mmap.mmap, at: int, end: int) -> tuple[int, int]:
-    if at < end and data[at] < 128:  # nearly always
-        return data[at], at + 1
+def _varint(data: mmap.mmap, position: int, end: int) -> tuple[int, int]:
+    if position < end and data[position] < 128:  # nearly always
+        return data[position], position + 1
     value = shift = 0
-    while at < end and shift < 70:
-        byte = data[at]
-        at += 1
+    while position < end and shift < 70:
+        byte = data[position]
+        position += 1
         value |= (byte & 127) << shift
         if byte < 128:
-            return value, at
+            return value, position
         shift += 7
-    raise ValueError(f"a number at byte {at} without an end")
+    raise ValueError(f"a number at byte {position} without an end")

@@ -42,7 +42,7 @@ class Generation:
     total_s: float
 
     def summary(self) -> str:
-        """The tokens, latency and speed in words."""
+        """Return the tokens, latency and speed in words."""
         cached = f", {self.cached_tokens} of them cached" if self.cached_tokens else ""
         first = self.time_to_first_token_s
         after = f", first token after {1000 * first:.0f} ms" if first is not None else ""
@@ -68,7 +68,7 @@ class Pieces(Iterator[str]):
             raise StopIteration from None
 
     def result(self) -> Generation:
-        """Generate what is left of the text, and return the whole with its tokens, times and the reason for its end."""
+        """Generate the rest of the text, and return all of it with its tokens, times and the reason for its end."""
         for _ in self:
             pass
         if self._result is None:
@@ -222,7 +222,8 @@ def _generated(
 
 
 def _prompt_ids(session: Session, tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
-    """The prompt's token ids; bos for an empty prompt. Raises DiffbitError if the prompt does not fit the context."""
+    """Return the prompt's token ids; bos for an empty prompt. Raises DiffbitError if the prompt does not fit the
+    context."""
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
     if not ids:
         if session.artifact.bos_token_id is None:
@@ -242,27 +243,27 @@ class TextOutput:
         self._stop, self._on_text = stop, on_text
         self.text = ""
         self.stopped = False  # whether a stop string was found
-        self._given = 0  # number of characters that are final
+        self._passed = 0  # number of characters that are final
 
     def push(self, text: str, last: bool = False) -> bool:
         """Add text; return whether a stop string was found."""
         if self.stopped:
             return True
         self.text += text
-        stops = [at for stop in self._stop if (at := self.text.find(stop, self._given)) >= 0]
+        stops = [position for stop in self._stop if (position := self.text.find(stop, self._passed)) >= 0]
         end = len(self.text)
         if stops:
             self.text, self.stopped = self.text[: min(stops)], True
             end = len(self.text)
         elif not last:
-            pending = self.text[self._given :]  # what was given begins none
+            pending = self.text[self._passed :]  # what was given begins none
             end -= max((_overlap(pending, stop) for stop in self._stop), default=0)
-        new, self._given = self.text[self._given : end], end
+        new, self._passed = self.text[self._passed : end], end
         if new and self._on_text is not None:
             self._on_text(new)
         return self.stopped
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    """Return length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -69,7 +69,7 @@ def main() -> None:
     except BaseException as error:  # a panic of Rust is one
         vocabulary = one_line(error)
     threading.stack_size(STACK)
-    host = threading.Thread(target=_host, args=(control, lambda asked: _grammar(asked, vocabulary)))
+    host = threading.Thread(target=_host, args=(control, lambda connection: _grammar(connection, vocabulary)))
     host.start()
     host.join()
 
@@ -79,7 +79,7 @@ def send(connection: socket.socket, data: bytes) -> None:
 
 
 def receive(connection: socket.socket) -> bytes:
-    """A message. Raises EOFError where the other side is closed."""
+    """Return a message. Raises EOFError where the other side is closed."""
     (size,) = struct.unpack("<I", _exactly(connection, 4))
     if size > MOST_MESSAGE:
         raise EOFError
@@ -118,38 +118,38 @@ def _host(control: socket.socket, child: Callable[[socket.socket], None]) -> Non
             os.close(file)
 
 
-def _grammar(asked: socket.socket, vocabulary: Vocabulary | str) -> None:
-    """In the second generation: compile a grammar, then fork for each of its texts."""
-    request = json.loads(receive(asked))
+def _grammar(connection: socket.socket, vocabulary: Vocabulary | str) -> None:
+    """Compile a grammar in the second generation, then fork for each of its texts."""
+    request = json.loads(receive(connection))
     if isinstance(vocabulary, str):
-        send(asked, json.dumps({"error": vocabulary, "place": "tokenizer"}).encode())
+        send(connection, json.dumps({"error": vocabulary, "place": "tokenizer"}).encode())
         return
     before = _memory()
     _limit_memory(MEMORY)
-    made: list[Grammar] = []
+    grammars: list[Grammar] = []
 
     def work() -> None:
         with suppress(AttributeError, OSError):  # others go first; a thread's own on Linux alone
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         try:
-            made.append(Grammar(vocabulary, request["kind"], request["text"], request.get("marker")))
-            answer: dict[str, Any] = {"shortest": made[0].shortest, "bytes": max(0, _memory() - before)}
+            grammars.append(Grammar(vocabulary, request["kind"], request["text"], request.get("marker")))
+            answer: dict[str, Any] = {"shortest": grammars[0].shortest, "bytes": max(0, _memory() - before)}
         except ValueError as error:
             answer = {"error": one_line(error)}
-            send(asked, json.dumps(answer).encode())  # finding the place may take too long
+            send(connection, json.dumps(answer).encode())  # finding the place may take too long
             answer["place"] = place_of(vocabulary, request["text"]) if request["kind"] == "schema" else None
         except MemoryError:
             return
         signal.setitimer(signal.ITIMER_PROF, 0)
-        send(asked, json.dumps(answer).encode())
+        send(connection, json.dumps(answer).encode())
 
     threading.Thread(target=work, daemon=True).start()
-    _host(asked, lambda connection: _text(connection, made[0]))
+    _host(connection, lambda connection: _text(connection, grammars[0]))
 
 
 def _text(connection: socket.socket, grammar: Grammar) -> None:
-    """In the third generation: follow a text."""
+    """Follow a text in the third generation."""
     _limit_memory(TEXT_MEMORY)
     text = Text(grammar)
     while True:
@@ -160,15 +160,15 @@ def _text(connection: socket.socket, grammar: Grammar) -> None:
             send(connection, ERROR + str(error).encode())
             return
         signal.setitimer(signal.ITIMER_PROF, 0)
-        token, left = ASKED.unpack(receive(connection))
+        token, remaining = ASKED.unpack(receive(connection))
         signal.setitimer(signal.ITIMER_PROF, STEP_SECONDS)
-        chosen = text.accept(token, None if left < 0 else left)
-        if left >= 0:
+        chosen = text.accept(token, None if remaining < 0 else remaining)
+        if remaining >= 0:
             send(connection, TOKEN + struct.pack("<q", chosen))
 
 
 def _memory() -> int:
-    """Bytes of this process's own resident memory; 0 where the system does not say."""
+    """Return the bytes of this process's own resident memory; 0 where the system does not say."""
     with suppress(OSError, ValueError), open("/proc/self/statm") as file:
         _, resident, shared, *_ = map(int, file.read().split())
         return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
@@ -184,14 +184,14 @@ def _limit_memory(more: int) -> None:
 def _limit(name: str, limit: int) -> None:
     import resource
 
-    which = getattr(resource, name)
-    hard = resource.getrlimit(which)[1]
+    resource_id = getattr(resource, name)
+    hard = resource.getrlimit(resource_id)[1]
     if name == "RLIMIT_AS" or hard == resource.RLIM_INFINITY or hard > limit:  # a text may have less than its grammar
-        resource.setrlimit(which, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+        resource.setrlimit(resource_id, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 def one_line(message: object) -> str:
-    """A message of llguidance as part of a sentence."""
+    """Return a message of llguidance as part of a sentence."""
     return " ".join(str(message).split())[:300]
 
 
@@ -206,9 +206,9 @@ class Vocabulary:
         self.to_lark: Any = llguidance.grammar_from
         self.limits: Any = llguidance.LLParserLimits(max_lexer_states=MOST_STATES, verbose_errors=False)
         characters = [chr(code) for code in range(32, 127)]
-        others = [one for one in characters if one not in CLOSING + OPENING]
-        singles = [(one, self.known.greedy_tokenize(one)) for one in (*CLOSING, *others, *OPENING)]
-        self.closing = [ids[0] for one, ids in singles if self.known.decode_bytes(ids[:1]) == one.encode()]
+        rest = [character for character in characters if character not in CLOSING + OPENING]
+        singles = [(character, self.known.greedy_tokenize(character)) for character in (*CLOSING, *rest, *OPENING)]
+        self.closing = [ids[0] for character, ids in singles if self.known.decode_bytes(ids[:1]) == character.encode()]
         # Tokens that may have the end of a key in them, by the number of their quotation marks; and those that may lead
         # to the next key
         self.quotes: dict[int, list[tuple[int, bytes]]] = {1: [], 2: [], 3: []}
@@ -223,7 +223,7 @@ class Vocabulary:
             self.written.setdefault(data, []).append(token)
 
     def compiled(self, kind: str, text: str) -> Any:
-        """A matcher at the beginning of a text. Raises ValueError for a grammar that is wrong."""
+        """Return a matcher at the beginning of a text. Raises ValueError for a grammar that is wrong."""
         if kind == "schema":
             grammar = self.matcher.grammar_from_json_schema(text, overrides=STYLE)
         else:
@@ -261,7 +261,7 @@ class Keys:
     escaped: bool = False
 
     def after(self, data: bytes) -> Keys | None:
-        """After more bytes; None if an object would have a key twice."""
+        """Return the keys after more bytes; None if an object would have a key twice."""
         objects, at_key, string, escaped = list(self.objects), self.at_key, self.string, self.escaped
         for byte in data:
             if string is not None:
@@ -290,7 +290,7 @@ class Keys:
 
     @property
     def used(self) -> Collection[str]:
-        """The keys of the innermost object."""
+        """Return the keys of the innermost object."""
         return (self.objects[-1] or ()) if self.objects else ()
 
     @property
@@ -317,7 +317,8 @@ class Text:
         self._way: list[int] | None = None  # tokens that lead to the end, once the limit is near
 
     def mask(self) -> bytes:
-        """A bit for each token: whether it may come next. Raises ValueError if the grammar is too complex for that."""
+        """Return a bit for each token: whether it may come next. Raises ValueError if the grammar is too complex for
+        that."""
         mask = self._now.compute_bitmask()
         if not self._now.is_error() and self._keys is not None:
             mask = self._without_keys_twice(bytearray(mask), self._keys)
@@ -325,17 +326,18 @@ class Text:
             raise ValueError(one_line(self._now.get_error()))
         return bytes(mask)
 
-    def accept(self, token: int, left: int | None) -> int:
-        """Go on with a token -> that token, or the one that leads to the end where `left` more leave no room."""
-        if left is not None:
-            token = self._in_time(token, left)
+    def accept(self, token: int, remaining: int | None) -> int:
+        """Continue with a token, or with one that leads to the end where `remaining` more leave no room; return
+        which."""
+        if remaining is not None:
+            token = self._in_time(token, remaining)
         self._now.consume_token(token)
         self._keys = self._after(self._keys, [token])
         return token
 
-    def ending(self, most: int, seconds: float = ENDING_SECONDS) -> list[int] | None:
-        """At most `most` tokens that lead to an end of the text, None if none are found."""
-        return self._ending(self._now, self._keys, most, seconds)
+    def ending(self, limit: int, seconds: float = ENDING_SECONDS) -> list[int] | None:
+        """Return at most `limit` tokens that lead to an end of the text, None if none are found."""
+        return self._ending(self._now, self._keys, limit, seconds)
 
     def _after(self, keys: Keys | None, tokens: Sequence[int]) -> Keys | None:
         data = bytes(self._vocabulary.known.decode_bytes(list(tokens)))
@@ -362,14 +364,14 @@ class Text:
         return mask
 
     def _leading_to_used(self, keys: Keys) -> Iterator[tuple[int, bytes]]:
-        """Tokens after which an unfinished key may be the beginning of one that is there already."""
+        """Return tokens after which an unfinished key may be the beginning of one that is there already."""
         if not keys.in_key:
             yield from self._vocabulary.commas
             return
         before = keys.string
-        for one in keys.used:
-            whole = json.dumps(one, ensure_ascii=False).encode()
-            rest = whole if before is None else whole[1 + len(before) :] if whole[1:].startswith(before) else b""
+        for key in keys.used:
+            text = json.dumps(key, ensure_ascii=False).encode()
+            rest = text if before is None else text[1 + len(before) :] if text[1:].startswith(before) else b""
             for end in range(1, len(rest)):
                 yield from ((token, rest[:end]) for token in self._vocabulary.written.get(rest[:end], ()))
 
@@ -379,7 +381,7 @@ class Text:
         if after is None or not after.in_key:
             return after is not None
         if after.string is not None and not any(
-            json.dumps(one, ensure_ascii=False).encode()[1:].startswith(after.string) for one in after.used
+            json.dumps(key, ensure_ascii=False).encode()[1:].startswith(after.string) for key in after.used
         ):
             return True
         matcher = self._now.deep_copy()
@@ -402,34 +404,35 @@ class Text:
                 keys = after
             if not keys.in_key:
                 return True
-            found = []
+            candidates = []
             for token in known.closing:
                 if matcher.validate_tokens([token]):
                     after = keys.after(known.known.decode_bytes([token]))
                     if after is not None and not after.in_key:
                         return True
                     if after is not None:
-                        found.append((token, after))
-            for token, after in reversed(found):
-                other = matcher.deep_copy()
-                other.consume_token(token)
-                open_.append((other, after))
+                        candidates.append((token, after))
+            for token, after in reversed(candidates):
+                branch = matcher.deep_copy()
+                branch.consume_token(token)
+                open_.append((branch, after))
         return True
 
-    def _in_time(self, token: int, left: int) -> int:
-        """The token if a text that goes on with it can end in time: `left` more tokens, the end token among them."""
+    def _in_time(self, token: int, remaining: int) -> int:
+        """Return the token if a text that goes on with it can end within `remaining` more tokens, else one that leads
+        to the end."""
         ends = self._vocabulary.known.eos_tokens
-        way = self._ending(self._now, self._keys, left) if self._way is None else self._way
+        way = self._ending(self._now, self._keys, remaining) if self._way is None else self._way
         if token in ends or way is None:
             return token
         after = self._now.deep_copy()
         after.consume_token(token)
-        self._way = self._ending(after, self._after(self._keys, [token]), left - 1)
+        self._way = self._ending(after, self._after(self._keys, [token]), remaining - 1)
         if self._way is None:  # the way found before is long enough: the search may find a longer one from here
             token, *self._way = way or ends
         return token
 
-    def _ending(self, matcher: Any, keys: Keys | None, most: int, seconds: float = ENDING_SECONDS) -> list[int] | None:
+    def _ending(self, matcher: Any, keys: Keys | None, limit: int, seconds: float = ENDING_SECONDS) -> list[int] | None:
         matcher, known = matcher.deep_copy(), self._vocabulary.known
         tokens: list[int] = []
         used = Counter[int]()
@@ -438,13 +441,13 @@ class Text:
             following = known.greedy_tokenize(matcher.compute_ff_bytes().decode(errors="ignore"))
             if not self._fits(matcher, keys, following):
                 following = self._single(matcher, keys, used)
-            if not following or len(tokens) + len(following) > most or not matcher.consume_tokens(following):
+            if not following or len(tokens) + len(following) > limit or not matcher.consume_tokens(following):
                 return None
             if process_time() > until:
                 return None
             keys = None if keys is None else keys.after(known.decode_bytes(following))
             tokens += following
-        return tokens if len(tokens) <= most else None
+        return tokens if len(tokens) <= limit else None
 
     def _fits(self, matcher: Any, keys: Keys | None, tokens: Sequence[int]) -> bool:
         if not tokens or matcher.validate_tokens(tokens) < len(tokens):
@@ -452,8 +455,8 @@ class Text:
         return keys is None or keys.after(self._vocabulary.known.decode_bytes(tokens)) is not None
 
     def _single(self, matcher: Any, keys: Keys | None, used: Counter[int]) -> list[int]:
-        """What ends a text soonest: a character that closes something, the end of a text that a pattern wants, or
-        another character. Of those that a pattern repeats, each has its turn."""
+        """Return what ends a text soonest: a character that closes something, the end of a text that a pattern
+        requires, or another character. Characters that a pattern repeats take turns."""
         closing, known = self._vocabulary.closing, self._vocabulary.known
         ends = [known.greedy_tokenize(witness) for witness in self._grammar.witnesses]
         # a quotation mark closes a string, in which the other closers are characters like any
@@ -467,7 +470,8 @@ class Text:
 
 
 def _witnesses(schema: str) -> Iterator[str]:
-    """Ends of strings, with their quotation mark, that match patterns and formats of a schema; the shortest first."""
+    """Return ends of strings, with their quotation mark, that match patterns and formats of a schema; the shortest
+    first."""
     texts: dict[str, None] = {}
     for part in _everywhere(json.loads(schema)):
         text = _shortest_match(part["pattern"]) if isinstance(part.get("pattern"), str) else None
@@ -487,7 +491,7 @@ def _everywhere(schema: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _shortest_match(pattern: str) -> str | None:
-    """A short text in which a regular expression is found; None if this is not known."""
+    """Return a short text in which a regular expression is found; None if this is not known."""
     try:  # not public: another Python may not have it
         import re._compiler as compiler  # type: ignore[import-not-found]
 
@@ -520,7 +524,8 @@ def _shortest_match(pattern: str) -> str | None:
 
 
 def place_of(vocabulary: Vocabulary, text: str) -> list[str]:
-    """[place, problem] of the innermost part of a schema that cannot be compiled, as far as it is found in time."""
+    """Return [place, problem] of the innermost part of a schema that cannot be compiled, as far as it is found in
+    time."""
     schema = json.loads(text)
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     until = process_time() + PROBLEM_SECONDS
@@ -533,17 +538,17 @@ def place_of(vocabulary: Vocabulary, text: str) -> list[str]:
         return ""
 
     def problems(part: Mapping[str, Any], place: str) -> Iterator[tuple[str, str]]:
-        if process_time() < until and (found := problem(part)):
-            yield place, found
+        if process_time() < until and (sentence := problem(part)):
+            yield place, sentence
             for path, inner in parts_of(part):
                 yield from problems(inner, f"{place}/{path}")
 
-    found = islice(problems(schema, "#"), MOST_PROBLEMS)
-    return list(max(found, key=lambda one: one[0].count("/"), default=()))
+    places = islice(problems(schema, "#"), MOST_PROBLEMS)
+    return list(max(places, key=lambda place: place[0].count("/"), default=()))
 
 
 def parts_of(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(place, schema) of the schemas directly inside one."""
+    """Return (place, schema) of the schemas directly inside one."""
     for key, value in schema.items():
         if key in SUBSCHEMAS and isinstance(value, Mapping):
             named: Sequence[tuple[str, Any]] = [(f"{key}/{name}", part) for name, part in value.items()]

@@ -55,7 +55,7 @@ SIZED_DECIMAL = re.compile(
 
 
 def prepared(schema: Mapping[str, Any], lenient: bool = False) -> dict[str, Any]:
-    """A schema that allows no text which `schema` does not. lenient: leave out what cannot be held.
+    """Return a schema that allows no text which `schema` does not. lenient: leave out what cannot be held.
 
     Raises DiffbitError with the place of a keyword that cannot be held, or of a type that does not exist.
     """
@@ -70,28 +70,28 @@ class _CannotHoldError(Exception):
 
 
 def _schema(schema: Mapping[str, Any], place: str, lenient: bool) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in schema.items():
         where = f"{place}/{key}"
         if key in NAMED and isinstance(value, Mapping):
-            made[key] = {name: _inner(part, f"{where}/{name}", lenient) for name, part in value.items()}
+            result[key] = {name: _inner(part, f"{where}/{name}", lenient) for name, part in value.items()}
         elif key in SEVERAL and isinstance(value, list):
-            made[key] = [_inner(part, f"{where}/{index}", lenient) for index, part in enumerate(value)]
+            result[key] = [_inner(part, f"{where}/{index}", lenient) for index, part in enumerate(value)]
         else:
-            made[key] = _inner(value, where, lenient) if key in ONE else value
+            result[key] = _inner(value, where, lenient) if key in ONE else value
     kinds = schema.get("type", [])
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if kind not in TYPES:
             raise DiffbitError(f"the JSON schema cannot be used at {place}: Invalid type: {kind}")
     for change in (_annotations, _bounds, _values, _pattern, _names):
         try:
-            change(made)
+            change(result)
         except _CannotHoldError as error:
             keyword, why = error.args
             if not lenient:
                 raise DiffbitError(f"the JSON schema cannot be used at {place}/{keyword}: {why}") from None
-            del made[keyword]
-    return made
+            del result[keyword]
+    return result
 
 
 def _inner(part: Any, place: str, lenient: bool) -> Any:
@@ -131,7 +131,7 @@ def _values(schema: dict[str, Any]) -> None:
 
 
 def _exact(keyword: str, value: Any) -> Any:
-    """A JSON value, in which llguidance's numbers are the same."""
+    """Return a JSON value whose numbers llguidance computes exactly."""
     if isinstance(value, Mapping):
         return {key: _exact(keyword, item) for key, item in value.items()}
     if isinstance(value, list):
@@ -140,13 +140,13 @@ def _exact(keyword: str, value: Any) -> Any:
         return value
     inexact = _CannotHoldError(keyword, f"the number {shown(value)} has more digits than llguidance computes with")
     try:
-        whole = int(value)
+        integer = int(value)
     except (OverflowError, ValueError):  # infinite or not a number, which JSON does not have
         raise inexact from None
-    if whole == value:
-        if not LEAST < whole <= MOST or int(float(whole)) != whole:
+    if integer == value:
+        if not LEAST < integer <= MOST or int(float(integer)) != integer:
             raise inexact
-        return whole
+        return integer
     _, digits, power = Decimal(repr(value)).as_tuple()
     if int("".join(map(str, digits))) > EXACT or abs(int(power)) > POWER:
         raise inexact
@@ -158,22 +158,22 @@ def _pattern(schema: dict[str, Any]) -> None:
     if not isinstance(pattern, str) or "(?" not in pattern:
         return
     patterns = _without_look_ahead(pattern)
-    if any(re.search(r"\(\?(<?[=!])", one) for one in patterns):
+    if any(re.search(r"\(\?(<?[=!])", part) for part in patterns):
         raise _CannotHoldError("pattern", "look-ahead and look-behind are supported as (?=...) at the beginning only")
     schema["pattern"], *more = patterns
     if more:
         parts = schema.get("allOf", [])
-        schema["allOf"] = [*(parts if isinstance(parts, list) else []), *({"pattern": one} for one in more)]
+        schema["allOf"] = [*(parts if isinstance(parts, list) else []), *({"pattern": part} for part in more)]
 
 
 def _without_look_ahead(pattern: str) -> list[str]:
-    """Patterns that all match where this one does."""
+    """Return patterns that all match where this one does."""
     if pattern == DECIMAL:
         return [r"^[+-]?\d+(\.\d+)?$"]
     if sized := SIZED_DECIMAL.fullmatch(pattern):
         before, after = map(int, sized.groups())
-        whole = rf"\d{{1,{before}}}" if before else "0"
-        return [rf"^[+-]?{whole}(\.\d{{1,{after}}})?$" if after else rf"^[+-]?{whole}$"]
+        digits = rf"\d{{1,{before}}}" if before else "0"
+        return [rf"^[+-]?{digits}(\.\d{{1,{after}}})?$" if after else rf"^[+-]?{digits}$"]
     if pattern in NARROWER:
         return [NARROWER[pattern]]
     patterns = []
@@ -185,26 +185,26 @@ def _without_look_ahead(pattern: str) -> list[str]:
 
 
 def _closing(pattern: str, begin: int) -> int:
-    """Where the parenthesis at `begin` is closed; 0: nowhere."""
-    depth, in_class, at = 0, False, begin
-    while at < len(pattern):
-        one = pattern[at]
-        if one == "\\":
-            at += 1
+    """Return where the parenthesis at `begin` is closed; 0: nowhere."""
+    depth, in_class, position = 0, False, begin
+    while position < len(pattern):
+        character = pattern[position]
+        if character == "\\":
+            position += 1
         elif in_class:
-            in_class = one != "]"
-        elif one == "[":
+            in_class = character != "]"
+        elif character == "[":
             in_class = True
-        elif one in "()":
-            depth += 1 if one == "(" else -1
+        elif character in "()":
+            depth += 1 if character == "(" else -1
             if not depth:
-                return at
-        at += 1
+                return position
+        position += 1
     return 0
 
 
 def _names(schema: dict[str, Any]) -> None:
-    """propertyNames as properties (enum, const), or as a pattern of the other ones."""
+    """Replace propertyNames by properties (enum, const), or by a pattern of the other ones."""
     names = schema.get("propertyNames")
     if names is None:
         return
@@ -214,7 +214,7 @@ def _names(schema: dict[str, Any]) -> None:
         return
     rule.pop("type", None)
     allows, pattern, listed = _allowed_names(rule)
-    others = schema.get("additionalProperties", True)
+    additional = schema.get("additionalProperties", True)
     if "patternProperties" in schema or names is False or "$ref" in schema:
         raise _CannotHoldError("propertyNames", "they do not go together with patternProperties or a reference")
     properties = schema.get("properties", {})
@@ -222,16 +222,16 @@ def _names(schema: dict[str, Any]) -> None:
         raise _CannotHoldError("properties", f"they are {shown(properties)}, wanted an object")
     properties = {name: part for name, part in properties.items() if allows(name)}
     if listed is not None:
-        if others is not False:
-            properties |= {name: others for name in listed if name not in properties}
-    elif others is not False:
-        schema["patternProperties"] = {pattern: others}
+        if additional is not False:
+            properties |= {name: additional for name in listed if name not in properties}
+    elif additional is not False:
+        schema["patternProperties"] = {pattern: additional}
     schema |= {"properties": properties, "additionalProperties": False}
     del schema["propertyNames"]
 
 
 def _allowed_names(rule: Mapping[str, Any]) -> tuple[Callable[[str], bool], str, list[str] | None]:
-    """Of propertyNames: whether they allow a name, a pattern of them, and all of them if they are listed."""
+    """Return, for propertyNames: whether they allow a name, a pattern of them, and all of them if they are listed."""
     listed = [rule["const"]] if rule.keys() == {"const"} else rule.get("enum") if rule.keys() == {"enum"} else None
     if isinstance(listed, list):
         names = [name for name in listed if isinstance(name, str)]
@@ -242,10 +242,10 @@ def _allowed_names(rule: Mapping[str, Any]) -> tuple[Callable[[str], bool], str,
             return lambda name: re.search(pattern, name) is not None, pattern, None
         except re.error:
             pass
-    least, most = rule.get("minLength", 0), rule.get("maxLength", LONG)
-    if rule.keys() <= {"minLength", "maxLength"} and isinstance(least, int) and isinstance(most, int):
-        within = f"{{{least},{'' if most >= LONG else most}}}"
-        return lambda name: least <= len(name) <= most, rf"^[\s\S]{within}$", None
+    shortest, longest = rule.get("minLength", 0), rule.get("maxLength", LONG)
+    if rule.keys() <= {"minLength", "maxLength"} and isinstance(shortest, int) and isinstance(longest, int):
+        lengths = f"{{{shortest},{'' if longest >= LONG else longest}}}"
+        return lambda name: shortest <= len(name) <= longest, rf"^[\s\S]{lengths}$", None
     raise _CannotHoldError("propertyNames", "supported are enum, const, pattern, and minLength with maxLength")
 
 

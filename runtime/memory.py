@@ -14,7 +14,7 @@ MAPPED = 1 << 20  # bytes from which an array has pages of its own
 
 
 def zeros(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-    """Zeros aligned to a cache line, so no vector load from a row of the KV cache crosses two lines.
+    """Return zeros aligned to a cache line, so no vector load from a row of the KV cache crosses two lines.
 
     The system provides pages when they are first written, so unused context costs no memory. On Linux the pages have
     4 KiB. numpy would ask for pages of 2 MiB, one of which the first token of each head would take: 240 MiB in a model
@@ -31,9 +31,8 @@ def zeros(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
 
 
 def pages(shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Uninitialized memory. From 1 MiB on it is mapped separately and returns to the system when it is freed; glibc
-    would keep it. A prompt's logits take 16 MB for 128 tokens and a vocabulary of 32,000.
-    """
+    """Return uninitialized memory. From 1 MiB on it is mapped separately and returns to the system when it is freed;
+    glibc would keep it. A prompt's logits take 16 MB for 128 tokens and a vocabulary of 32,000."""
     size = 4 * math.prod(shape)
     if size < MAPPED:
         return np.empty(shape, np.float32)

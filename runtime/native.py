@@ -20,7 +20,7 @@ ISA = "DIFFBIT_ISA"  # environment variable that the library reads: the instruct
 
 
 def library() -> Path | None:
-    """Path of the library; None where the package was installed without it. Raises DiffbitError for a wrong
+    """Return path of the library; None where the package was installed without it. Raises DiffbitError for a wrong
     DIFFBIT_LIBRARY."""
     if override := os.environ.get(OVERRIDE):
         if not Path(override).is_file():
@@ -36,29 +36,29 @@ def library() -> Path | None:
 
 
 def instruction_sets() -> list[str]:
-    """Instruction sets that the library can use on this CPU, best first ("avx512vnni", "avx2", ..., "scalar");
-    [] without a library."""
+    """Return the instruction sets that the library can use on this CPU, best first ("avx512vnni", "avx2", ...,
+    "scalar"); [] without a library."""
     return _words(library(), "diffbit_isas")
 
 
 def best_instruction_set() -> str:
-    """The one that the library's kernels use; "" without a library."""
+    """Return the instruction set that the library's kernels use; "" without a library."""
     return os.environ.get(ISA) or next(iter(instruction_sets()), "")
 
 
 def library_for(device: str) -> Path | None:
-    """The library; None if it has no kernels for the device."""
+    """Return the library; None if it has no kernels for the device."""
     return library() if device == "cpu" or (device == "cuda" and cuda_architectures()) else None
 
 
 def cuda_architectures(path: Path | None = None) -> list[str]:
-    """GPU architectures that the library (at `path`) has kernels for, oldest first, such as "90a" for sm_90a; [] if it
-    has none. Newer GPUs also run its kernels if the first has no letter."""
+    """Return GPU architectures that the library (at `path`) has kernels for, oldest first, such as "90a" for sm_90a;
+    [] if it has none. Newer GPUs also run its kernels if the first has no letter."""
     return _words(path or library(), "diffbit_cuda_architectures")
 
 
 def _words(path: Path | None, name: str) -> list[str]:
-    """The words that a function of the library returns; [] where there is none."""
+    """Return the words that a function of the library returns; [] where there is none."""
     function = getattr(ctypes.CDLL(str(path)), name, None) if path else None
     if function is None:
         return []

@@ -91,7 +91,8 @@ class OrtSession(Protocol):
 
 
 def onnxruntime() -> ModuleType:
-    """The onnxruntime module, with telemetry off. Raises DiffbitError with install instructions if it is missing."""
+    """Return the onnxruntime module, with telemetry off. Raises DiffbitError with install instructions if it is
+    missing."""
     # Telemetry writes files to the user's cache and calls Microsoft's servers. A value that the user has set is kept
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     install = "pip install onnxruntime, or 'onnxruntime-gpu[cuda,cudnn]' for an NVIDIA GPU"
@@ -116,7 +117,7 @@ def open_session(
     bfloat16: bool = False,
     inputs: Sequence[str] = (),
 ) -> OrtSession:
-    """An `onnxruntime.InferenceSession` for the file `model` that runs on `device` (devices.py has their names).
+    """Return an `onnxruntime.InferenceSession` for the file `model` that runs on `device` (devices.py has their names).
 
     `threads` is the size of the intra-op pool; None: one per physical core that the process may use. `library` holds
     kernels for diffbit's operators (native.py); without it their bodies run. `bfloat16` is as in SessionOptions.
@@ -182,7 +183,7 @@ def _folder_of_weights(model: Path) -> Iterator[Path]:
 
 
 def _options(ort: ModuleType, threads: int | None, library: Path | None, bfloat16: bool) -> Any:
-    """onnxruntime.SessionOptions, without a provider."""
+    """Return onnxruntime.SessionOptions without a provider."""
     options = ort.SessionOptions()
     options.log_severity_level = 4  # errors arrive as exceptions; warnings are for ONNX Runtime's developers
     options.inter_op_num_threads = 1
@@ -203,7 +204,7 @@ def _options(ort: ModuleType, threads: int | None, library: Path | None, bfloat1
 
 
 def _providers(ort: ModuleType, device: Device, options: Any) -> list[Any] | None:
-    """What to pass as `providers` for a device; None: a plugin has been added to the options instead."""
+    """Return what to pass as `providers` for a device; None: a plugin has been added to the options instead."""
     if device.provider == CPU:
         return [CPU]
     if device.plugin is not None and find_spec(device.plugin) is not None:
@@ -220,17 +221,17 @@ def _providers(ort: ModuleType, device: Device, options: Any) -> list[Any] | Non
 
 
 def _plugin_devices(ort: ModuleType, provider: str) -> list[Any]:
-    """The devices (onnxruntime.OrtEpDevice) of a provider whose plugin has been registered."""
+    """Return the devices (onnxruntime.OrtEpDevice) of a provider whose plugin has been registered."""
     devices: list[Any] = getattr(ort, "get_ep_devices", list)()
-    return [one for one in devices if one.ep_name == provider and "library_path" in one.ep_metadata]
+    return [device for device in devices if device.ep_name == provider and "library_path" in device.ep_metadata]
 
 
 def _plugin_device(ort: ModuleType, device: Device) -> Any:
-    """The plugin's device. Raises DiffbitError if it has none here."""
+    """Return the plugin's device. Raises DiffbitError if it has none here."""
     if not _plugin_devices(ort, device.provider):
         _register(device.provider, str(device.plugin))
-    for one in _plugin_devices(ort, device.provider):
-        return one
+    for entry in _plugin_devices(ort, device.provider):
+        return entry
     raise DiffbitError(_cannot_start(ort, device, device.needs))
 
 
@@ -250,12 +251,12 @@ def _register(provider: str, plugin: str) -> None:
 def computes_on_cpu(device: str) -> bool:
     """Whether a session on this GPU runs on a driver that computes on the CPU, such as SwiftShader."""
     row, ort = device_of(device), onnxruntime()
-    kinds = {one.device.type for one in _plugin_devices(ort, row.provider)} if row.memory != "cpu" else set()
+    kinds = {entry.device.type for entry in _plugin_devices(ort, row.provider)} if row.memory != "cpu" else set()
     return bool(kinds) and kinds == {ort.OrtHardwareDeviceType.CPU}
 
 
 def node_counts(session: OrtSession) -> dict[str, dict[str, int]]:
-    """{provider: {operator: nodes}}: what ONNX Runtime placed where; empty if it (< 1.24) does not report it."""
+    """Return {provider: {operator: nodes}}: what ONNX Runtime placed where; empty if it (< 1.24) does not report it."""
     counts: dict[str, Counter[str]] = {}
     for part in getattr(session, "get_provider_graph_assignment_info", list)():
         counts.setdefault(part.ep_name, Counter()).update(node.op_type for node in part.get_nodes())
@@ -273,7 +274,7 @@ def placement(nodes: dict[str, dict[str, int]]) -> str:
 
 
 def _on_cpu(device: Device, nodes: dict[str, dict[str, int]]) -> list[str]:
-    """The operators on the CPU that should run on the device."""
+    """Return the operators on the CPU that should run on the device."""
     operators = nodes.get(CPU, {}).keys()
     stray = {"any": set[str](), "no products": operators & COMPUTE, "shapes": operators - SHAPES}[device.on_cpu]
     return sorted(stray)
@@ -312,7 +313,7 @@ def _cannot_start(ort: ModuleType, device: Device, why: str) -> str:
 
 
 def _why_not(ort: ModuleType, device: Device, error: str) -> str | None:
-    """Why a session's device cannot start; None if the error is about the model."""
+    """Say why a session's device cannot start; None if the error is about the model."""
     if device.name == "cuda" and "CUDA" in error:
         return why_no_cuda(ort)
     if device.name == "webgpu" and "adapter" in error:
@@ -326,7 +327,7 @@ def _why_not(ort: ModuleType, device: Device, error: str) -> str | None:
 
 
 def why_no_cuda(ort: ModuleType) -> str | None:
-    """Why the CUDAExecutionProvider cannot start: a missing library, or the driver's message. None if the reason is
+    """Say why the CUDAExecutionProvider cannot start: a missing library, or the driver's message. None if the reason is
     another one, and on systems other than Linux.
 
     ONNX Runtime itself writes the reason only to its log.

@@ -58,20 +58,20 @@ def main() -> None:
 
 
 def names(source: str) -> list[str]:
-    """The variables that a template reads and does not set."""
+    """Return the variables that a template reads and does not set."""
     from jinja2.meta import find_undeclared_variables
 
     return sorted(find_undeclared_variables(environment().parse(source)))
 
 
 def compiled(source: str) -> jinja2.Template:
-    """A template in the environment of transformers."""
+    """Return a template in the environment of transformers."""
     return environment().from_string(source)
 
 
 @cache
 def environment() -> jinja2.Environment:
-    """Jinja's sandbox with what transformers adds to it."""
+    """Return Jinja's sandbox with what transformers adds to it."""
     import jinja2
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
@@ -96,14 +96,16 @@ def environment() -> jinja2.Environment:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        """Unlike Jinja's own filter, this one does not escape HTML characters."""
+        """Return JSON, without the escapes of HTML characters that Jinja's own filter writes."""
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
-    made.filters["tojson"] = tojson
-    made.globals["raise_exception"] = raise_exception
-    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return made
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
 
 
 def _limit(name: str, limit: int) -> None:
@@ -111,10 +113,10 @@ def _limit(name: str, limit: int) -> None:
         import resource
     except ModuleNotFoundError:  # Windows
         return
-    which = getattr(resource, name)
-    hard = resource.getrlimit(which)[1]
+    resource_id = getattr(resource, name)
+    hard = resource.getrlimit(resource_id)[1]
     if hard == resource.RLIM_INFINITY or hard > limit:
-        resource.setrlimit(which, (limit, hard))
+        resource.setrlimit(resource_id, (limit, hard))
 
 
 if __name__ == "__main__":

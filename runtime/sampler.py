@@ -44,9 +44,9 @@ class Sampler:
     """
 
     def __init__(
-        self, temperature: float | Sampling = 0.0, *, constraint: Constraint | None = None, **others: Any
+        self, temperature: float | Sampling = 0.0, *, constraint: Constraint | None = None, **options: Any
     ) -> None:
-        self.sampling = temperature if isinstance(temperature, Sampling) else Sampling(temperature, **others)
+        self.sampling = temperature if isinstance(temperature, Sampling) else Sampling(temperature, **options)
         self.constraint = constraint
         self._random = np.random.default_rng(self.sampling.seed)
         bias = self.sampling.logit_bias
@@ -56,25 +56,25 @@ class Sampler:
 
     @classmethod
     def of(cls, artifact: Artifact, *, constraint: Constraint | None = None, **changes: Any) -> Sampler:
-        """The sampler of the model's generation_config.json; `changes` that are not None override it."""
+        """Return the sampler of the model's generation_config.json; `changes` that are not None override it."""
         settings = read_json(artifact.file(GENERATION)) if GENERATION in artifact.files else {}
         Sampling(**{name: value for name, value in changes.items() if value is not None})  # an error without the file
         with located(artifact.path / GENERATION):
             return cls(Sampling.of_model(settings, **changes), constraint=constraint)
 
     def another(self, index: int) -> Sampler:
-        """The same sampler for another answer, whose seed is larger by `index`."""
-        other = copy(self)
+        """Return the same sampler for another answer, whose seed is larger by `index`."""
+        sampler = copy(self)
         seed = self.sampling.seed
-        other._random = np.random.default_rng(None if seed is None else seed + index)
-        other.constraint = None if self.constraint is None else self.constraint.copy()
-        return other
+        sampler._random = np.random.default_rng(None if seed is None else seed + index)
+        sampler.constraint = None if self.constraint is None else self.constraint.copy()
+        return sampler
 
-    def start(self, prompt_tokens: int, most: int | None = None) -> None:
-        """Begin a text whose first tokens are its prompt, and that continues by at most `most` tokens."""
+    def start(self, prompt_tokens: int, limit: int | None = None) -> None:
+        """Begin a text whose first tokens are its prompt, and that continues by at most `limit` tokens."""
         self._prompt = prompt_tokens
         if self.constraint is not None:
-            self.constraint.start(most)
+            self.constraint.start(limit)
 
     def is_ready(self) -> bool:
         """Whether a call would choose at once: the constraint has computed which tokens may come next."""
@@ -94,7 +94,7 @@ class Sampler:
         return self.constraint.accept(int(allowed[self._chosen(logits[allowed])]))
 
     def _chosen(self, logits: NDArray[np.floating]) -> int:
-        """The index of the logit that is chosen."""
+        """Return the index of the logit that is chosen."""
         if self.sampling.temperature == 0:
             return int(logits.argmax())
         tokens, probabilities = self.distribution(logits)
@@ -113,15 +113,16 @@ class Sampler:
             if self._biased[-1] >= len(logits):
                 raise DiffbitError(f"logit_bias has token {self._biased[-1]}, wanted an id of the {len(logits)} tokens")
             logits[self._biased] += self._biases
-        seen = np.unique(token_ids)
-        values = logits[seen]
-        logits[seen] = np.where(values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty)
+        tokens, penalty = np.unique(token_ids), sampling.repetition_penalty
+        values = logits[tokens]
+        logits[tokens] = np.where(values > 0, values / penalty, values * penalty)
         generated, times = np.unique(token_ids[self._prompt :], return_counts=True)
         logits[generated] -= frequency * times + presence
         return logits
 
     def distribution(self, logits: NDArray[np.floating]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Candidate token ids and their probabilities (sum 1), without bias and penalties; the temperature is not 0."""
+        """Return candidate token ids and their probabilities (sum 1), without bias and penalties; the temperature is
+        not 0."""
         tokens = np.arange(len(logits), dtype=np.int64)
         if 0 < self.sampling.top_k < len(logits):
             tokens = _largest(logits, self.sampling.top_k)
@@ -132,17 +133,17 @@ class Sampler:
             probabilities = np.exp(shifted / self.sampling.temperature)
         probabilities /= probabilities.sum()
         if self.sampling.top_p < 1:
-            kept = _nucleus(probabilities, self.sampling.top_p)
-            tokens, probabilities = tokens[kept], probabilities[kept]
+            indices = _nucleus(probabilities, self.sampling.top_p)
+            tokens, probabilities = tokens[indices], probabilities[indices]
             probabilities /= probabilities.sum()
         if self.sampling.min_p:
-            kept = np.flatnonzero(probabilities >= self.sampling.min_p * probabilities.max())
-            tokens, probabilities = tokens[kept], probabilities[kept] / probabilities[kept].sum()
+            indices = np.flatnonzero(probabilities >= self.sampling.min_p * probabilities.max())
+            tokens, probabilities = tokens[indices], probabilities[indices] / probabilities[indices].sum()
         return tokens, probabilities
 
 
 def _largest(logits: NDArray[np.floating], count: int) -> NDArray[np.int64]:
-    """Ids of the `count` largest logits, ascending; among equal logits the lower ids."""
+    """Return ids of the `count` largest logits, ascending; among equal logits the lower ids."""
     limit = np.partition(logits, -count)[-count]
     above = np.flatnonzero(logits > limit)
     equal = np.flatnonzero(logits == limit)[: count - len(above)]
@@ -150,7 +151,7 @@ def _largest(logits: NDArray[np.floating], count: int) -> NDArray[np.int64]:
 
 
 def _nucleus(probabilities: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
-    """Indices of the smallest set of largest probabilities that add up to at least `top_p`."""
+    """Return indices of the smallest set of largest probabilities that add up to at least `top_p`."""
     # All entries below (1 - p) / n add up to less than 1 - p, so the set lies among the others: sort only those
     candidates = np.flatnonzero(probabilities >= (1 - top_p) / len(probabilities))
     order = candidates[np.argsort(-probabilities[candidates], kind="stable")]

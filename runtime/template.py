@@ -77,7 +77,8 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, model: Artifact | str | Path, file: str | Path | None = None) -> ChatTemplate:
-        """The template of an artifact or a checkpoint folder, or the one in `file`, with the model's special tokens.
+        """Return the template of an artifact or a checkpoint folder, or the one in `file`, with the model's special
+        tokens.
 
         Raises NoTemplate if the model has none, DiffbitError if it cannot be read.
         """
@@ -115,9 +116,9 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation. `add_generation_prompt` appends the beginning of the model's answer. `tools`:
-        functions that the model may call, as in OpenAI's interface. `variables`: further ones that the template reads,
-        such as enable_thinking.
+        """Return the text of a conversation. `add_generation_prompt` appends the beginning of the model's answer.
+        `tools`: functions that the model may call, as in OpenAI's interface. `variables`: more variables for the
+        template, such as enable_thinking.
 
         Raises DiffbitError if the template refuses the conversation, fails, or takes too much time or memory.
         """
@@ -135,7 +136,7 @@ class ChatTemplate:
 
     @property
     def names(self) -> frozenset[str]:
-        """The variables that the template reads, such as messages, tools and enable_thinking."""
+        """Return the variables that the template reads, such as messages, tools and enable_thinking."""
         if self._names is None:
             more = frozenset[str]() if self.with_tools is None else self.with_tools.names
             self._names = more | frozenset(self._answer("names", "cannot be read")["names"])
@@ -147,7 +148,7 @@ class ChatTemplate:
         return "think>" in self.source
 
     def thinking(self, on: bool | None) -> dict[str, bool]:
-        """The variables that turn the model's thinking on or off; none for None.
+        """Return the variables that turn the model's thinking on or off; none for None.
 
         Raises DiffbitError if the template has no such variable, unless the model does not think, and is not to.
         """
@@ -163,12 +164,12 @@ class ChatTemplate:
         return dict.fromkeys(sorted(switches), on)
 
     def end_tokens(self, artifact: Artifact, tokenizer: Tokenizer) -> set[int]:
-        """The tokens that end an answer: the model's, and the tokenizer's eos_token."""
+        """Return the tokens that end an answer: the model's, and the tokenizer's eos_token."""
         eos = tokenizer.token_id(self.special_tokens.get("eos_token", ""))
         return {*artifact.eos_token_ids, *(() if eos is None else (eos,))}
 
     def _answer(self, request: object, failure: str) -> dict[str, Any]:
-        """What the process answers. Raises DiffbitError, with `failure` and the reason, for an error."""
+        """Return what the process answers. Raises DiffbitError, with `failure` and the reason, for an error."""
         with self._lock:
             try:
                 answer = self._ask(json.dumps(request))
@@ -227,7 +228,7 @@ def _kill(process: subprocess.Popen[str], owner: int) -> None:
 
 
 def _file(model: Artifact | str | Path, name: str) -> Path | None:
-    """The path of a file that the artifact lists, or that is in the folder; None if there is none."""
+    """Return the path of a file that the artifact lists, or that is in the folder; None if there is none."""
     if isinstance(model, Artifact):
         return model.file(name) if name in model.files else None
     path = Path(model) / name
@@ -246,7 +247,7 @@ def _text(path: Path) -> str:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """The special tokens in a tokenizer_config.json, given as texts or as {"content": text}."""
+    """Return the special tokens in a tokenizer_config.json, given as texts or as {"content": text}."""
     tokens = {}
     for name in SPECIAL_TOKENS:
         value = config.get(name)

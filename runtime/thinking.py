@@ -46,8 +46,8 @@ class ThinkingReader:
             if end or last:
                 final = thought.rstrip()
             else:  # what may belong to the end is held back: spaces, and the beginning of the tag
-                held = max((count for count in range(1, len(END)) if thought.endswith(END[:count])), default=0)
-                final = thought[: len(thought) - held].rstrip()
+                unfinished = max((count for count in range(1, len(END)) if thought.endswith(END[:count])), default=0)
+                final = thought[: len(thought) - unfinished].rstrip()
             parts += self._part("thinking", final)
             self._pending = after if end else thought[len(final) :]
             if end:

@@ -39,20 +39,21 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, including added ones; a model's embedding may have more rows."""
+        """Return the number of tokens, including added ones; a model's embedding may have more rows."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def as_json(self) -> str:
-        """The tokenizer as text, which other libraries read."""
+        """Return the tokenizer as text, which other libraries read."""
         return str(self._tokenizer.to_str())
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token such as "<|im_end|>"; None if the vocabulary does not have it."""
+        """Return the id of a token such as "<|im_end|>"; None if the vocabulary does not have it."""
         number = self._tokenizer.token_to_id(token)
         return None if number is None else int(number)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with or without the special tokens that the tokenizer adds (often a leading bos)."""
+        """Return token ids of `text`, with or without the special tokens that the tokenizer adds (often a leading
+        bos)."""
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:  # stray bytes in stdin or in arguments become lone surrogates
@@ -65,7 +66,8 @@ class Tokenizer:
             return list(encoding.ids)
 
     def least_tokens(self, text: str) -> int:
-        """A number of tokens that `text` has at least, without encoding it; 0 if this tokenizer's says nothing."""
+        """Return a number of tokens that `text` has at least, without encoding it; 0 if nothing is known of this
+        tokenizer."""
         unit, longest = self._longest_token
         size = len(text.encode(errors="replace")) if unit == "bytes" else len(text)
         return -(-size // longest) if longest else 0
@@ -75,7 +77,7 @@ class Tokenizer:
         return _longest_token(json.loads(self.as_json()))
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of `token_ids`, without special tokens; bytes that form no character become U+FFFD."""
+        """Return the text of `token_ids`, without special tokens; bytes that form no character become U+FFFD."""
         with tokenizer_errors(self.path, "fails to decode tokens"):
             return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
@@ -95,7 +97,7 @@ class TextStream:
         self._returned = len(tokenizer.decode(context).rstrip(REPLACEMENT))
 
     def push(self, token_id: int) -> str:
-        """The text that `token_id` completes; empty while a character is unfinished, and for special tokens."""
+        """Return the text that `token_id` completes; empty while a character is unfinished, and for special tokens."""
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
         end = len(text.rstrip(REPLACEMENT))
@@ -108,7 +110,7 @@ class TextStream:
         return new
 
     def finish(self) -> str:
-        """The remaining text after the last token: U+FFFD for an unfinished character."""
+        """Return the remaining text after the last token: U+FFFD for an unfinished character."""
         text = self._tokenizer.decode(self._window)
         new = text[self._returned :]
         self._returned = len(text)
@@ -116,9 +118,9 @@ class TextStream:
 
 
 def _longest_token(about: Any) -> tuple[str, int]:
-    """How much of a text a token of a tokenizer.json stands for at most: in bytes of a byte-level BPE, in characters of
-    one that falls back to bytes; 0: any length, because it leaves something out or has a token for unknown words.
-    """
+    """Return how much text a token of a tokenizer.json stands for at most: in bytes for a byte-level BPE, in
+    characters for one that falls back to bytes; 0: any length, because it leaves something out or has a token for
+    unknown words."""
     nothing = "bytes", 0
     model, added = about["model"], about["added_tokens"]
     normalizers, before = _parts(about["normalizer"], "normalizers"), _parts(about["pre_tokenizer"], "pretokenizers")
@@ -127,7 +129,7 @@ def _longest_token(about: Any) -> tuple[str, int]:
     alphabet = BYTES if in_bytes else {f"<0x{byte:02X}>" for byte in range(256)}
     if model["type"] != "BPE" or not alphabet <= model["vocab"].keys() or not (in_bytes or model["byte_fallback"]):
         return nothing
-    if kinds - {"NFC", "Replace", "Prepend"} or any(one["lstrip"] or one["rstrip"] for one in added):
+    if kinds - {"NFC", "Replace", "Prepend"} or any(token["lstrip"] or token["rstrip"] for token in added):
         return nothing
     if any(
         part["type"] not in ("ByteLevel", "Split", "Digits") or part.get("behavior") == "Removed" for part in before
@@ -138,12 +140,12 @@ def _longest_token(about: Any) -> tuple[str, int]:
         return nothing
     # a character of a byte-level vocabulary is a byte; NFC makes at most four bytes one
     longest = max(map(len, model["vocab"]))
-    of_added = max((len(one["content"].encode()) for one in added), default=1)
+    of_added = max((len(token["content"].encode()) for token in added), default=1)
     return "bytes" if in_bytes else "characters", max(longest, of_added) * (4 if "NFC" in kinds else 1)
 
 
 def _parts(part: Any, key: str) -> list[Any]:
-    """The steps of a normalizer or pre-tokenizer, which may be a sequence of them."""
+    """Return the steps of a normalizer or pre-tokenizer, which may be a sequence of them."""
     if part is None:
         return []
-    return [one for inner in part[key] for one in _parts(inner, key)] if part["type"] == "Sequence" else [part]
+    return [token for inner in part[key] for token in _parts(inner, key)] if part["type"] == "Sequence" else [part]

@@ -114,8 +114,8 @@ def verify(path: str | Path, options: SessionOptions | None = None, **changes: A
     if prompt:
         session.prefill([prompt])
     logits = session.prefill([[last]])[0]
-    here = logits[list(golden.token_ids)].astype(np.float64)
-    difference = float(np.max(np.abs(here - golden.logits))) / golden.spread
+    device_logits = logits[list(golden.token_ids)].astype(np.float64)
+    difference = float(np.max(np.abs(device_logits - golden.logits))) / golden.spread
     detail = f"max difference {difference:.3g} of the logits' spread, tolerance {golden.tolerance:.3g}"
     checks.append(Check("logits", difference <= golden.tolerance, detail))  # False for NaN too
     expected, likeliest = golden.token_ids[int(np.argmax(golden.logits))], int(logits.argmax())
@@ -138,7 +138,7 @@ def verify(path: str | Path, options: SessionOptions | None = None, **changes: A
 
 
 def _strangers(artifact: Artifact) -> dict[str, str]:
-    """{file name: why it may not be there} of the listed files that no model has."""
+    """Return {file name: why it may not be there} for the listed files that no model has."""
     library = native_library() if artifact.strangers else None
     known = None if library is None else sha256_file(library)
     return {
@@ -149,7 +149,7 @@ def _strangers(artifact: Artifact) -> dict[str, str]:
 
 
 def _longer(session: Session) -> tuple[list[int], int]:
-    """The golden prompt, repeated, as far as the context allows, and how many of its tokens are steps."""
+    """Return the golden prompt, repeated as far as the context allows, and how many of its tokens are steps."""
     count = min(PROMPT + STEPS, session.capacity)
     return np.resize(session.artifact.golden.input_ids, count).tolist(), min(STEPS, count - 1)
 
@@ -158,8 +158,8 @@ def _as_on_cpu(artifact: Artifact, options: SessionOptions, ids: list[int], rows
     """Compare rows [R, V] of logits after the last R of the tokens with the CPU's."""
     golden = artifact.golden
     cpu = Session(artifact, replace(options, device="cpu"))
-    there = cpu.prefill([ids], all_positions=True)[0, -len(rows) :]
-    difference = float(np.sqrt(np.mean((rows - there.astype(np.float64)) ** 2, axis=1)).max()) / golden.spread
+    cpu_logits = cpu.prefill([ids], all_positions=True)[0, -len(rows) :]
+    difference = float(np.sqrt(np.mean((rows - cpu_logits.astype(np.float64)) ** 2, axis=1)).max()) / golden.spread
     detail = (
         f"rms difference {difference:.3g} of the spread over {len(ids)} tokens, tolerance {golden.tolerance / 2:.3g}"
     )
@@ -167,7 +167,8 @@ def _as_on_cpu(artifact: Artifact, options: SessionOptions, ids: list[int], rows
 
 
 def _tokenizer_problem(artifact: Artifact) -> str | None:
-    """What is wrong with the tokenizer, or None. It runs in a separate process, which a malicious file may crash."""
+    """Say what is wrong with the tokenizer, or return None. It runs in a separate process, which a malicious file
+    may crash."""
     file = artifact.file(TOKENIZER)
     request = json.dumps([str(file), artifact.vocab_size])
     try:

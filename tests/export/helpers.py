@@ -112,8 +112,8 @@ class Runner:
             "attention_mask": mask,
             "position_ids": np.maximum(mask.cumsum(1) - 1, 0)[:, past:],
         }
-        kept = {name: onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(x)) for name, x in feeds.items()}
-        for name, value in kept.items():
+        values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(x)) for name, x in feeds.items()}
+        for name, value in values.items():
             binding.bind_ortvalue_input(name, value)
         binding.bind_output("logits")
         for name, value in zip(self.names, self.cache, strict=True):

@@ -64,7 +64,7 @@ def test_diff_v1_holds_the_op_and_its_body(checkpoint_of: Maker) -> None:
 
 
 @pytest.mark.parametrize("attention", ["softmax", "diff_v2"])
-def test_the_others_have_grouped_query_attention_as_the_body(
+def test_plain_attention_has_group_query_attention_as_the_body(
     checkpoint_of: Maker, attention: str, tmp_path: Path
 ) -> None:
     artifact = write_artifact(checkpoint_of(attention))
@@ -91,7 +91,7 @@ def test_more_kinds_of_attention_than_names_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("attention", VARIANTS)
-def test_weights_lie_outside_and_names_say_whose_they_are(checkpoint_of: Maker, attention: str) -> None:
+def test_weights_are_external_and_named_after_their_layer(checkpoint_of: Maker, attention: str) -> None:
     artifact = write_artifact(checkpoint_of(attention, "int4_g32"))
     model = graph_of(artifact)
     for tensor in model.graph.initializer:

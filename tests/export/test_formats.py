@@ -208,7 +208,7 @@ FOLDED = [
 
 
 @pytest.mark.parametrize(("format", "columns"), FOLDED)
-def test_what_stands_before_the_product_is_done_once_at_load(tmp_path: Path, format: str, columns: int) -> None:
+def test_nodes_before_the_product_are_folded_at_load(tmp_path: Path, format: str, columns: int) -> None:
     """ONNX Runtime folds all of the body but its MatMulNBits; where it is told to fold nothing, the body works too."""
     weight = torch.randn(40, columns, generator=torch.Generator().manual_seed(3))
     build(tmp_path / "m", weight, format, 0.5, "fp32")

@@ -62,7 +62,7 @@ def test_artifact_matches_torch(case: str, tmp_path: Path) -> None:
         assert relative_error(np.concatenate(logits), expected).max() < bound
 
 
-def test_formula_and_checkpoint(tmp_path: Path) -> None:
+def test_lambda_bias_has_its_formula(tmp_path: Path) -> None:
     source = write_biased(tmp_path / "m")
     assert Checkpoint(source).config.layers[0].mixer.lambda_bias
     attention = load(source).model.layers[0].self_attn
@@ -73,6 +73,6 @@ def test_formula_and_checkpoint(tmp_path: Path) -> None:
     torch.testing.assert_close(attention.lambda_of(x).double()[..., 0].transpose(1, 2), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_only_diff_v2_has_it() -> None:
+def test_only_diff_v2_has_lambda_bias() -> None:
     with pytest.raises(DiffbitError, match="lambda_bias is True, but softmax has no such option"):
         config_of("softmax", lambda_bias=True)

@@ -212,7 +212,9 @@ def test_rounded_logits_are_refused(quantized_of: Maker, tmp_path: Path) -> None
         export_artifact(old, tmp_path / "artifact")
 
 
-def test_other_loaders_are_told(artifact_of: Maker, quantized_of: Maker, tmp_path: Path) -> None:
+def test_export_says_which_loaders_cannot_read_a_low_bit_cache(
+    artifact_of: Maker, quantized_of: Maker, tmp_path: Path
+) -> None:
     """onnxruntime-genai feeds keys and values: it finds its file where these are all, and only there."""
     for scheme, readable in ((AttentionScheme(), True), (KV8, False), (KV4, False)):
         assert (artifact_of("diff_v2", scheme) / "genai_config.json").exists() is readable
@@ -240,15 +242,15 @@ def test_the_cache_of_a_quantized_model_is_float16(checkpoint_of: Maker, tmp_pat
 
 def test_a_float16_cache_computes_what_float32_does(checkpoint_of: Maker, tmp_path: Path) -> None:
     """To the roundings of keys and values, through prompt and steps; with half of the memory."""
-    found, prompt = {}, [5, 9, 14, 3, 50, 37]
+    results, prompt = {}, [5, 9, 14, 3, 50, 37]
     for kv in ("fp32", "fp16"):
         folder = export_artifact(checkpoint_of("diff_v1", "int4_g32"), tmp_path / kv, kv=kv)
         session = runtime.Session(folder, threads=1)
         logits = [session.prefill([prompt]), *(session.step([[token]]) for token in prompt)]
-        found[kv] = np.stack([np.asarray(each).reshape(-1) for each in logits])
+        results[kv] = np.stack([np.asarray(row).reshape(-1) for row in logits])
         assert {buffer.dtype for buffer in session.artifact.cache.buffers.values()} == {f"float{kv[2:]}"}
-    difference = np.abs(found["fp16"] - found["fp32"]).max()
-    assert 0 < difference < 0.1 * found["fp32"].std()
+    difference = np.abs(results["fp16"] - results["fp32"]).max()
+    assert 0 < difference < 0.1 * results["fp32"].std()
 
 
 def test_buffers_in_place_and_growing(artifact_of: Maker) -> None:
@@ -323,9 +325,9 @@ def test_from_the_command_line(checkpoint_of: Maker, tmp_path: Path) -> None:
     assert report["after"]["kv_bytes_per_1k_tokens"] == 1000 * 2 * 4 * (32 + 4 + 16 + 4)
     assert report["after"]["kv_fixed_bytes"] == 2 * 4 * 41 * 32 * 2
     assert report["before"]["kv_bytes_per_1k_tokens"] == 1000 * 2 * 2 * 4 * 32 * 4
-    few = ["--repeats", "1", "--prompt-tokens", "60", "--new-tokens", "3", "--memory", "1GB", "--json"]
+    options = ["--repeats", "1", "--prompt-tokens", "60", "--new-tokens", "3", "--memory", "1GB", "--json"]
     for flag in ([], ["--no-native"]):  # of a checkpoint
-        done = CliRunner().invoke(app, ["bench", str(folder), *few, *flag])
+        done = CliRunner().invoke(app, ["bench", str(folder), *options, *flag])
         assert done.exit_code == 0, done.output
         (row,) = json.loads(done.stdout)
         assert row["kv_bytes_per_1k_tokens"] == report["after"]["kv_bytes_per_1k_tokens"]
@@ -350,7 +352,9 @@ def test_from_the_command_line(checkpoint_of: Maker, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_options_that_make_no_sense(checkpoint_of: Maker, tmp_path: Path, options: list[str], message: str) -> None:
+def test_attention_options_that_exclude_each_other_are_refused(
+    checkpoint_of: Maker, tmp_path: Path, options: list[str], message: str
+) -> None:
     source = checkpoint_of("diff_v1", **CONFIG)
     done = CliRunner().invoke(app, ["quantize", str(source), *options, "-o", str(tmp_path / "q")])
     assert isinstance(done.exception, DiffbitError) and message in str(done.exception)

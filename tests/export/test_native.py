@@ -86,7 +86,7 @@ def test_the_cache_of_version_1_grows_in_place(checkpoint_of: Maker) -> None:
     assert bodies._past[0].shape()[2] == len(PROMPT)
 
 
-def test_no_native_and_where_it_shows(checkpoint_of: Maker) -> None:
+def test_no_native_is_reported_by_bench_and_verify(checkpoint_of: Maker) -> None:
     needs_library()
     artifact = write_artifact(checkpoint_of("diff_v1", "ternary"))
     for flag, used in (([], True), (["--no-native"], False)):
@@ -97,7 +97,9 @@ def test_no_native_and_where_it_shows(checkpoint_of: Maker) -> None:
             assert (report[0] if command[0] == "bench" else report)["native"] is used
 
 
-def test_a_library_that_is_not_one(checkpoint_of: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_not_libraries_are_refused(
+    checkpoint_of: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     artifact = write_artifact(checkpoint_of("diff_v1"))
     monkeypatch.setenv(native.OVERRIDE, str(tmp_path / "none.so"))
     with pytest.raises(DiffbitError, match=r"DIFFBIT_LIBRARY is .*none\.so, but there is no such file"):

@@ -85,10 +85,12 @@ def test_padding_is_what_no_weight_needs(checkpoint_of: Maker) -> None:
     assert short == 2 * 64 * (64 + 32 + 32 + 64 + 128 + 128) // 4
 
 
-def test_weights_go_on_in_another_file(checkpoint_of: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_continue_in_another_file(
+    checkpoint_of: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No file is larger than a browser can load, unless one weight is; the model computes the same."""
     source, split = checkpoint_of("diff_v1", "int4_g32"), tmp_path / "split"
-    whole = write_artifact(source)
+    single = write_artifact(source)
     monkeypatch.setattr("diffbit.export.onnx_graph.FILE_BYTES", 20_000)
     export_artifact(source, split)
     sizes = {name: entry.bytes for name, entry in Artifact.open(split).files.items() if "onnx.data" in name}
@@ -101,7 +103,7 @@ def test_weights_go_on_in_another_file(checkpoint_of: Maker, tmp_path: Path, mon
         assert size == max(int(place["offset"]) + int(place["length"]) for place in in_file)
     assert verify(split).passed
     ids = [[5, 6, 7, 8]]
-    np.testing.assert_array_equal(Session(split).prefill(ids), Session(whole).prefill(ids))
+    np.testing.assert_array_equal(Session(split).prefill(ids), Session(single).prefill(ids))
     parts_of(split)  # they add up
 
 

@@ -75,14 +75,14 @@ def test_a_session_keeps_only_what_its_rings_still_hold(artifact: Path) -> None:
     """A text that is cut and goes on otherwise, and a batch padded on the left: what fresh sessions compute."""
     ids = np.random.default_rng(0).integers(0, 61, 100)
     session, fresh = (runtime.Session(artifact, threads=1) for _ in range(2))
-    for length, kept in ((100, 99), (100, 60), (38, 30)):
+    for length, common in ((100, 99), (100, 60), (38, 30)):
         session.reset()
         session.prefill([ids[:length]])
-        other = [*ids[:kept], 7, 8, 9]
-        reused = session.reuse(other)
-        assert reused in (0, kept) and reused == (kept if session.artifact.cache.holds(kept, length) else 0)
+        changed = [*ids[:common], 7, 8, 9]
+        reused = session.reuse(changed)
+        assert reused in (0, common) and reused == (common if session.artifact.cache.holds(common, length) else 0)
         fresh.reset()
-        np.testing.assert_allclose(session.prefill([other[reused:]]), fresh.prefill([other]), atol=2e-2)
+        np.testing.assert_allclose(session.prefill([changed[reused:]]), fresh.prefill([changed]), atol=2e-2)
     if "recent" in " ".join(session.artifact.cache.buffers):
         return  # blocks are the batch's: a session refuses rows of unequal length
     rows = np.stack([ids[:90], np.concatenate([np.zeros(25, np.int64), ids[:65]])])

@@ -125,7 +125,7 @@ def test_no_nan_is_lost(run: Run) -> None:
 
 
 @on_both
-def test_few_rows_are_as_defined(run: Run) -> None:
+def test_few_rows_are_computed_as_defined(run: Run) -> None:
     cases = [node_of(case) for case in INT4_CASES + INT8_CASES + LOWBIT_CASES if np.prod(case.lead) <= MANY]
     assert len(cases) > 50
     for node, got in zip(cases, run(cases).values(), strict=True):

@@ -72,7 +72,7 @@ def with_states(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["nano", "with_states"])
-def test_it_writes_the_tokens_of_run(program: Path, name: str, request: pytest.FixtureRequest) -> None:
+def test_the_program_writes_the_tokens_of_a_session(program: Path, name: str, request: pytest.FixtureRequest) -> None:
     artifact = Artifact.open(name if name == "nano" else request.getfixturevalue(name))
     session = Session(artifact)
     expected = [int(session.prefill([PROMPT])[0].argmax())]
@@ -83,7 +83,7 @@ def test_it_writes_the_tokens_of_run(program: Path, name: str, request: pytest.F
     assert [int(line) for line in done.stdout.split()] == expected
 
 
-def test_what_onnx_runtime_refuses_is_said(program: Path, tmp_path: Path) -> None:
+def test_the_program_prints_onnx_runtimes_error(program: Path, tmp_path: Path) -> None:
     done = run(program, tmp_path, *PROMPT)
     assert done.returncode == 1 and "model.onnx" in done.stderr
 

@@ -31,12 +31,12 @@ def run(program: Path, name: str, seed: int = 0) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.parametrize("name", ["product", "product of integers", "shuffles", "barrier", "copy", "shared memory"])
-def test_what_is_right_is_right_in_every_order(program: Path, name: str) -> None:
+def test_correct_kernels_are_right_in_every_order(program: Path, name: str) -> None:
     assert [run(program, name, seed).stdout for seed in SEEDS] == ["right\n" for _ in SEEDS]
 
 
 @pytest.mark.parametrize("name", ["missing barrier", "early read"])
-def test_what_is_missing_shows(program: Path, name: str) -> None:
+def test_missing_barriers_change_results(program: Path, name: str) -> None:
     assert "wrong\n" in [run(program, name, seed).stdout for seed in SEEDS]
 
 

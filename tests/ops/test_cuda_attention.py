@@ -135,7 +135,7 @@ def test_nothing_to_do(device: Device) -> None:
 
 
 @on_each_device
-def test_what_no_kernel_takes_is_a_sentence(device: Device) -> None:
+def test_heads_too_wide_are_refused(device: Device) -> None:
     wide = AttentionCase("wide", d=514, steps=1)
     with pytest.raises(DiffbitError, match="heads are 514 wide, wanted an even number of at most 512"):
         run_cuda(device, wide, wide.inputs())

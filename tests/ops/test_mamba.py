@@ -80,8 +80,8 @@ def check(outputs: dict[str, np.ndarray], case: MambaCase, op: ModuleType) -> No
         error, allowed = (
             np.abs(some.astype(np.float64) - right).max(initial=0) for some in (got, expected.float().numpy())
         )
-        most = 2 * allowed + 4 * ROUNDING[expected.dtype] * np.abs(right).max(initial=0)
-        assert error <= most, f"{tensor.name}: error {error:.3g}, the reference's {allowed:.3g}"
+        limit = 2 * allowed + 4 * ROUNDING[expected.dtype] * np.abs(right).max(initial=0)
+        assert error <= limit, f"{tensor.name}: error {error:.3g}, the reference's {allowed:.3g}"
 
 
 def named(op: ModuleType, outputs: list[np.ndarray]) -> dict[str, np.ndarray]:

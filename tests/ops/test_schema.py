@@ -15,12 +15,12 @@ from diffbit.ops.signature import DOMAIN, Type
 from ..native import cuda
 
 
-def test_the_headers_are_what_it_says() -> None:
+def test_the_headers_are_up_to_date() -> None:
     for path, text in schema.headers().items():
         assert path.read_text() == text, "run python -m diffbit.ops.schema"
 
 
-def test_a_structure_of_ctypes_lies_as_the_headers_say() -> None:
+def test_ctypes_structures_match_the_headers() -> None:
     header = next(text for path, text in schema.headers().items() if path.name == "calls.h")
     for op in cuda.STRUCTURES.values():
         for field, _ in op._fields_:
@@ -30,7 +30,7 @@ def test_a_structure_of_ctypes_lies_as_the_headers_say() -> None:
 
 
 @pytest.mark.parametrize("op", [diff_attention, hadamard, int4_matmul, ternary_matmul], ids=lambda op: op.OP.name)
-def test_a_body_begins_as_it_says(op) -> None:
+def test_bodies_have_the_signature_of_their_op(op) -> None:
     function = diff_attention_body.function() if op is diff_attention else op.function()
     assert (function.domain, function.name) == (DOMAIN, op.OP.name)
     used = len(diff_attention.Signature().inputs) if op is diff_attention else len(op.OP.inputs)
@@ -66,8 +66,8 @@ def test_types_are_those_of_every_combination() -> None:
 def test_attributes_are_checked(attributes: dict[str, int], sentence: str) -> None:
     with pytest.raises(DiffbitError, match=sentence):
         schema.TERNARY_MATMUL.attributes_of(attributes)
-    whole = schema.TERNARY_MATMUL.attributes_of({"K": 8, "N": 9})
-    assert whole == {"K": 8, "N": 9, "activation_bits": 8, "spec_version": 2}
+    complete = schema.TERNARY_MATMUL.attributes_of({"K": 8, "N": 9})
+    assert complete == {"K": 8, "N": 9, "activation_bits": 8, "spec_version": 2}
 
 
 def test_it_needs_neither_torch_nor_onnx() -> None:

@@ -47,15 +47,15 @@ def test_kernel_is_silu_times_up(case: SiluGateCase, isa: str) -> None:
 
 
 @on_each_isa
-def test_a_number_does_not_depend_on_its_place(isa: str) -> None:
+def test_results_do_not_depend_on_the_position_in_a_row(isa: str) -> None:
     case = SiluGateCase("place", lead=(1,), n=37)
     a = case.inputs().numpy()
-    whole = run(case, isa)
+    full = run(case, isa)
     for n in (1, 5, 36):
         part = np.concatenate([a[:, :n], a[:, 37 : 37 + n]], axis=-1)
         attributes = {"spec_version": silu_gate.OP.version}
         (y,) = run_node(body_of(silu_gate.function), {"A": part}, attributes, {"Y": 2}, (), isa, 1)
-        assert np.array_equal(y, whole[:, :n])
+        assert np.array_equal(y, full[:, :n])
 
 
 @on_each_isa

@@ -171,10 +171,12 @@ def test_a_ring_is_cut_only_where_it_still_has_the_window(bits: int) -> None:
             slots[t % rows] = t
         contents.append(slots)
     for length in range(200):
-        for kept in range(1, length + 1):
-            visible = range(max(0, kept + 1 - window), low[kept])
-            same = low[kept] == low[length] or bits == 8
-            assert cache.holds(kept, length) == (same and all(contents[length][t % rows] == t for t in visible))
+        for length_after in range(1, length + 1):
+            visible = range(max(0, length_after + 1 - window), low[length_after])
+            same_blocks = low[length_after] == low[length] or bits == 8
+            assert cache.holds(length_after, length) == (
+                same_blocks and all(contents[length][t % rows] == t for t in visible)
+            )
 
 
 @pytest.mark.parametrize(
@@ -228,8 +230,8 @@ def test_manifests_beyond_all_measure_are_refused(folder: Path, change: dict[str
 
 def test_files_missing_truncated_and_flipped_are_named(folder: Path) -> None:
     model, tokenizer = folder / "model.onnx", folder / "tokenizer.json"
-    whole = model.read_bytes()
-    model.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    content = model.read_bytes()
+    model.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     tokenizer.unlink()
     artifact = Artifact.open(folder)
     assert artifact.file_problems(hashes=False).keys() == {"tokenizer.json"}
@@ -238,8 +240,8 @@ def test_files_missing_truncated_and_flipped_are_named(folder: Path) -> None:
     assert "was changed after export" in problems["model.onnx"]
     with pytest.raises(DiffbitError, match=r"(?s)model\.onnx.*tokenizer\.json"):
         artifact.check_files()
-    model.write_bytes(whole[:-3])
-    assert f"has {len(whole) - 3} bytes" in Artifact.open(folder).file_problems(hashes=False)["model.onnx"]
+    model.write_bytes(content[:-3])
+    assert f"has {len(content) - 3} bytes" in Artifact.open(folder).file_problems(hashes=False)["model.onnx"]
 
 
 def test_only_listed_files_inside_the_folder_are_opened(folder: Path, tmp_path: Path) -> None:

@@ -97,19 +97,19 @@ def test_low_bit_caches_give_the_same_answers(kv: str, checkpoint: Path, tmp_pat
     chat = Chat(session, max_tokens=6, sampler=Sampler())
     cached = check_turns(chat, Session(session.artifact, threads=1), [*MESSAGES, "now a longer text, beyond 64 tokens"])
     assert session.length > 64 and (any(cached) or not session.native)
-    fresh, kept = Session(session.artifact, threads=1), set()
+    fresh, cuts = Session(session.artifact, threads=1), set()
     for length in (20, 63, 64, 65, 96, 110):
-        for same in (1, 19, 32, 62, 63, 64, 80, 95, 100):
+        for common in (1, 19, 32, 62, 63, 64, 80, 95, 100):
             session.reset()
             session.prefill([[3 + i % 7 for i in range(length)]])
-            ids = [3 + i % 7 for i in range(same)] + [1, 2, 3] * 3
+            ids = [3 + i % 7 for i in range(common)] + [1, 2, 3] * 3
             start = session.reuse(ids)
             fresh.reset()
             assert np.allclose(session.prefill([ids[start:]]), fresh.prefill([ids]), atol=1e-4)
-            kept.add((length, same, start))
+            cuts.add((length, common, start))
     if session.native:
-        cut = {(length, same) for length, same, start in kept if 0 < start < length}
-        assert all(start in (0, min(length, same)) for length, same, start in kept)
+        cut = {(length, common) for length, common, start in cuts if 0 < start < length}
+        assert all(start in (0, min(length, common)) for length, common, start in cuts)
         assert (110, 1) in cut if kv == "int8" else (110, 1) not in cut and {(110, 100), (65, 64), (63, 62)} <= cut
 
 
@@ -148,7 +148,7 @@ def test_a_full_context_drops_the_oldest_turns(tmp_path: Path) -> None:
     assert endless.send("hey").dropped == 2
 
 
-def test_an_answer_that_is_ended(tmp_path: Path, in_place: bool) -> None:
+def test_an_answer_can_be_interrupted(tmp_path: Path, in_place: bool) -> None:
     folder = write_chat_model(tmp_path / "a", follows(":bcdefgh"), in_place=in_place, context=60)
     chat = Chat(Counted(folder, threads=1), max_tokens=6)
     reply = chat.send("hey", lambda text: chat.halt() if text == "d" else None)
@@ -266,8 +266,8 @@ def test_thinking_is_switched(tmp_path: Path) -> None:
         lengths.append(chat.send("x").prompt_tokens)
     assert lengths[0] == lengths[1] == lengths[2] - len("<think></think>")
     assert Chat(session, think=False).send("x").prompt_tokens == lengths[2]
-    told = generate(session, [{"role": "user", "content": "x"}], think=False).result()
-    assert told.prompt_tokens == lengths[2]
+    answer = generate(session, [{"role": "user", "content": "x"}], think=False).result()
+    assert answer.prompt_tokens == lengths[2]
     plain = Session(write_chat_model(tmp_path / "b", follows(":bcd", end=257), context=60), threads=1)
     assert Chat(plain, think=False).send("x").text == "bcd"  # it does not think
     with pytest.raises(DiffbitError, match=r"no switch for thinking .* does not think"):

@@ -51,12 +51,12 @@ def grammars(tokenizer: Tokenizer) -> Grammars:
     return Grammars(tokenizer, [END])
 
 
-def text(tokenizer: Tokenizer, sampler: Sampler, most: int, seed: int) -> tuple[str, list[int]]:
+def text(tokenizer: Tokenizer, sampler: Sampler, limit: int, seed: int) -> tuple[str, list[int]]:
     """A text of a model that knows nothing -> it, and its tokens."""
     random = np.random.default_rng(seed)
     tokens = [5, 6]
-    sampler.start(len(tokens), most)
-    while len(tokens) < 2 + most and tokens[-1] != END:
+    sampler.start(len(tokens), limit)
+    while len(tokens) < 2 + limit and tokens[-1] != END:
         tokens.append(sampler(random.standard_normal(tokenizer.vocab_size + 8).astype(np.float32), tokens))
     return tokenizer.decode(tokens[2:]), tokens[2:]
 
@@ -66,15 +66,15 @@ def test_every_limit_leaves_valid_json(schema: Any, tokenizer: Tokenizer, gramma
     """From the shortest text on, also where a text without a limit would go on for ever."""
     constraint = grammars.json_schema(schema)
     assert constraint.shortest is not None
-    for seed, most in enumerate([*range(constraint.shortest + 1, constraint.shortest + 20), 60]):
-        found, tokens = text(tokenizer, Sampler(1.0, seed=seed, top_k=20, constraint=constraint), most, seed)
-        assert tokens[-1] == END and len(tokens) <= most
-        jsonschema.validate(json.loads(found), schema)
+    for seed, limit in enumerate([*range(constraint.shortest + 1, constraint.shortest + 20), 60]):
+        answer, tokens = text(tokenizer, Sampler(1.0, seed=seed, top_k=20, constraint=constraint), limit, seed)
+        assert tokens[-1] == END and len(tokens) <= limit
+        jsonschema.validate(json.loads(answer), schema)
 
 
 def test_a_limit_that_is_far_changes_nothing(tokenizer: Tokenizer, grammars: Grammars) -> None:
     constraint = grammars.json_schema({"type": "array", "items": {"type": "integer"}, "maxItems": 3})
-    texts = {text(tokenizer, Sampler(1.0, seed=1, constraint=constraint), most, 1)[0] for most in (100, 1000, 10_000)}
+    texts = {text(tokenizer, Sampler(1.0, seed=1, constraint=constraint), limit, 1)[0] for limit in (100, 1000, 10_000)}
     assert len(texts) == 1
 
 
@@ -110,11 +110,11 @@ def test_grammars(grammar: str, pattern: str, tokenizer: Tokenizer, grammars: Gr
 def test_options_act_among_the_allowed_tokens(tokenizer: Tokenizer, grammars: Grammars) -> None:
     """A bias moves the choice, and top-k counts allowed tokens only."""
     logits = np.arange(tokenizer.vocab_size, dtype=np.float32)
-    one = tokenizer.encode("1")[-1]
+    item = tokenizer.encode("1")[-1]
     for options in ({}, {"temperature": 1.0, "top_k": 1, "seed": 1}):
-        sampler = Sampler(**options, logit_bias={one: 1000}, constraint=grammars.json_schema({"enum": [1, 2, 3]}))
+        sampler = Sampler(**options, logit_bias={item: 1000}, constraint=grammars.json_schema({"enum": [1, 2, 3]}))
         sampler.start(0)
-        assert sampler(logits, []) == one
+        assert sampler(logits, []) == item
 
 
 @pytest.mark.parametrize(
@@ -177,11 +177,11 @@ MULTIPLES = {"allOf": [{"type": "number", "multipleOf": 1e-07}, {"type": "number
 def test_a_schema_does_not_end_the_process(schema: Any, tokenizer: Tokenizer, grammars: Grammars) -> None:
     """It is refused, or its texts fit; here a stack overflow or a lack of memory would end pytest."""
     try:
-        found, _ = text(tokenizer, Sampler(1.0, seed=1, top_k=20, constraint=grammars.json_schema(schema)), 60, 1)
+        answer, _ = text(tokenizer, Sampler(1.0, seed=1, top_k=20, constraint=grammars.json_schema(schema)), 60, 1)
     except DiffbitError as error:
         assert "\n" not in str(error) and str(error).startswith("the JSON schema cannot be used")
     else:  # jsonschema itself would go too deep
-        assert isinstance(json.loads(found), object) and (found == "null" or "properties" in schema["$defs"]["d0"])
+        assert isinstance(json.loads(answer), object) and (answer == "null" or "properties" in schema["$defs"]["d0"])
 
 
 @pytest.mark.parametrize(
@@ -193,9 +193,9 @@ def test_a_schema_does_not_end_the_process(schema: Any, tokenizer: Tokenizer, gr
     ],
     ids=["lark", "gbnf", "json"],
 )
-def test_a_chain_of_rules(grammar: str, tokenizer: Tokenizer, grammars: Grammars) -> None:
-    found, _ = text(tokenizer, Sampler(constraint=grammars.grammar(grammar)), 60, 1)
-    assert found in ("x", "null")
+def test_chains_of_rules_are_followed(grammar: str, tokenizer: Tokenizer, grammars: Grammars) -> None:
+    answer, _ = text(tokenizer, Sampler(constraint=grammars.grammar(grammar)), 60, 1)
+    assert answer in ("x", "null")
 
 
 def test_limits_of_time_and_memory(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,18 +209,18 @@ def test_limits_of_time_and_memory(grammars: Grammars, monkeypatch: pytest.Monke
     assert grammars.json_schema(PERSON).shortest  # others go on
 
 
-def test_a_grammar_that_nobody_wants_any_more(grammars: Grammars) -> None:
-    asked = []
+def test_compiling_stops_when_nobody_waits(grammars: Grammars) -> None:
+    questions = []
 
-    def wanted() -> bool:
-        asked.append(1)
-        return len(asked) < 3
+    def is_wanted() -> bool:
+        questions.append(1)
+        return len(questions) < 3
 
     with pytest.raises(Abandoned):
-        grammars.json_schema({"type": "integer", "multipleOf": 1000033}, wanted)
+        grammars.json_schema({"type": "integer", "multipleOf": 1000033}, is_wanted)
 
 
-def test_agents_pay_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schema_is_compiled_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     schema = in_object({"const": "paid"})
     first = grammars.json_schema(schema)
     monkeypatch.setattr(grammars, "_compile", lambda *_: pytest.fail("it is compiled again"))
@@ -230,11 +230,11 @@ def test_agents_pay_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) ->
 def test_without_processes(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the system cannot fork: the same texts and errors."""
     monkeypatch.setattr(constraint_module, "CAN_FORK", False)
-    here = Grammars(tokenizer, [END])
-    found, _ = text(tokenizer, Sampler(1.0, seed=3, top_k=20, constraint=here.json_schema(PERSON)), 40, 3)
-    jsonschema.validate(json.loads(found), PERSON)
+    unforked = Grammars(tokenizer, [END])
+    answer, _ = text(tokenizer, Sampler(1.0, seed=3, top_k=20, constraint=unforked.json_schema(PERSON)), 40, 3)
+    jsonschema.validate(json.loads(answer), PERSON)
     with pytest.raises(DiffbitError, match="at #/properties/a: Unimplemented"):
-        here.json_schema(in_object({"not": {}}))
+        unforked.json_schema(in_object({"not": {}}))
 
 
 def test_a_text_whose_process_was_killed(tokenizer: Tokenizer, grammars: Grammars) -> None:
@@ -323,27 +323,27 @@ def test_no_key_comes_twice(schema: Any, tokenizer: Tokenizer, grammars: Grammar
     constraint = grammars.json_schema(schema)
     for seed in range(8):
         sampler = Sampler(1.0, seed=seed, top_k=20, constraint=constraint)
-        found, tokens = text(tokenizer, sampler, constraint.shortest + 1 + 10 * seed, seed)
+        answer, tokens = text(tokenizer, sampler, constraint.shortest + 1 + 10 * seed, seed)
         assert tokens[-1] == END
-        pairs = json.JSONDecoder(object_pairs_hook=list).decode(found)
-        for one in [pairs] if schema["type"] == "object" else pairs:
-            assert len(dict(one)) == len(one), found
-        jsonschema.validate(json.loads(found), schema)
+        pairs = json.JSONDecoder(object_pairs_hook=list).decode(answer)
+        for item in [pairs] if schema["type"] == "object" else pairs:
+            assert len(dict(item)) == len(item), answer
+        jsonschema.validate(json.loads(answer), schema)
 
 
-def test_keys_are_those_that_json_reads() -> None:
+def test_keys_are_compared_as_json_reads_them() -> None:
     """Against Python's json, for texts in any pieces: escapes, nests, texts that look like keys."""
     twice = ['{"a": 1, "a"', '{"a": 1, "\\u0061"', '[{"a": {"a": 2}, "a"', '{"a\\"": 1, "a\\""', '{"": "", ""']
     once = ['{"a": {"a": 1}, "b": "a"', '[{"a": 1}, {"a"', '{"a": ["a", "a"]', '{"a\\\\": 1, "a"', '["a", "a"']
-    for given, wanted in ((twice, True), (once, False)):
-        for one in given:
-            for cut in range(len(one)):
-                keys = Keys().after(one[:cut].encode())
+    for texts, repeats in ((twice, True), (once, False)):
+        for line in texts:
+            for cut in range(len(line)):
+                keys = Keys().after(line[:cut].encode())
                 assert keys is not None
-                assert (keys.after(one[cut:].encode()) is None) == wanted, one
+                assert (keys.after(line[cut:].encode()) is None) == repeats, line
 
 
-def test_a_model_without_an_end(tokenizer: Tokenizer) -> None:
+def test_a_model_without_an_end_token_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(DiffbitError, match="no token that ends a text"):
         Grammars(tokenizer, [])
 

@@ -169,7 +169,7 @@ def test_openvino_names_a_missing_device(kind: str, artifact_of: Maker) -> None:
     assert f"cannot start its OpenVINOExecutionProvider: install the driver of Intel's {kind.upper()}" in done.stdout
 
 
-def test_what_this_needs_is_there_in_ci() -> None:
+def test_ci_has_openvino() -> None:
     assert OPENVINO.exists() or "DIFFBIT_REQUIRE_OPENVINO" not in os.environ
 
 
@@ -212,7 +212,7 @@ ADAPTER = SimpleNamespace(ep_name="WebGpuExecutionProvider", ep_metadata={"libra
         (True, [ADAPTER], True, r"no driver offers a GPU: install the GPU's driver"),
     ],
 )
-def test_what_webgpu_lacks_is_named(
+def test_webgpu_says_what_it_lacks(
     installed: bool, devices: list[Any], loader: bool, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(name: str | None) -> None:

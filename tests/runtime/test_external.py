@@ -75,7 +75,7 @@ def test_a_session_has_the_inputs_of_manifest_and_file(tmp_path: Path, listed: l
         np.testing.assert_allclose(session.prefill([[1, 2, 3]])[0], random_toy().logits([1, 2, 3])[-1], atol=1e-4)
 
 
-def test_what_is_no_optional_input_is_refused(tmp_path: Path) -> None:
+def test_unknown_optional_inputs_are_refused(tmp_path: Path) -> None:
     path = random_toy().write(tmp_path / "a", optional_inputs=["embed"])
     with pytest.raises(DiffbitError, match=r"optional_inputs\[0\] is 'embed'"):
         Session(path)

@@ -98,7 +98,7 @@ def test_stop_strings_span_tokens_and_are_not_shown(tmp_path: Path) -> None:
     assert run("a", max_tokens=20, stop="cd").text == "b"
 
 
-def test_what_only_looked_like_a_stop_string_is_given(tmp_path: Path) -> None:
+def test_text_that_only_resembles_a_stop_string_is_shown(tmp_path: Path) -> None:
     run = Machine(follows("abcdefgh"), tmp_path / "a")
     assert run("a", max_tokens=6, stop=["dez", "ha!"]).text == "bcdefg"
     assert run.pieces == ["b", "c", "def", "g"]
@@ -107,7 +107,7 @@ def test_what_only_looked_like_a_stop_string_is_given(tmp_path: Path) -> None:
     assert eos("a", stop=["cdx"]).text == "bcd"
 
 
-def test_a_token_that_brings_two_stops_at_once() -> None:
+def test_the_first_of_two_stops_in_a_token_counts() -> None:
     pieces: list[str] = []
     output = TextOutput(["gh", "cd"], pieces.append)
     assert output.push("abcdefgh") and output.push("ab") and output.push("", last=True)
@@ -173,7 +173,7 @@ def test_bad_requests_are_refused(tmp_path: Path) -> None:
     assert run("a", max_tokens=2).text == "bc"  # and the session still works
 
 
-def test_a_text_that_is_left_before_its_end(tmp_path: Path, in_place: bool) -> None:
+def test_a_text_may_be_left_before_its_end(tmp_path: Path, in_place: bool) -> None:
     """The model computes no more of it, and the session is free for the next."""
     run = Machine(follows("abcdefgh"), tmp_path / "a", in_place=in_place)
     computed: list[int] = []
@@ -212,7 +212,7 @@ def add_file(artifact: Path, name: str, content: dict[str, Any]) -> None:
     seal(artifact, manifest)
 
 
-def test_a_path_is_enough_and_the_fields_of_sampling(tmp_path: Path) -> None:
+def test_generate_takes_a_path_and_sampling_fields(tmp_path: Path) -> None:
     """What is left out is the model's own."""
     toy = random_toy(seed=3)
     path = toy.write(tmp_path / "a")

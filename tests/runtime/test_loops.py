@@ -96,7 +96,7 @@ def test_good_texts_are_not_ended(text: str) -> None:
     assert looped_after(text) is None
 
 
-def test_the_definition_is_kept() -> None:
+def test_loops_are_those_of_the_definition() -> None:
     """Beside the slow definition, on texts of random periods with random errors."""
     draw = random.Random(0)
     ends = set()
@@ -109,8 +109,8 @@ def test_the_definition_is_kept() -> None:
         for _ in range(draw.choice([0, 0, 1, 2])):
             ids[draw.randrange(len(ids))] = 1000
         guard = LoopGuard(lambda _, words=words: "one two three" if words else "0 0")
-        found = next((count for count, id in enumerate(ids, 1) if guard.push(id)), None)
+        end = next((count for count, id in enumerate(ids, 1) if guard.push(id)), None)
         expected = next((count for count in range(1, len(ids) + 1) if slow(ids[:count], words)), None)
-        assert found == expected
-        ends.add(found)
+        assert end == expected
+        ends.add(end)
     assert None in ends and len(ends) > 5

@@ -188,7 +188,7 @@ def test_a_context_beyond_memory_is_refused(in_place: bool, tmp_path: Path) -> N
         Session(folder).prefill([[1, 2]])
 
 
-def test_an_axis_whose_name_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_an_axis_name_that_is_not_text_is_refused(tmp_path: Path) -> None:
     folder = TOY.write(tmp_path / "a")
     manifest = json.loads((folder / "diffbit.json").read_text())
     del manifest["files"]

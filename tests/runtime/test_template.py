@@ -176,7 +176,7 @@ def test_a_rendering_that_was_ended_does_not_spoil_the_next(monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_a_renderer_does_not_grow_old() -> None:
+def test_a_renderer_has_its_time_limit_for_each_text() -> None:
     """The limit of its processor's time is that of a rendering, not of all together."""
     program = (
         "import json, sys; from diffbit.runtime import render; render.CPU_SECONDS = 1; "

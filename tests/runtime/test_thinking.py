@@ -37,5 +37,5 @@ def test_text_comes_at_once() -> None:
     assert reader.push("</think>\n") == [] and reader.push("d") == [("text", "d")]
 
 
-def test_prompts_that_open_it() -> None:
+def test_prompts_may_open_thinking() -> None:
     assert begins_thinking("assistant\n<think>\n") and not begins_thinking("<think>\n\n</think>\n\n")

@@ -24,9 +24,9 @@ ROOT = Path(__file__).parents[2]
 
 def python(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run code in `folder`, which is not on its import path."""
-    kept = {key: value for key, value in os.environ.items() if key != "ORT_DISABLE_TELEMETRY"}
-    kept |= {"PYTHONPATH": str(ROOT)} | environment
-    return subprocess.run([sys.executable, "-P", "-c", code], cwd=folder, env=kept, capture_output=True, text=True)
+    variables = {key: value for key, value in os.environ.items() if key != "ORT_DISABLE_TELEMETRY"}
+    variables |= {"PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run([sys.executable, "-P", "-c", code], cwd=folder, env=variables, capture_output=True, text=True)
 
 
 def test_no_code_of_the_current_folder_is_run(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_tensors_in_files_that_are_not_listed(location: str, where: str, tmp_pat
     assert failure.name == "external" and message in failure.detail
 
 
-def test_a_location_twice_a_link_and_a_listed_file(tmp_path: Path) -> None:
+def test_repeated_locations_links_and_listed_files(tmp_path: Path) -> None:
     folder = changed_model(tmp_path / "a", outside("data", ("location", "../x")), "initializer")
     assert external_locations(folder / "model.onnx") == {"data", "../x"}  # ONNX Runtime takes one of them
     folder = changed_model(tmp_path / "b", outside("model.onnx.data"), "initializer")
@@ -151,7 +151,7 @@ def test_a_location_twice_a_link_and_a_listed_file(tmp_path: Path) -> None:
         Session(folder, threads=1)
 
 
-def test_a_value_twice_in_an_entry(tmp_path: Path) -> None:
+def test_every_value_of_a_repeated_field_is_read(tmp_path: Path) -> None:
     """Protocol Buffers keep the last value of a field, whatever a reader stops at."""
     good, evil = b"\x0a\x08location", b"\x12\x04../x"
     entry = good + b"\x12\x04data" + evil
@@ -165,7 +165,7 @@ def test_a_value_twice_in_an_entry(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\x00", b"\x3a", b"\x3a\x7f", b"\x3b\x00", b"\xff" * 20, b"ORTM" * 9])
-def test_what_is_no_model(data: bytes, tmp_path: Path) -> None:
+def test_files_that_are_not_models_are_refused(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "m").write_bytes(data + b"location")
     if data == b"\x00":  # field 0 is passed over here and refused by ONNX Runtime
         data += b"\x00"
@@ -174,7 +174,7 @@ def test_what_is_no_model(data: bytes, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_graphs_without_end(tmp_path: Path) -> None:
+def test_graphs_nested_too_deeply_are_refused(tmp_path: Path) -> None:
     tensor = outside("data").SerializeToString()
     data = b"\x2a" + bytes([len(tensor)]) + tensor
     for _ in range(200):  # a graph in an attribute in a node in a graph
@@ -238,7 +238,7 @@ def test_hostile_tokenizers(case: str, tmp_path: Path) -> None:
     assert failure.name == "tokenizer" and "tokenizer.json" in failure.detail
 
 
-def test_a_tokenizer_that_ends_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_survives_a_tokenizer_that_ends_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from diffbit.runtime import verify as module
 
     folder = random_toy().write(tmp_path / "a")

@@ -38,7 +38,7 @@ def test_a_whole_artifact_passes(artifact: Path) -> None:
     assert result.logits_error < 1e-5
 
 
-def test_what_failed_is_named(artifact: Path) -> None:
+def test_verify_names_the_failed_checks(artifact: Path) -> None:
     tokenizer = artifact / "tokenizer.json"
     text = tokenizer.read_bytes()
     tokenizer.write_bytes(text.replace(b"a", b"b", 1))
@@ -65,7 +65,7 @@ def test_code_is_refused(artifact: Path, name: str) -> None:
     assert verify(artifact).logits_error is None
 
 
-def test_the_installed_library_is_no_strangers_code(artifact: Path) -> None:
+def test_the_installed_library_is_accepted_in_an_artifact(artifact: Path) -> None:
     """`export --library` puts it there."""
     library = native.library()
     if library is None:
@@ -110,7 +110,7 @@ def test_a_near_tie_may_fall_either_way(artifact: Path) -> None:
     assert names(artifact) == ["logits", "greedy"]
 
 
-def test_what_cannot_be_checked_raises(artifact: Path, tmp_path: Path) -> None:
+def test_verify_raises_without_an_artifact_or_device(artifact: Path, tmp_path: Path) -> None:
     with pytest.raises(DiffbitError, match="no such artifact folder"):
         verify(tmp_path / "nothing")
     with pytest.raises(DiffbitError, match="device is 'tpu', wanted one of cpu, cuda"):

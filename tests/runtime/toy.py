@@ -210,7 +210,7 @@ def follows(text: str, *, bos: bool = True, end: int | None = None, places: int 
     assert len(set(ids)) == len(ids)
     out = np.zeros((VOCAB, VOCAB), np.float32)
     out[BOS, ids[0]] = 1
-    for here, there in zip(ids, [*ids[1:], ids[0] if end is None else end], strict=True):
-        out[here, there] = 1
+    for token, next_token in zip(ids, [*ids[1:], ids[0] if end is None else end], strict=True):
+        out[token, next_token] = 1
     toy = Toy(np.eye(VOCAB, dtype=np.float32), np.zeros((places, VOCAB), np.float32), out, heads=3, gain=0.0)
     return replace(toy, bos=BOS if bos else None, eos=(EOS,))

@@ -60,5 +60,5 @@ def test_it_writes_what_run_writes(trained: Callable[[str], Path], tmp_path: Pat
         assert tokens[: len(expected)] == expected and len(expected) > 10
 
 
-def test_what_this_needs_is_there_in_ci() -> None:
+def test_ci_has_openvino() -> None:
     assert READY or "DIFFBIT_REQUIRE_ORTMODEL" not in os.environ

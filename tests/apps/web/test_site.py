@@ -117,7 +117,7 @@ class Breaking(Quiet):
         return None
 
 
-def test_what_this_needs_is_there_in_ci() -> None:
+def test_ci_has_openvino() -> None:
     assert READY or "DIFFBIT_REQUIRE_WEB" not in os.environ
 
 
