@@ -30,8 +30,8 @@ S = Variable("S", (Type.FLOAT16, Type.INT8), on_gpu=(Type.FLOAT16, Type.INT8))  
 SIZE, ROWS = 1 << 24, 1 << 31  # the most columns and rows of a weight
 FLOATS = "FLOAT32, FLOAT16 or BFLOAT16"
 # Fields of several calls
-PRODUCT = ("m = of.rows", "node.n", "node.k")
-TOKENS = ("of.batch", "of.steps", "of.total", "of.channels")
+PRODUCT = ("m = tensors.rows", "node.n", "node.k")
+TOKENS = ("tensors.batch", "tensors.steps", "tensors.total", "tensors.channels")
 
 DIFF_ATTENTION = Op(
     "DiffAttention",
@@ -81,14 +81,14 @@ DIFF_ATTENTION = Op(
     call=Call(
         "attention",
         integers=(
-            *("of.batch", "of.steps", "of.past_length", "node.heads", "node.kv_heads", "of.d"),
-            *("past_key_capacity = of.keys.past_capacity", "past_value_capacity = of.values.past_capacity"),
-            *("key_capacity = of.keys.capacity", "value_capacity = of.values.capacity"),
-            *("mask_row = of.attention_mask.shape[1]", "positions = of.cos.shape[0]"),
+            *("tensors.batch", "tensors.steps", "tensors.past_length", "node.heads", "node.kv_heads", "tensors.d"),
+            *("past_key_capacity = tensors.keys.past_capacity", "past_value_capacity = tensors.values.past_capacity"),
+            *("key_capacity = tensors.keys.capacity", "value_capacity = tensors.values.capacity"),
+            *("mask_row = tensors.attention_mask.shape[1]", "positions = tensors.cos.shape[0]"),
             *("node.branches", "node.noise_ratio", "wide_value = node.width - 1"),
-            *("lambda_per_token = of.lambda.rank == 3", "node.key_bits", "node.value_bits", "node.query_bits"),
+            *("lambda_per_token = tensors.lambda.rank == 3", "node.key_bits", "node.value_bits", "node.query_bits"),
             *("node.window", "node.sliding_window"),
-            *("of.query.type", "key_type = of.keys.past.type", "value_type = of.values.past.type"),
+            *("tensors.query.type", "key_type = tensors.keys.past.type", "value_type = tensors.values.past.type"),
         ),
         floats=("node.scale", "node.norm_eps"),
         tensors={"key": "keys.fresh", "value": "values.fresh"}
@@ -113,7 +113,9 @@ HADAMARD = Op(
     inputs=(Tensor("A", T),),
     outputs=(Tensor("Y", T),),
     attributes=(Integer("block", 1, SIZE),),
-    call=Call("hadamard", integers=("size = of.a.size()", "node.block", "of.a.type"), notes={"a": "`size` numbers"}),
+    call=Call(
+        "hadamard", integers=("size = tensors.a.size()", "node.block", "tensors.a.type"), notes={"a": "`size` numbers"}
+    ),
 )
 
 SILU_GATE = Op(
@@ -121,7 +123,7 @@ SILU_GATE = Op(
     version=1,
     inputs=(Tensor("A", T),),
     outputs=(Tensor("Y", T),),
-    call=Call("silu_gate", integers=("of.rows", "of.n", "of.a.type")),
+    call=Call("silu_gate", integers=("tensors.rows", "tensors.n", "tensors.a.type")),
 )
 
 TERNARY_MATMUL = Op(
@@ -132,7 +134,7 @@ TERNARY_MATMUL = Op(
     attributes=(Integer("K", 1, SIZE), Integer("N", 1, ROWS), Integer("activation_bits", choices=(8, 4), default=8)),
     call=Call(
         "ternary_matmul",
-        integers=(*PRODUCT, "node.activation_bits", "of.scale_per_row", "of.a.type"),
+        integers=(*PRODUCT, "node.activation_bits", "tensors.scale_per_row", "tensors.a.type"),
         notes={"a": "[m, k]", "packed": "at a multiple of 16", "scale": "[n] if per row, else [1]", "y": "[m, n]"},
     ),
 )
@@ -152,7 +154,7 @@ INT4_MATMUL = Op(
     opsets=(("", 21), ("com.microsoft", 1)),
     call=Call(
         "int4_matmul",
-        integers=(*PRODUCT, "node.group_size", "of.a.type"),
+        integers=(*PRODUCT, "node.group_size", "tensors.a.type"),
         notes={
             "a": "[m, k]",
             "codes": "at a multiple of 16, like scales and zeros",
@@ -171,7 +173,7 @@ INT8_MATMUL = Op(
     opsets=INT4_MATMUL.opsets,
     call=Call(
         "int8_matmul",
-        integers=(*PRODUCT, "node.group_size", "of.scale_groups", "of.a.type"),
+        integers=(*PRODUCT, "node.group_size", "tensors.scale_groups", "tensors.a.type"),
         notes={
             "a": "[m, k]",
             "codes": "at a multiple of 16",
@@ -197,7 +199,7 @@ GATHER = Op(
     attributes=(*INT4_MATMUL.attributes, Integer("bits", choices=(4, 8))),
     call=Call(
         "gather_quantized",
-        integers=(*PRODUCT, "node.group_size", "of.scale_groups", "node.bits", "of.factor.type"),
+        integers=(*PRODUCT, "node.group_size", "tensors.scale_groups", "node.bits", "tensors.factor.type"),
         notes={
             "ids": "[m]; one outside the table makes its row NaN",
             "scales": "[tiles, scale_groups, 16]",
@@ -224,7 +226,7 @@ LOWBIT_MATMUL = Op(
     opsets=INT4_MATMUL.opsets,
     call=Call(
         "lowbit_matmul",
-        integers=(*PRODUCT, "node.group_size", "node.bits", "scale_type = of.scales.type", "of.a.type"),
+        integers=(*PRODUCT, "node.group_size", "node.bits", "scale_type = tensors.scales.type", "tensors.a.type"),
         notes={
             "a": "[m, k]",
             "codes": "at a multiple of 16",
@@ -245,7 +247,7 @@ GATHER_LOWBIT = Op(
     attributes=LOWBIT_MATMUL.attributes,
     call=Call(
         "gather_lowbit",
-        integers=(*LOWBIT_MATMUL.call.integers[:-1], "of.factor.type"),
+        integers=(*LOWBIT_MATMUL.call.integers[:-1], "tensors.factor.type"),
         notes={**LOWBIT_MATMUL.call.notes, "ids": GATHER.call.notes["ids"], "y": "[m, k]"},
     ),
 )
@@ -257,7 +259,7 @@ FLOAT_MATMUL = Op(
     outputs=(Tensor("Y", T),),
     call=Call(
         "float_matmul",
-        integers=("m = of.rows", "n = of.w.shape[0]", "k = of.w.shape[1]", "of.a.type"),
+        integers=("m = tensors.rows", "n = tensors.w.shape[0]", "k = tensors.w.shape[1]", "tensors.a.type"),
         notes={"a": "[m, k]", "w": "[n, k]", "y": "[m, n]"},
     ),
 )
@@ -275,7 +277,7 @@ CAUSAL_CONV = Op(
     outputs=(Tensor("y", T), Tensor("present_state", Type.FLOAT32)),
     call=Call(
         "causal_conv",
-        integers=(*TOKENS, "of.width", "of.x.type"),
+        integers=(*TOKENS, "tensors.width", "tensors.x.type"),
         notes={"total": "columns of attention_mask", "width": "rows of weight"},
     ),
 )
@@ -297,7 +299,7 @@ SELECTIVE_SCAN = Op(
     outputs=(Tensor("y", T), Tensor("memory", T, optional=True), CAUSAL_CONV.outputs[1]),
     call=Call(
         "selective_scan",
-        integers=(*TOKENS, "of.states", "of.x.type"),
+        integers=(*TOKENS, "tensors.states", "tensors.x.type"),
         notes={"memory": "null: not requested", "total": "columns of attention_mask", "states": "rows of a"},
     ),
 )
@@ -347,15 +349,15 @@ def _op(op: Op) -> str:
     for attribute in op.attributes:
         values = ""
         if isinstance(attribute, Integer):
-            few = attribute.choices or (attribute.low, attribute.high)
-            values = f", {len(attribute.choices)}, {{{', '.join(map(str, few))}}}"
+            bounds = attribute.choices or (attribute.low, attribute.high)
+            values = f", {len(attribute.choices)}, {{{', '.join(map(str, bounds))}}}"
         lines.append(f'{type(attribute).__name__} {attribute.name.upper()}{{"{attribute.name}"{values}}}')
     for name, rows in (("TYPES", op.types()), ("GPU_TYPES", op.types(gpu=True))):
         text = "".join(f"      {{{', '.join(str(int(type)) for type in row)}}},\n" for row in rows)
         lines.append(f"int {name}[{len(rows)}][{len(rows[0])}] = {{\n{text}  }}")
     masks = (
-        sum(1 << i for i, tensor in enumerate(tensors) if getattr(tensor, what))
-        for tensors, what in ((op.inputs, "optional"), (op.outputs, "optional"), (op.inputs, "on_host"))
+        sum(1 << i for i, tensor in enumerate(tensors) if getattr(tensor, flag))
+        for tensors, flag in ((op.inputs, "optional"), (op.outputs, "optional"), (op.inputs, "on_host"))
     )
     names = ", ".join(f'"{op.named(index)}"' for index in range(op.names))
     lines.append(f"const char* NAMES[{op.names}] = {{{names}}}")
@@ -379,7 +381,7 @@ def _call(op: Op) -> str:
     lines += [
         "",
         "  template <class Node, class Tensors>",
-        f"  static {name} from([[maybe_unused]] const Node& node, const Tensors& of) {{",
+        f"  static {name} from([[maybe_unused]] const Node& node, const Tensors& tensors) {{",
         f"    return {{\n{sources}    }};",
         "  }",
         "};",

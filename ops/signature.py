@@ -91,8 +91,9 @@ class Call:
     """The struct of an op's CUDA call, csrc/cuda/api.h: pointers to its tensors, except those that the CPU reads, in
     order and in lower case, then int64 fields, then float fields.
 
-    integers, floats: "name = expression" in C++, of the `node` and of its checked tensors, `of` (csrc/ort/nodes.h);
-    without "name = " it is the last word. tensors: where they are in `of`, if not under their names; notes: comments.
+    integers, floats: "name = expression" in C++, with the `node` and its checked `tensors` (csrc/ort/nodes.h); without
+    "name = " the name is the expression's last word. tensors: paths in `tensors` of those that have other names there.
+    notes: comments.
     """
 
     function: str  # without its "diffbit_cuda_"
@@ -173,7 +174,7 @@ class Op:
         call = self.call
         inputs = [("const void*", tensor.name.lower()) for tensor in self.inputs if not tensor.on_host]
         pointers = inputs + [("void*", tensor.name.lower()) for tensor in self.outputs]
-        fields = [(kind, name, f"of.{call.tensors.get(name, name)}.data") for kind, name in pointers]
+        fields = [(kind, name, f"tensors.{call.tensors.get(name, name)}.data") for kind, name in pointers]
         for kind, texts in (("int64_t", call.integers), ("float", call.floats)):
             for text in texts:
                 name, _, source = text.rpartition(" = ")

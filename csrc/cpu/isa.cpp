@@ -98,17 +98,17 @@ const std::vector<Available>& available() {
 
 }  // namespace
 
-std::string available_isas(const char* between) {
+std::string available_isas(const char* separator) {
   std::string names;
-  for (const Available& one : available()) names += (names.empty() ? "" : between) + std::string(one.name);
+  for (const Available& set : available()) names += (names.empty() ? "" : separator) + std::string(set.name);
   return names;
 }
 
 Isa choose_isa() {
   const char* name = std::getenv("DIFFBIT_ISA");
   if (!name || !*name) return available().front().isa;
-  for (const Available& one : available())
-    if (std::string(name) == one.name) return one.isa;
+  for (const Available& set : available())
+    if (std::string(name) == set.name) return set.isa;
   throw Error("DIFFBIT_ISA is %s, which this CPU or this build lacks; choose one of %s", name,
               available_isas(", ").c_str());
 }

@@ -8,7 +8,7 @@
 namespace diffbit {
 
 /// Names of the instruction sets that this CPU and this build have, best first.
-std::string available_isas(const char* between);
+std::string available_isas(const char* separator);
 
 /// create_X(node), which cpu/X/ defines, for every op.
 #define DIFFBIT_DECLARE_OP(Op, function) Kernel* create_##function(const Node& node);

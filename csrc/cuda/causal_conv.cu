@@ -51,12 +51,12 @@ template <class T>
 __global__ void __launch_bounds__(THREADS) keep(DiffbitCausalConv op) {
   const int64_t channel = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x, batch = blockIdx.y;
   if (channel >= op.channels) return;
-  const int kept = static_cast<int>(op.width - 1);
+  const int state_rows = static_cast<int>(op.width - 1);
   float latest[CONV_MOST_WIDTH];
   Back<T> rows(op, batch, channel, op.steps);
-  for (int k = kept - 1; k >= 0; --k) latest[k] = rows.next();
-  float* present = static_cast<float*>(op.present_state) + batch * kept * op.channels + channel;
-  for (int k = 0; k < kept; ++k) present[k * op.channels] = latest[k];
+  for (int k = state_rows - 1; k >= 0; --k) latest[k] = rows.next();
+  float* present = static_cast<float*>(op.present_state) + batch * state_rows * op.channels + channel;
+  for (int k = 0; k < state_rows; ++k) present[k * op.channels] = latest[k];
 }
 
 }  // namespace

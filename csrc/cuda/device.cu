@@ -22,10 +22,10 @@ const char* sentence(const char* format, ...) {
 
 namespace {
 
-int attribute(cudaDeviceAttr which) {
+int attribute(cudaDeviceAttr attribute_id) {
   int device = 0, value = 0;
   if (cudaGetDevice(&device) != cudaSuccess) return 0;
-  return cudaDeviceGetAttribute(&value, which, device) == cudaSuccess ? value : 0;
+  return cudaDeviceGetAttribute(&value, attribute_id, device) == cudaSuccess ? value : 0;
 }
 
 }  // namespace
@@ -55,8 +55,8 @@ void allow_most_shared(const void* kernel) {
   if (done.count({kernel, device})) return;
   cudaFuncAttributes attributes{};
   if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) return;
-  const int most = static_cast<int>(most_shared() - attributes.sharedSizeBytes);
-  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most) == cudaSuccess)
+  const int bytes = static_cast<int>(most_shared() - attributes.sharedSizeBytes);
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) == cudaSuccess)
     done.emplace(kernel, device);
 }
 

@@ -287,13 +287,13 @@ constexpr size_t SHARED_UNASKED = size_t{32} << 10;
 template <class... Parameters, class... Arguments>
 const char* launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream,
                    Arguments... arguments) {
-  const void* which = reinterpret_cast<const void*>(kernel);
-  if (shared > SHARED_UNASKED) allow_most_shared(which);
+  const void* address = reinterpret_cast<const void*>(kernel);
+  if (shared > SHARED_UNASKED) allow_most_shared(address);
 #ifdef __CUDACC__
   kernel<<<grid, block, shared, stream>>>(static_cast<Parameters>(arguments)...);
 #else
   static_cast<void>(stream);
-  emulate::run(which, grid, block, shared, [=] { kernel(static_cast<Parameters>(arguments)...); });
+  emulate::run(address, grid, block, shared, [=] { kernel(static_cast<Parameters>(arguments)...); });
 #endif
   return launched("a kernel");
 }

@@ -306,13 +306,13 @@ __global__ void __launch_bounds__(32 * (WORKERS + GROUP), 1)
     struct Ready {
       Vector<float, PARTS> sum[GROUPS], scale[GROUPS];
     };
-    const auto load = [&](int unit, int of) {
+    const auto load = [&](int unit, int ring_slot) {
       Ready ready;
       const Vector<__half, PARTS> scale = scales_of[(turn * WORKERS + unit) * PAIR + lane];
 #pragma unroll
       for (int j = 0; j < GROUPS; ++j) {
         const int column = min(GROUP * j + warp - WORKERS, m - 1);
-        const Step* step = steps + (of * columns + column) * PARTS;
+        const Step* step = steps + (ring_slot * columns + column) * PARTS;
         ready.sum[j] = sums[((turn * WORKERS + unit) * m + column) * PAIR + place(lane, column)];
 #pragma unroll
         for (int part = 0; part < PARTS; ++part)
@@ -347,10 +347,10 @@ __global__ void __launch_bounds__(32 * (WORKERS + GROUP), 1)
   }
 }
 
-/// Stores eight neighbours of a row of y. `whole`: they are at a multiple of 16 bytes.
+/// Stores eight neighbours of a row of y. `by_eights`: they are at a multiple of 16 bytes.
 template <class T>
-__device__ __forceinline__ void store8(T* to, const float (&x)[8], int64_t room, bool whole) {
-  if (!whole) {
+__device__ __forceinline__ void store8(T* to, const float (&x)[8], int64_t room, bool by_eights) {
+  if (!by_eights) {
 #pragma unroll
     for (int i = 0; i < 8; ++i)
       if (i < room) to[i] = from_float<T>(x[i]);
@@ -369,7 +369,7 @@ __device__ __forceinline__ void store8(T* to, const float (&x)[8], int64_t room,
 /// 64 rows of activations by 64 PAIRS of the weight per block, 2 x 2 warps.
 template <class T, int SLABS, int PAIRS>
 __global__ void __launch_bounds__(MANY_THREADS, PAIRS == 1 ? 3 : 2)
-    many_rows(const Product p, int blocks_down, bool whole) {
+    many_rows(const Product p, int blocks_down, bool by_eights) {
   constexpr int MT = MANY_ROWS / 2 / 16, PARTS = CHUNK_SLABS / SLABS, TILES = 4 * PAIRS;
   constexpr int A = CHUNK * MANY_ROWS, B = 2 * PAIRS * CODES, SCALES = PARTS * TILES * TILE * 2, ZEROS = SCALES / 2;
   constexpr int STEPS = MANY_ROWS * PARTS * static_cast<int>(sizeof(Step)), STAGE = A + B + SCALES + ZEROS + STEPS;
@@ -499,7 +499,7 @@ __global__ void __launch_bounds__(MANY_THREADS, PAIRS == 1 ? 3 : 2)
       float x[8];
 #pragma unroll
       for (int j = 0; j < 8; ++j) x[j] = __fmul_rn(sums[i / 2][i % 2][pair][j], factor);
-      store8(static_cast<T*>(p.y) + row * p.n + n, x, p.n - n, whole);
+      store8(static_cast<T*>(p.y) + row * p.n + n, x, p.n - n, by_eights);
     }
   }
 }
@@ -523,7 +523,7 @@ Few plan_few(const Product& p) {
 }
 
 template <class T, int SLABS>
-const char* few(Product p, const Few& plan, cudaStream_t stream) {
+const char* run_few(Product p, const Few& plan, cudaStream_t stream) {
   const int64_t pairs = (p.tiles + 1) / 2, blocks = std::max<int64_t>(1, std::min<int64_t>(pairs, multiprocessors()));
   const Share share = {pairs / blocks, pairs % blocks};
   const int m = p.m;
@@ -547,11 +547,11 @@ const char* few(Product p, const Few& plan, cudaStream_t stream) {
 template <class T, int SLABS, int PAIRS>
 const char* many(const Product& p, cudaStream_t stream) {
   const int64_t down = (p.m + MANY_ROWS - 1) / MANY_ROWS, blocks = down * ((p.tiles + 4 * PAIRS - 1) / (4 * PAIRS));
-  const bool whole = p.n % 8 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;
+  const bool by_eights = p.n % 8 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;
   const int stage = CHUNK * MANY_ROWS + 2 * PAIRS * CODES +
                     CHUNK_SLABS / SLABS * (4 * PAIRS * TILE * 3 + MANY_ROWS * static_cast<int>(sizeof(Step)));
   return launch(many_rows<T, SLABS, PAIRS>, dim3(static_cast<unsigned>(blocks)), dim3(MANY_THREADS),
-                static_cast<size_t>(2 * stage), stream, p, static_cast<int>(down), whole);
+                static_cast<size_t>(2 * stage), stream, p, static_cast<int>(down), by_eights);
 }
 
 template <class T, int SLABS>
@@ -562,7 +562,7 @@ const char* multiply(Product p, cudaStream_t stream) {
   if (!plan.fused)
     if (const char* wrong = launch(quantize_rows<T>, dim3(static_cast<unsigned>(p.m)), dim3(256), 0, stream, p))
       return wrong;
-  if (is_few) return few<T, SLABS>(p, plan, stream);
+  if (is_few) return run_few<T, SLABS>(p, plan, stream);
   // Wide tiles read the activations less often; narrow ones give every multiprocessor some work
   const int64_t wide = (p.m + MANY_ROWS - 1) / MANY_ROWS * ((p.tiles + 7) / 8);
   return wide >= 2 * multiprocessors() ? many<T, SLABS, 2>(p, stream) : many<T, SLABS, 1>(p, stream);

@@ -17,17 +17,17 @@ __global__ void __launch_bounds__(THREADS) scan(DiffbitSelectiveScan op) {
   const bool mine = channel < op.channels;
   const int64_t first = batch * op.steps, state = batch * states * op.channels + channel;
   const int64_t* mask = static_cast<const int64_t*>(op.attention_mask) + (batch + 1) * op.total - op.steps;
-  const auto row = [&](const void* of, int64_t t) {
-    return mine ? to_float(static_cast<const T*>(of)[(first + t) * op.channels + channel]) : 0.0f;
+  const auto row = [&](const void* tensor, int64_t t) {
+    return mine ? to_float(static_cast<const T*>(tensor)[(first + t) * op.channels + channel]) : 0.0f;
   };
   const float bias = mine ? static_cast<const float*>(op.dt_bias)[channel] : 0.0f;
   const float skip = mine ? static_cast<const float*>(op.d)[channel] : 0.0f;
   float h[MOST], rate[MOST];
 #pragma unroll(MOST == FEW ? FEW : 1)
   for (int n = 0; n < MOST; ++n) {
-    const bool there = mine && n < states;
-    h[n] = there ? static_cast<const float*>(op.past_state)[state + n * op.channels] : 0.0f;
-    rate[n] = there ? static_cast<const float*>(op.a)[n * op.channels + channel] : 0.0f;
+    const bool in_state = mine && n < states;
+    h[n] = in_state ? static_cast<const float*>(op.past_state)[state + n * op.channels] : 0.0f;
+    rate[n] = in_state ? static_cast<const float*>(op.a)[n * op.channels + channel] : 0.0f;
   }
   for (int64_t begin = 0; begin < op.steps; begin += TOKENS) {
     const int count = static_cast<int>(op.steps - begin < TOKENS ? op.steps - begin : TOKENS);

@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(THREADS, 1) few_rows(const Product p, const Sh
   const uint8_t* q = FUSED ? q_shared + (min(g, m - 1) * 4 + t) * PIECE : p.q + lane * PIECE;
   const int64_t q_step = FUSED ? m * STEP : p.groups * GROUP_STEP;
   const int q_field = FUSED ? m * STEP / 4 : GROUP_STEP / 4;
-  int32_t one[GROUPS][4] = {}, four[GROUPS][4] = {};
+  int32_t ones[GROUPS][4] = {}, fours[GROUPS][4] = {};
   int stage = 0;
   for (int i = 0; i < count; ++i) {
     copy_async_wait<STAGES - 2>();
@@ -244,10 +244,10 @@ __global__ void __launch_bounds__(THREADS, 1) few_rows(const Product p, const Sh
 #pragma unroll
       for (int j = 0; j < GROUPS; ++j)
         pieces_q[f][j] = *reinterpret_cast<const uint4*>(q + step * q_step + f * q_field + j * GROUP_STEP);
-    advance<0>(one, upper, lower, pieces_q[0]);
-    advance<1>(four, upper, lower, pieces_q[1]);
-    advance<2>(one, upper, lower, pieces_q[2]);
-    advance<3>(four, upper, lower, pieces_q[3]);
+    advance<0>(ones, upper, lower, pieces_q[0]);
+    advance<1>(fours, upper, lower, pieces_q[1]);
+    advance<2>(ones, upper, lower, pieces_q[2]);
+    advance<3>(fours, upper, lower, pieces_q[3]);
     copy(stage ? stage - 1 : STAGES - 1);  // into the slot of the previous iteration
     stage = stage + 1 < STAGES ? stage + 1 : 0;
 
@@ -259,8 +259,8 @@ __global__ void __launch_bounds__(THREADS, 1) few_rows(const Product p, const Sh
       for (int r = 0; r < 4; ++r) {
         const int column = 8 * j + 2 * t + r % 2, row = g + r / 2 * 8;
         if (column < m)
-          atomicAdd(&totals[(tile * m + column) * TILE + row], static_cast<uint32_t>(one[j][r] + (four[j][r] >> 2)));
-        one[j][r] = four[j][r] = 0;
+          atomicAdd(&totals[(tile * m + column) * TILE + row], static_cast<uint32_t>(ones[j][r] + (fours[j][r] >> 2)));
+        ones[j][r] = fours[j][r] = 0;
       }
     if (step == p.steps) {
       step = 0;
@@ -368,9 +368,9 @@ __global__ void __launch_bounds__(MANY_THREADS, MT == 4 ? 2 : 4)
     for (int j = 0; j < NT; ++j) {
       const int64_t column = first_n + (across * NT + j) * 8 + 2 * t;
       if (column >= p.n) continue;
-      const int32_t(&of)[4] = sums[i / 2][j];
-      store2(y + column, scaled(static_cast<uint32_t>(of[i % 2 * 2]), sum, row_step, scales[j][0]),
-             scaled(static_cast<uint32_t>(of[i % 2 * 2 + 1]), sum, row_step, scales[j][1]), pairs, column + 1 < p.n);
+      const int32_t(&quad)[4] = sums[i / 2][j];
+      store2(y + column, scaled(static_cast<uint32_t>(quad[i % 2 * 2]), sum, row_step, scales[j][0]),
+             scaled(static_cast<uint32_t>(quad[i % 2 * 2 + 1]), sum, row_step, scales[j][1]), pairs, column + 1 < p.n);
     }
   }
 }
@@ -388,12 +388,12 @@ Few plan_few(const DiffbitTernaryMatMul& op) {
   const int64_t room = static_cast<int64_t>(most_shared()) - RING;
   const int64_t q = static_cast<int64_t>(sizeof(Rows)) + op.m * steps * STEP;
   const int64_t blocks = std::max<int64_t>(1, std::min<int64_t>(tiles, multiprocessors()));
-  Few few = {blocks, 0, op.m <= GROUP && op.m * op.k <= MOST_FUSED && (tiles + blocks - 1) / blocks * sums + q <= room};
-  if (!few.fused)  // as many blocks as their sums need to fit
-    few.blocks = std::max(blocks, (tiles * sums + std::min<int64_t>(MOST_TOTALS, room) - sums - 1) /
+  Few plan = {blocks, 0, op.m <= GROUP && op.m * op.k <= MOST_FUSED && (tiles + blocks - 1) / blocks * sums + q <= room};
+  if (!plan.fused)  // as many blocks as their sums need to fit
+    plan.blocks = std::max(blocks, (tiles * sums + std::min<int64_t>(MOST_TOTALS, room) - sums - 1) /
                                       std::max<int64_t>(1, std::min<int64_t>(MOST_TOTALS, room) - sums));
-  few.shared = static_cast<size_t>(RING + (tiles + few.blocks - 1) / few.blocks * sums + (few.fused ? q : 0));
-  return few;
+  plan.shared = static_cast<size_t>(RING + (tiles + plan.blocks - 1) / plan.blocks * sums + (plan.fused ? q : 0));
+  return plan;
 }
 
 /// Groups of rows in the workspace: a block for many rows reads whole groups.
@@ -402,8 +402,8 @@ int64_t row_groups(int64_t m) { return m <= 2 * GROUP ? (m + GROUP - 1) / GROUP 
 template <class T>
 const char* multiply(const DiffbitTernaryMatMul& op, Product& p, cudaStream_t stream) {
   p.aligned = aligned_rows<T>(op.a, op.k);
-  const bool few = op.m <= 2 * GROUP;
-  const Few plan = few ? plan_few(op) : Few{};
+  const bool is_few = op.m <= 2 * GROUP;
+  const Few plan = is_few ? plan_few(op) : Few{};
   const int64_t tiles = (op.n + TILE - 1) / TILE;
   const auto run_few = [&](auto kernel) {
     return launch(kernel, dim3(static_cast<unsigned>(plan.blocks)), dim3(THREADS), plan.shared, stream, p,
@@ -413,7 +413,7 @@ const char* multiply(const DiffbitTernaryMatMul& op, Product& p, cudaStream_t st
   if (const char* wrong =
           launch(quantize_rows<T>, dim3(static_cast<unsigned>(op.m)), dim3(256), sizeof(Rows), stream, p))
     return wrong;
-  if (few) return run_few(op.m <= GROUP ? few_rows<T, 1, false> : few_rows<T, 2, false>);
+  if (is_few) return run_few(op.m <= GROUP ? few_rows<T, 1, false> : few_rows<T, 2, false>);
 
   const auto many = [&](auto kernel, int rows, int columns) {
     const int64_t down = (op.m + rows - 1) / rows, blocks = down * ((op.n + columns - 1) / columns);

@@ -132,14 +132,14 @@ OrtStatus* add_domain(const OrtApi* api, OrtSessionOptions* options) {
   return ort::call<OrtStatus*>(api, ort::AddCustomOpDomain, options, domain);
 }
 
-/// What diffbit_ops.h says of diffbit.bfloat16.
+/// Whether the session option diffbit.bfloat16 is set (diffbit_ops.h).
 bool in_bfloat16(const OrtApi* api, const OrtSessionOptions* options) {
   constexpr const char* KEY = "diffbit.bfloat16";
-  int given = 0;
+  int is_set = 0;
   char value[2] = "";  // with its end
   size_t size = sizeof value;
-  check(api, ort::call<OrtStatus*>(api, ort::HasSessionConfigEntry, options, KEY, &given));
-  if (!given) return false;
+  check(api, ort::call<OrtStatus*>(api, ort::HasSessionConfigEntry, options, KEY, &is_set));
+  if (!is_set) return false;
   OrtStatus* status =
       ort::call<OrtStatus*>(api, ort::GetSessionConfigEntry, options, KEY, static_cast<char*>(value), &size);
   if (status) ort::call<void>(api, ort::ReleaseStatus, status);  // it is longer

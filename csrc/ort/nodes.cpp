@@ -117,14 +117,14 @@ void expect_middle(const Tensor& zeros, const uint8_t* zero, int64_t bits) {
 
 namespace {
 
-/// An output [ids..., k].
-Tensor rows_of(Context& context, const schema::Output& which, const Tensor& ids, int64_t k) {
+/// Allocates an output [ids..., k].
+Tensor rows_of(Context& context, const schema::Output& position, const Tensor& ids, int64_t k) {
   int64_t shape[Tensor::MOST_DIMENSIONS];
   if (ids.rank + 1 > Tensor::MOST_DIMENSIONS)
     throw Error("%s has %zu dimensions, wanted fewer", ids.name, ids.rank);
   std::copy_n(ids.shape, ids.rank, shape);
   shape[ids.rank] = k;
-  return context.output(which, shape, ids.rank + 1);
+  return context.output(position, shape, ids.rank + 1);
 }
 
 }  // namespace
@@ -142,30 +142,30 @@ GatherQuantizedNode::Tensors GatherQuantizedNode::tensors(Context& context) cons
 
 namespace {
 
-/// The inputs that LowBitMatMul and GatherLowBit share; throws if they do not fit together.
+/// Reads the inputs that LowBitMatMul and GatherLowBit share; throws if they do not fit together.
 template <class Node_>
 LowBitTensors expect_planes(const Node_& node, Context& context) {
-  LowBitTensors of{};
-  of.codes = context.input(Node_::CODES), of.scales = context.input(Node_::SCALES);
-  of.row_scales = context.input(Node_::ROW_SCALES), of.levels = context.input(Node_::LEVELS);
-  of.factor = context.input(Node_::FACTOR);
+  LowBitTensors tensors{};
+  tensors.codes = context.input(Node_::CODES), tensors.scales = context.input(Node_::SCALES);
+  tensors.row_scales = context.input(Node_::ROW_SCALES), tensors.levels = context.input(Node_::LEVELS);
+  tensors.factor = context.input(Node_::FACTOR);
   const int64_t groups = divide_up(node.k, node.group_size), tiles = divide_up(node.n, INT4_TILE);
-  of.codes.expect({tiles, groups, node.group_size / LOWBIT_RUN, node.bits, INT4_TILE, 4});
-  of.scales.expect({tiles, groups, INT4_TILE});
-  of.factor.expect({1});
-  if (of.row_scales.size() == 1) {
-    of.row_scales.expect({1, 1});
-    of.row_scale = static_cast<const uint16_t*>(std::exchange(of.row_scales.data, nullptr));
+  tensors.codes.expect({tiles, groups, node.group_size / LOWBIT_RUN, node.bits, INT4_TILE, 4});
+  tensors.scales.expect({tiles, groups, INT4_TILE});
+  tensors.factor.expect({1});
+  if (tensors.row_scales.size() == 1) {
+    tensors.row_scales.expect({1, 1});
+    tensors.row_scale = static_cast<const uint16_t*>(std::exchange(tensors.row_scales.data, nullptr));
   } else {
-    of.row_scales.expect({tiles, INT4_TILE});
+    tensors.row_scales.expect({tiles, INT4_TILE});
   }
-  if (node.bits > 4 || of.levels.size() == 1) {
-    of.levels.expect({1});
-    of.level = static_cast<const uint8_t*>(std::exchange(of.levels.data, nullptr));
+  if (node.bits > 4 || tensors.levels.size() == 1) {
+    tensors.levels.expect({1});
+    tensors.level = static_cast<const uint8_t*>(std::exchange(tensors.levels.data, nullptr));
   } else {
-    of.levels.expect({int64_t{1} << node.bits});
+    tensors.levels.expect({int64_t{1} << node.bits});
   }
-  return of;
+  return tensors;
 }
 
 }  // namespace
@@ -174,23 +174,23 @@ LowBitMatMulNode::LowBitMatMulNode(const Node& node)
     : k(node.integer(K)), n(node.integer(N)), group_size(node.integer(GROUP_SIZE)), bits(node.integer(BITS)) {}
 
 LowBitTensors LowBitMatMulNode::tensors(Context& context) const {
-  LowBitTensors of = expect_planes(*this, context);
-  of.a = context.input(A);
-  of.a.expect_last(k);
-  of.y = context.product(Y, of.a, n);
-  of.rows = of.a.size() / k;
-  return of;
+  LowBitTensors tensors = expect_planes(*this, context);
+  tensors.a = context.input(A);
+  tensors.a.expect_last(k);
+  tensors.y = context.product(Y, tensors.a, n);
+  tensors.rows = tensors.a.size() / k;
+  return tensors;
 }
 
 GatherLowBitNode::GatherLowBitNode(const Node& node)
     : k(node.integer(K)), n(node.integer(N)), group_size(node.integer(GROUP_SIZE)), bits(node.integer(BITS)) {}
 
 LowBitTensors GatherLowBitNode::tensors(Context& context) const {
-  LowBitTensors of = expect_planes(*this, context);
-  of.ids = context.input(IDS);
-  of.y = rows_of(context, Y, of.ids, k);
-  of.rows = of.ids.size();
-  return of;
+  LowBitTensors tensors = expect_planes(*this, context);
+  tensors.ids = context.input(IDS);
+  tensors.y = rows_of(context, Y, tensors.ids, k);
+  tensors.rows = tensors.ids.size();
+  return tensors;
 }
 
 SelectiveScanNode::SelectiveScanNode(const Node&) {}

@@ -81,15 +81,15 @@ float Node::number(const schema::Number& attribute) const {
   return value;
 }
 
-Tensor Context::input(const schema::Input& which) const {
+Tensor Context::input(const schema::Input& position) const {
   Tensor tensor;
-  tensor.name = which.name;
+  tensor.name = position.name;
   const OrtValue* value = nullptr;
   size_t count = 0;
   const OrtKernelContext* context = context_;
   check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetInputCount, context, &count));
-  if (which.index >= count) return tensor;
-  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetInput, context, which.index, &value));
+  if (position.index >= count) return tensor;
+  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetInput, context, position.index, &value));
   if (!value) return tensor;
   OrtTensorTypeAndShapeInfo* info = nullptr;
   check(api_, ort::call<OrtStatus*>(api_, ort::GetTensorTypeAndShape, value, &info));
@@ -102,44 +102,44 @@ Tensor Context::input(const schema::Input& which) const {
   check(api_, ort::call<OrtStatus*>(api_, ort::GetTensorElementType, read, &tensor.type));
   check(api_, ort::call<OrtStatus*>(api_, ort::GetDimensionsCount, read, &tensor.rank));
   if (tensor.rank > Tensor::MOST_DIMENSIONS)
-    throw Error("%s has %zu dimensions, wanted at most %zu", which.name, tensor.rank, Tensor::MOST_DIMENSIONS);
+    throw Error("%s has %zu dimensions, wanted at most %zu", position.name, tensor.rank, Tensor::MOST_DIMENSIONS);
   int64_t* shape = tensor.shape;
   check(api_, ort::call<OrtStatus*>(api_, ort::GetDimensions, read, shape, tensor.rank));
   check(api_, ort::call<OrtStatus*>(api_, ort::GetTensorMutableData, const_cast<OrtValue*>(value), &tensor.data));
   return tensor;
 }
 
-Tensor Context::output(const schema::Output& which, std::initializer_list<int64_t> shape) {
-  return output(which, shape.begin(), shape.size());
+Tensor Context::output(const schema::Output& position, std::initializer_list<int64_t> shape) {
+  return output(position, shape.begin(), shape.size());
 }
 
-Tensor Context::product(const schema::Output& which, const Tensor& a, int64_t last) {
+Tensor Context::product(const schema::Output& position, const Tensor& a, int64_t last) {
   int64_t shape[Tensor::MOST_DIMENSIONS];
   std::memcpy(shape, a.shape, sizeof shape);
   shape[a.rank - 1] = last;
-  return output(which, shape, a.rank);
+  return output(position, shape, a.rank);
 }
 
-Tensor Context::output(const schema::Output& which, const int64_t* shape, size_t rank) {
+Tensor Context::output(const schema::Output& position, const int64_t* shape, size_t rank) {
   Tensor tensor;
-  tensor.name = which.name;
+  tensor.name = position.name;
   tensor.rank = rank;
   std::memcpy(tensor.shape, shape, rank * sizeof *shape);
   OrtValue* value = nullptr;
-  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetOutput, context_, which.index, shape, rank, &value));
+  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetOutput, context_, position.index, shape, rank, &value));
   if (!value) return tensor;
   check(api_, ort::call<OrtStatus*>(api_, ort::GetTensorMutableData, value, &tensor.data));
   return tensor;
 }
 
-bool Context::wants(const schema::Output& which) {
+bool Context::wants(const schema::Output& position) {
   size_t count = 0;
   const OrtKernelContext* context = context_;
   check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetOutputCount, context, &count));
-  if (which.index >= count) return false;
+  if (position.index >= count) return false;
   const int64_t shape[] = {0};
   OrtValue* value = nullptr;
-  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetOutput, context_, which.index,
+  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetOutput, context_, position.index,
                                     static_cast<const int64_t*>(shape), size_t{1}, &value));
   return value != nullptr;
 }

@@ -95,13 +95,13 @@ class Context {
  public:
   Context(const OrtApi* api, OrtKernelContext* context) : api_(api), context_(context) {}
   /// An omitted optional input converts to false.
-  Tensor input(const schema::Input& which) const;
-  Tensor output(const schema::Output& which, std::initializer_list<int64_t> shape);
-  Tensor output(const schema::Output& which, const int64_t* shape, size_t rank);
+  Tensor input(const schema::Input& position) const;
+  Tensor output(const schema::Output& position, std::initializer_list<int64_t> shape);
+  Tensor output(const schema::Output& position, const int64_t* shape, size_t rank);
   /// An output with a's shape except for the last dimension.
-  Tensor product(const schema::Output& which, const Tensor& a, int64_t last);
+  Tensor product(const schema::Output& position, const Tensor& a, int64_t last);
   /// Whether an optional output is requested. If not, its shape is [0].
-  bool wants(const schema::Output& which);
+  bool wants(const schema::Output& position);
 
   /// The GPU stream on which a node's inputs are ready and its outputs are expected.
   void* stream() const;
@@ -115,15 +115,15 @@ class Context {
       const Task& task;
       std::atomic<bool> no_memory{false};
     } tasks{task};
-    const auto one = [](void* data, size_t i) {
-      Tasks& of = *static_cast<Tasks*>(data);
+    const auto run = [](void* data, size_t i) {
+      Tasks& shared = *static_cast<Tasks*>(data);
       try {
-        of.task(static_cast<int64_t>(i));
+        shared.task(static_cast<int64_t>(i));
       } catch (const std::bad_alloc&) {
-        of.no_memory = true;
+        shared.no_memory = true;
       }
     };
-    parallel(count, one, &tasks);
+    parallel(count, run, &tasks);
     if (tasks.no_memory) throw std::bad_alloc();
   }
 

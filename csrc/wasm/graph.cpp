@@ -28,8 +28,8 @@ constexpr size_t ALIGNMENT = 64;
 
 void* allocate(size_t bytes) {
   void* data = nullptr;
-  const size_t whole = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-  if (posix_memalign(&data, ALIGNMENT, whole ? whole : ALIGNMENT)) fail("out of memory: %zu bytes", bytes);
+  const size_t rounded_up = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+  if (posix_memalign(&data, ALIGNMENT, rounded_up ? rounded_up : ALIGNMENT)) fail("out of memory: %zu bytes", bytes);
   return data;
 }
 
@@ -52,9 +52,9 @@ using namespace diffbit::wasm;
 
 void OrtValue::resize(const int64_t* dimensions, int count) {
   if (!memory) {
-    bool same = count == rank;
-    for (int i = 0; same && i < count; ++i) same = shape[i] == dimensions[i];
-    if (!same) fail("the memory of an output has another shape than its op computes");
+    bool fits = count == rank;
+    for (int i = 0; fits && i < count; ++i) fits = shape[i] == dimensions[i];
+    if (!fits) fail("the memory of an output has another shape than its op computes");
     return;
   }
   if (count > MOST_DIMENSIONS) fail("a tensor has %d dimensions, wanted at most %d", count, MOST_DIMENSIONS);
@@ -72,7 +72,7 @@ void OrtValue::resize(const int64_t* dimensions, int count) {
 // The library is compiled without exceptions, which need more of a browser than SIMD: a `throw` ends here
 extern "C" void* __cxa_allocate_exception(size_t bytes) noexcept { return std::malloc(bytes); }
 extern "C" [[noreturn]] void __cxa_throw(void* thrown, std::type_info*, void (*)(void*)) {
-  fail("%s", static_cast<std::exception*>(thrown)->what());  // everything here throws one, as its first base
+  fail("%s", static_cast<std::exception*>(thrown)->what());  // all that is thrown here has it as its first base
 }
 // Of threads, which last as long as the module
 extern "C" int __cxa_thread_atexit(void (*)(void*), void*, void*) { return 0; }

@@ -1,5 +1,5 @@
-// malloc and free for the module: ziglang's are for one thread, and round large blocks up to a power of two. A list of free
-// blocks, by address, of which the first that fits is taken; neighbours become one block. Every block begins at a cache line,
+// malloc and free for the module: ziglang's are for one thread, and round large blocks up to a power of two. Free blocks are in
+// a list, ordered by address; the first that fits is taken, and free neighbours become one block. Every block begins at a cache line,
 // after a line that holds its size.
 #include <atomic>
 #include <cerrno>
@@ -32,10 +32,10 @@ void give_back(Block* block) {
   block->next = after;
   (before ? before->next : free_blocks) = block;
   Block* const changed[] = {block, before};
-  for (Block* one : changed)
-    if (one && one->next && end_of(one) == reinterpret_cast<char*>(one->next)) {
-      one->bytes += one->next->bytes;
-      one->next = one->next->next;
+  for (Block* candidate : changed)
+    if (candidate && candidate->next && end_of(candidate) == reinterpret_cast<char*>(candidate->next)) {
+      candidate->bytes += candidate->next->bytes;
+      candidate->next = candidate->next->next;
     }
 }
 
@@ -49,9 +49,9 @@ Block* take(size_t bytes) {
       return block;
     }
     block->bytes -= bytes;
-    auto* taken = reinterpret_cast<Block*>(end_of(block));
-    taken->bytes = bytes;
-    return taken;
+    auto* allocated = reinterpret_cast<Block*>(end_of(block));
+    allocated->bytes = bytes;
+    return allocated;
   }
   return nullptr;
 }
@@ -89,12 +89,12 @@ void* calloc(size_t count, size_t bytes) {
   return data ? std::memset(data, 0, all) : nullptr;
 }
 void* realloc(void* data, size_t bytes) {
-  void* other = allocate(bytes);
-  if (!data || !other) return other;
+  void* copy = allocate(bytes);
+  if (!data || !copy) return copy;
   const size_t size = reinterpret_cast<Block*>(static_cast<char*>(data) - LINE)->bytes - LINE;
-  std::memcpy(other, data, size < bytes ? size : bytes);
+  std::memcpy(copy, data, size < bytes ? size : bytes);
   free(data);
-  return other;
+  return copy;
 }
 void* aligned_alloc(size_t alignment, size_t bytes) { return alignment > LINE ? nullptr : allocate(bytes); }
 int posix_memalign(void** to, size_t alignment, size_t bytes) {

@@ -57,7 +57,7 @@ OrtStatus* get_dimensions(const OrtTensorTypeAndShapeInfo* info, int64_t* out, s
   return nullptr;
 }
 
-// Not a status that the op would throw as an Error: an attribute that is missing is a graph that was damaged
+// Fails at once, without a status for the op to throw: an attribute is missing only from a damaged graph
 OrtStatus* get_float(const OrtKernelInfo* info, const char* name, float* out) {
   const auto at = info->numbers.find(name);
   if (at == info->numbers.end()) fail("a node of diffbit has no float attribute %s", name);
@@ -135,8 +135,8 @@ bool fits(const OrtCustomOp* op, const wasm::Node& node) {
   const size_t inputs = op->GetInputTypeCount(op);
   if (node.inputs.size() > inputs || node.outputs.size() > op->GetOutputTypeCount(op)) return false;
   for (size_t i = 0; i < inputs; ++i) {
-    const OrtValue* given = node.maybe(i);
-    if (given ? given->type != op->GetInputType(op, i) : op->GetInputCharacteristic(op, i) != ort::OPTIONAL) return false;
+    const OrtValue* input = node.maybe(i);
+    if (input ? input->type != op->GetInputType(op, i) : op->GetInputCharacteristic(op, i) != ort::OPTIONAL) return false;
   }
   return true;
 }
@@ -157,7 +157,7 @@ bool wasm::create_custom(Node& node) {
       if (node.outputs[i]) node.outputs[i]->type = op->GetOutputType(op, i);
     node.custom = op;
     op->CreateKernelV2(op, api(ort::API_VERSION), &node, &node.kernel);
-    node.run = [](Node& of) { of.custom->KernelComputeV2(of.kernel, &of); };
+    node.run = [](Node& self) { self.custom->KernelComputeV2(self.kernel, &self); };
     return true;
   }
   if (known) fail("diffbit.%s has no kernel for inputs of these types", node.op.c_str());

@@ -92,12 +92,12 @@ void transpose(Node& node) {
 
 void expand(Node& node) {
   const OrtValue& x = node.in(0);
-  const Integers wanted(node.in(1));
-  const int count = wanted.count_in(OrtValue::MOST_DIMENSIONS), rank = std::max(count, int{x.rank});
+  const Integers target(node.in(1));
+  const int count = target.count_in(OrtValue::MOST_DIMENSIONS), rank = std::max(count, int{x.rank});
   Shape shape, strides;
   for (int i = 0; i < rank; ++i) {
     const int64_t left = i < rank - x.rank ? 1 : x.shape[i - rank + x.rank];
-    const int64_t right = i < rank - count ? 1 : wanted[i - rank + count];
+    const int64_t right = i < rank - count ? 1 : target[i - rank + count];
     shape[i] = right == 1 ? left : right;
   }
   node.out(0).resize(shape, rank);
@@ -112,9 +112,9 @@ void split(Node& node) {
   const int64_t inner = x.size(static_cast<int>(axis) + 1, x.rank) * element_bytes(x.type);
   const OrtValue* sizes = node.maybe(1);
   if (sizes && Integers(*sizes).count != parts) fail("Split into another number of parts");
-  const int64_t most = (x.shape[axis] + parts - 1) / parts;
+  const int64_t part_length = (x.shape[axis] + parts - 1) / parts;
   for (int64_t i = 0, begin = 0; i < parts; ++i) {
-    const int64_t count = sizes ? Integers(*sizes)[i] : std::min(most, x.shape[axis] - begin);
+    const int64_t count = sizes ? Integers(*sizes)[i] : std::min(part_length, x.shape[axis] - begin);
     if (count < 0 || begin + count > x.shape[axis]) fail("Split into more than there is");
     OrtValue& y = node.out(static_cast<size_t>(i));
     Shape shape;
@@ -161,12 +161,12 @@ static void view(const OrtValue& x, OrtValue& y, const Shape& shape, int rank) {
 
 void reshape(Node& node) {
   const OrtValue& x = node.in(0);
-  const Integers wanted(node.in(1));
-  const int rank = wanted.count_in(OrtValue::MOST_DIMENSIONS);
+  const Integers target(node.in(1));
+  const int rank = target.count_in(OrtValue::MOST_DIMENSIONS);
   Shape shape;
   int64_t rest = -1, known = 1;
   for (int i = 0; i < rank; ++i) {
-    shape[i] = wanted[i] == 0 && !node.integer("allowzero", 0) && i < x.rank ? x.shape[i] : wanted[i];
+    shape[i] = target[i] == 0 && !node.integer("allowzero", 0) && i < x.rank ? x.shape[i] : target[i];
     if (shape[i] == -1)
       rest = i;
     else

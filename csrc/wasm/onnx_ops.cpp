@@ -129,11 +129,11 @@ void norm(Node& node) {
 }
 template <bool CENTERED>
 void skip_norm(Node& node) {
-  const OrtValue &x = node.in(0), &more = node.in(1);
+  const OrtValue &x = node.in(0), &skipped = node.in(1);
   OrtValue& total = node.out(3);
   total.resize(x.shape, x.rank);
-  if (more.size() != x.size()) fail("%s of different shapes", node.op.c_str());
-  const float *a = x.as<float>(), *b = more.as<float>();
+  if (skipped.size() != x.size()) fail("%s of different shapes", node.op.c_str());
+  const float *a = x.as<float>(), *b = skipped.as<float>();
   float* to = total.as<float>();
   for (int64_t i = 0, count = x.size(); i < count; ++i) to[i] = a[i] + b[i];
   norm_of<CENTERED>(node, total, node.in(2), CENTERED ? node.maybe(3) : nullptr, node.out(0));
@@ -150,8 +150,8 @@ int64_t multiply_columns(const float* x, int64_t k, const float* weight, int64_t
       F32 row[WIDE];
       for (int v = 0; v < WIDE; ++v) row[v] = load(weight + i * n + from + v * F32_LANES);
       for (int r = 0; r < ROWS; ++r) {
-        const F32 one = splat(x[r * k + i]);
-        for (int v = 0; v < WIDE; ++v) sums[r][v] = fma(one, row[v], sums[r][v]);
+        const F32 factor = splat(x[r * k + i]);
+        for (int v = 0; v < WIDE; ++v) sums[r][v] = fma(factor, row[v], sums[r][v]);
       }
     }
     for (int r = 0; r < ROWS; ++r)

@@ -23,8 +23,8 @@ struct Integers {
     if (x.type != ort::INT64) fail("an axis or a shape is not int64");
   }
   int64_t operator[](int64_t i) const { return begin_[i]; }
-  int count_in(int most) const {
-    if (count > most) fail("a list of axes or dimensions is too long");
+  int count_in(int limit) const {
+    if (count > limit) fail("a list of axes or dimensions is too long");
     return static_cast<int>(count);
   }
 };
@@ -68,7 +68,7 @@ void split(Node& node);
 void squeeze(Node& node);
 void transpose(Node& node);
 void unsqueeze(Node& node);
-// and what prepares some of them
+// Checks and types of some of them
 void cast_checked(Node& node);
 void gather_checked(Node& node);
 void is_integers(Node& node);

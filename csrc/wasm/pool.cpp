@@ -25,7 +25,7 @@ void work() {
   for (size_t i; (i = next_task.fetch_add(1)) < job.total;) job.task(job.data, i);
 }
 
-int32_t* address(std::atomic<int32_t>& of) { return reinterpret_cast<int32_t*>(&of); }
+int32_t* address(std::atomic<int32_t>& counter) { return reinterpret_cast<int32_t*>(&counter); }
 
 void announce() {
   number.fetch_add(1);
@@ -55,14 +55,14 @@ using namespace diffbit::wasm;
 /// Works with the thread that calls run_tasks, until diffbit_end.
 EXPORT(serve) void diffbit_serve() {
   helpers.fetch_add(1);
-  for (int32_t seen = number.load(); !has_ended.load();) {
-    for (int i = 0; number.load() == seen; ++i) {
+  for (int32_t last_job = number.load(); !has_ended.load();) {
+    for (int i = 0; number.load() == last_job; ++i) {
       if (i < SPINS) continue;
       asleep.fetch_add(1);
-      __builtin_wasm_memory_atomic_wait32(address(number), seen, -1);
+      __builtin_wasm_memory_atomic_wait32(address(number), last_job, -1);
       asleep.fetch_sub(1);
     }
-    seen = number.load();
+    last_job = number.load();
     inside.fetch_add(1);
     if (is_open.load()) work();
     inside.fetch_sub(1);

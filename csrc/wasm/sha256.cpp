@@ -18,7 +18,7 @@ constexpr uint32_t START[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0
 
 constexpr size_t PIECE = 64 << 10;  // bytes per call
 
-uint32_t turned(uint32_t x, int by) { return x >> by | x << (32 - by); }
+uint32_t turned(uint32_t x, int bits) { return x >> bits | x << (32 - bits); }
 
 /// Not inlined: browsers optimize a function between two calls of it, and not while it runs.
 __attribute__((noinline)) void add_blocks(uint32_t (&state)[8], const uint8_t* data, size_t blocks) {
@@ -52,10 +52,10 @@ __attribute__((noinline)) void add_blocks(uint32_t (&state)[8], const uint8_t* d
 EXPORT(sha256) const uint8_t* diffbit_sha256(const uint8_t* data, size_t bytes) {
   uint32_t state[8];
   std::memcpy(state, START, sizeof state);
-  const size_t whole = bytes / 64 * 64, rest = bytes - whole;
-  for (size_t at = 0; at < whole; at += PIECE) add_blocks(state, data + at, (whole - at < PIECE ? whole - at : PIECE) / 64);
+  const size_t blocks_end = bytes / 64 * 64, rest = bytes - blocks_end;
+  for (size_t at = 0; at < blocks_end; at += PIECE) add_blocks(state, data + at, (blocks_end - at < PIECE ? blocks_end - at : PIECE) / 64);
   uint8_t last[128] = {};
-  std::memcpy(last, data + whole, rest);
+  std::memcpy(last, data + blocks_end, rest);
   last[rest] = 0x80;
   const size_t size = rest < 56 ? 64 : 128;
   const uint64_t bits = __builtin_bswap64(uint64_t{bytes} * 8);

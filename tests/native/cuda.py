@@ -27,12 +27,12 @@ _CTYPES = {"const void*": ctypes.c_void_p, "void*": ctypes.c_void_p, "int64_t": 
 class Op(ctypes.Structure):
     """One call of an op."""
 
-    of: Signature
+    signature: Signature
 
 
 def _structure(op: Signature) -> type[Op]:
     fields = [(name, _CTYPES[type_]) for type_, name, _ in op.fields()]
-    return type(op.name, (Op,), {"of": op, "_fields_": fields})
+    return type(op.name, (Op,), {"signature": op, "_fields_": fields})
 
 
 STRUCTURES = {op.name: _structure(op) for op in schema.OPS}
@@ -62,12 +62,12 @@ class Kernels:
 
     def workspace(self, op: Op) -> int:
         """Bytes of device memory that `run` needs in addition to the tensors."""
-        function = self._function(f"{op.of.call.function}_workspace", ctypes.c_size_t, [ctypes.c_void_p])
+        function = self._function(f"{op.signature.call.function}_workspace", ctypes.c_size_t, [ctypes.c_void_p])
         return int(function(ctypes.addressof(op)))
 
     def run(self, op: Op, workspace: int = 0, stream: int = 0) -> None:
         """Launch the op on a stream (0: the default stream). workspace: address of `self.workspace(op)` bytes."""
-        function = self._function(op.of.call.function, ctypes.c_char_p, [ctypes.c_void_p] * 3)
+        function = self._function(op.signature.call.function, ctypes.c_char_p, [ctypes.c_void_p] * 3)
         wrong = function(ctypes.addressof(op), workspace, stream)
         if wrong is not None:
             raise DiffbitError(f"{type(op).__name__}: {wrong.decode()}")

@@ -102,8 +102,8 @@ struct Fiber {
   int number = 0;  // in its block
   bool ended = true;
   const char* waits = nullptr;           // for what
-  const int64_t* stage = nullptr;        // it may go on when this is no longer `seen`
-  int64_t seen = 0;
+  const int64_t* stage = nullptr;        // it may go on when this is no longer `last_stage`
+  int64_t last_stage = 0;
   std::vector<std::vector<Copy>> copies;  // groups; the last one is open
 };
 
@@ -116,7 +116,7 @@ struct Meeting {
 };
 
 struct Barrier {
-  int arrived = 0, wanted = 0;
+  int arrived = 0, expected = 0;
   int64_t stage = 0;
 };
 
@@ -213,7 +213,7 @@ void prepare(Fiber& fiber) {
 void wait(const int64_t& stage, const char* what) {
   Fiber& fiber = *block.current;
   fiber.stage = &stage;
-  fiber.seen = stage;
+  fiber.last_stage = stage;
   fiber.waits = what;
   leave_fiber(false);
   fiber.stage = nullptr;
@@ -243,7 +243,7 @@ void run_block() {
       const int first = 32 * warp, count = std::min(32, block.threads - first);
       for (int i = 0; i < count; ++i) {
         Fiber& fiber = block.fibers[first + (backwards ? count - 1 - i : i)];
-        if (fiber.ended || (fiber.stage && *fiber.stage == fiber.seen)) continue;
+        if (fiber.ended || (fiber.stage && *fiber.stage == fiber.last_stage)) continue;
         enter_fiber(fiber);
         any = true;
         if (fiber.ended) --left;
@@ -265,8 +265,8 @@ uint16_t bfloat16_from_float(float x) {
 }
 
 size_t most_shared() {
-  const char* wanted = std::getenv("DIFFBIT_EMULATE_SHARED");  // bytes
-  return wanted ? std::strtoul(wanted, nullptr, 10) : size_t{99} << 10;
+  const char* expected = std::getenv("DIFFBIT_EMULATE_SHARED");  // bytes
+  return expected ? std::strtoul(expected, nullptr, 10) : size_t{99} << 10;
 }
 
 void* shared_memory() { return block.shared; }
@@ -304,7 +304,7 @@ void run(const void* kernel, dim3 grid, dim3 size, size_t shared, const std::fun
       for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) {
         std::memset(block.shared, SPOILED, shared);
         block.meetings.assign(static_cast<size_t>(block.threads + 31) / 32, {});
-        for (Barrier& each : block.barriers) each = {};
+        for (Barrier& arrivals : block.barriers) arrivals = {};
         for (int i = 0; i < block.threads; ++i) {
           Fiber& fiber = block.fibers[i];
           prepare(fiber);
@@ -322,28 +322,28 @@ void run(const void* kernel, dim3 grid, dim3 size, size_t shared, const std::fun
 int lane() { return block.current->number % 32; }
 
 void barrier(int id, int threads) {
-  Barrier& here = block.barriers[id];
-  const int wanted = id ? threads : block.threads;
-  if (here.arrived && here.wanted != wanted) fail("barrier %d for %d threads and for %d", id, here.wanted, wanted);
-  here.wanted = wanted;
-  if (++here.arrived == wanted) {
-    here.arrived = 0;
-    ++here.stage;
+  Barrier& arrivals = block.barriers[id];
+  const int expected = id ? threads : block.threads;
+  if (arrivals.arrived && arrivals.expected != expected) fail("barrier %d for %d threads and for %d", id, arrivals.expected, expected);
+  arrivals.expected = expected;
+  if (++arrivals.arrived == expected) {
+    arrivals.arrived = 0;
+    ++arrivals.stage;
     return;
   }
-  wait(here.stage, id ? "a named barrier" : "__syncthreads");
+  wait(arrivals.stage, id ? "a named barrier" : "__syncthreads");
 }
 
 const unsigned char* exchange(unsigned mask, const char* what, const void* given, size_t bytes) {
-  const int own = lane();
-  if (!(mask >> own & 1)) fail("%s: lane %d is not in its mask %08x", what, own, mask);
+  const int self = lane();
+  if (!(mask >> self & 1)) fail("%s: lane %d is not in its mask %08x", what, self, mask);
   Meeting& meeting = block.meetings[block.current->number / 32][mask];
   unsigned char* set = meeting.given[meeting.stage & 1];
   if (meeting.arrived && std::strcmp(meeting.what, what))
     fail("%s, where other lanes of its warp are at %s", what, meeting.what);
   meeting.what = what;
-  if (bytes) std::memcpy(set + 64 * own, given, bytes);
-  meeting.arrived |= 1u << own;
+  if (bytes) std::memcpy(set + 64 * self, given, bytes);
+  meeting.arrived |= 1u << self;
   if (meeting.arrived == mask) {
     meeting.arrived = 0;
     ++meeting.stage;
@@ -373,8 +373,8 @@ void copy_async_wait(int pending) {
 }
 
 void load_matrix(uint32_t* r, int matrices, const void* row, bool transposed) {
-  const int own = lane(), g = own / 4, t = own % 4;
-  if (own < 8 * matrices) check_aligned(row, 16, "load_matrix");
+  const int self = lane(), g = self / 4, t = self % 4;
+  if (self < 8 * matrices) check_aligned(row, 16, "load_matrix");
   const unsigned char* all = exchange(0xffffffffu, "load_matrix", &row, sizeof row);
   for (int i = 0; i < matrices; ++i) {
     const auto number = [&](int at, int column) {
@@ -401,10 +401,10 @@ Fragments fragments(const unsigned char* all, int lane) {
 }  // namespace
 
 void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], float (*number)(uint16_t)) {
-  Fragments own;
-  std::memcpy(own.a, a, sizeof own.a);
-  std::memcpy(own.b, b, sizeof own.b);
-  const unsigned char* all = exchange(0xffffffffu, "mma", &own, sizeof own);
+  Fragments self;
+  std::memcpy(self.a, a, sizeof self.a);
+  std::memcpy(self.b, b, sizeof self.b);
+  const unsigned char* all = exchange(0xffffffffu, "mma", &self, sizeof self);
   const int g = lane() / 4, t = lane() % 4;
   const auto half = [&](uint32_t word, int which) { return static_cast<double>(number(static_cast<uint16_t>(word >> 16 * which))); };
   for (int i = 0; i < 4; ++i) {
@@ -422,10 +422,10 @@ void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], float (*
 }
 
 void mma_s8(int32_t (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  Fragments own;
-  std::memcpy(own.a, a, sizeof own.a);
-  std::memcpy(own.b, b, sizeof own.b);
-  const unsigned char* all = exchange(0xffffffffu, "mma_s8", &own, sizeof own);
+  Fragments self;
+  std::memcpy(self.a, a, sizeof self.a);
+  std::memcpy(self.b, b, sizeof self.b);
+  const unsigned char* all = exchange(0xffffffffu, "mma_s8", &self, sizeof self);
   const int g = lane() / 4, t = lane() % 4;
   for (int i = 0; i < 4; ++i) {
     const int row = i / 2, column = 2 * t + i % 2;

@@ -7,8 +7,8 @@
 namespace diffbit::scalar {
 namespace {
 
-float number(FloatRows of, int64_t row, int64_t column) {
-  return column < of.k ? get(of.data, of.half, row * of.k + column) : 0.0f;
+float number(FloatRows rows, int64_t row, int64_t column) {
+  return column < rows.k ? get(rows.data, rows.half, row * rows.k + column) : 0.0f;
 }
 
 void widen(FloatRows from, int64_t first, int64_t last, int64_t width, float* to) {

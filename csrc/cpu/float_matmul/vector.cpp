@@ -17,10 +17,10 @@ template <int COUNT>
 DIFFBIT_INLINE void totals(const F32 (&sums)[COUNT][VECTORS], float* to) {
   DIFFBIT_UNROLL
   for (int i = 0; i < COUNT; i += 4) {
-    const auto one = [&](int j) -> const F32(&)[VECTORS] { return sums[i + j < COUNT ? i + j : i]; };
+    const auto column_sums = [&](int j) -> const F32(&)[VECTORS] { return sums[i + j < COUNT ? i + j : i]; };
     float parts[VECTORS][4];
     DIFFBIT_UNROLL
-    for (int v = 0; v < VECTORS; ++v) store_sums(parts[v], one(0)[v], one(1)[v], one(2)[v], one(3)[v]);
+    for (int v = 0; v < VECTORS; ++v) store_sums(parts[v], column_sums(0)[v], column_sums(1)[v], column_sums(2)[v], column_sums(3)[v]);
     for (int apart = 1; apart < VECTORS; apart *= 2)
       for (int v = 0; v < VECTORS; v += 2 * apart)
         for (int j = 0; j < 4; ++j) parts[v][j] += parts[v + apart][j];
@@ -50,9 +50,9 @@ void tile(const float* x, int64_t width, const T* weight, int64_t k, int64_t apa
       for (int w = 0; w < COUNT; ++w) weights[w] = read(weight + w * stride + c + v * F32_LANES, k - c - v * F32_LANES);
       DIFFBIT_UNROLL
       for (int r = 0; r < R; ++r) {
-        const F32 given = load(x + r * width + c + v * F32_LANES);
+        const F32 activation = load(x + r * width + c + v * F32_LANES);
         DIFFBIT_UNROLL
-        for (int w = 0; w < COUNT; ++w) sums[r * COUNT + w][v] = fma(given, weights[w], sums[r * COUNT + w][v]);
+        for (int w = 0; w < COUNT; ++w) sums[r * COUNT + w][v] = fma(activation, weights[w], sums[r * COUNT + w][v]);
       }
     }
   };

@@ -17,18 +17,18 @@ struct Hadamard : HadamardNode {
 };
 
 void Hadamard::compute(Context& context) const {
-  const Tensors of = tensors(context);
-  const Tensor &a = of.a, &y = of.y;
+  const Tensors tensors = this->tensors(context);
+  const Tensor &a = tensors.a, &y = tensors.y;
   const int64_t size = a.size();
   if (!size) return;
 
   const bool half = a.type == ort::FLOAT16;
   const int64_t item = half ? 2 : 4, width = std::max(block, HADAMARD_LANES);
-  const int64_t some = divide_up(NUMBERS_PER_TASK, width) * width, tasks = divide_up(size, some);
+  const int64_t numbers_per_task = divide_up(NUMBERS_PER_TASK, width) * width, tasks = divide_up(size, numbers_per_task);
   float* floats = scratch<float>(FLOATS, tasks * width);
   context.parallel(tasks, [&](int64_t task) {
-    const int64_t at = task * some * item;
-    kernels->transform(a.as<char>() + at, y.as<char>() + at, half, block, std::min(some, size - task * some),
+    const int64_t at = task * numbers_per_task * item;
+    kernels->transform(a.as<char>() + at, y.as<char>() + at, half, block, std::min(numbers_per_task, size - task * numbers_per_task),
                         floats + task * width);
   });
 }

@@ -48,10 +48,10 @@ void quantize(const void* x, bool half, int64_t k, int64_t groups, int64_t group
 template <int BYTE, bool ZEROS>
 DIFFBIT_INLINE F32 numbers(Bytes fours, Ints zeros) {
   using Each = int32_t __attribute__((vector_size(WIDTH)));
-  Ints one;
-  one.v = (decltype(one.v))((Each)fours.v << (24 - 8 * BYTE) >> 24);
-  if (ZEROS) one.v -= zeros.v;
-  return to_floats(one);
+  Ints values;
+  values.v = (decltype(values.v))((Each)fours.v << (24 - 8 * BYTE) >> 24);
+  if (ZEROS) values.v -= zeros.v;
+  return to_floats(values);
 }
 
 /// A tile of the weight becomes [steps, STEP / 2 pairs of numbers, INT4_TILE, 2].

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t ROWS_PER_TASK = 16;
 
-/// The row of a tile whose first codes, scales and zero points these are.
+/// Writes a row of a tile as numbers; its first codes, scales and zero points are given.
 template <int64_t BITS, class T>
 void row(const uint8_t* codes, const uint16_t* scales, const uint8_t* zeros, int64_t scale_step, int64_t k,
          int64_t group_size, float factor, T* to) {
@@ -39,32 +39,32 @@ struct GatherQuantized : GatherQuantizedNode {
 };
 
 void GatherQuantized::compute(Context& context) const {
-  const Tensors of = tensors(context);
-  expect_middle(of.zeros, of.zero, bits);
-  const int64_t count = of.rows, groups = divide_up(k, group_size);
-  const int64_t* ids = of.ids.as<int64_t>();
+  const Tensors tensors = this->tensors(context);
+  expect_middle(tensors.zeros, tensors.zero, bits);
+  const int64_t count = tensors.rows, groups = divide_up(k, group_size);
+  const int64_t* ids = tensors.ids.as<int64_t>();
   for (int64_t i = 0; i < count; ++i)
     if (ids[i] < 0 || ids[i] >= n)
-      throw Error("%s holds %lld, wanted 0 to %lld", of.ids.name, number(ids[i]), number(n - 1));
-  const bool half = of.factor.type == ort::FLOAT16;
-  const float factor = half ? to_float(*of.factor.as<Half>()) : *of.factor.as<float>();
-  const int64_t tile_bytes = groups * group_size * INT4_TILE * bits / 8, scale_step = of.scale_groups == 1 ? 0 : INT4_TILE;
-  const auto one = [&](int64_t i) {
+      throw Error("%s holds %lld, wanted 0 to %lld", tensors.ids.name, number(ids[i]), number(n - 1));
+  const bool half = tensors.factor.type == ort::FLOAT16;
+  const float factor = half ? to_float(*tensors.factor.as<Half>()) : *tensors.factor.as<float>();
+  const int64_t tile_bytes = groups * group_size * INT4_TILE * bits / 8, scale_step = tensors.scale_groups == 1 ? 0 : INT4_TILE;
+  const auto gather = [&](int64_t i) {
     const int64_t tile = ids[i] / INT4_TILE, lane = ids[i] % INT4_TILE;
-    const int64_t scale = tile * of.scale_groups * INT4_TILE + lane;
-    const uint8_t* codes = of.codes.as<uint8_t>() + tile * tile_bytes + lane * 4;
-    const uint16_t* scales = of.scales.as<uint16_t>() + scale;
-    const uint8_t* zeros = of.zeros.data ? of.zeros.as<uint8_t>() + scale : nullptr;
+    const int64_t scale = tile * tensors.scale_groups * INT4_TILE + lane;
+    const uint8_t* codes = tensors.codes.as<uint8_t>() + tile * tile_bytes + lane * 4;
+    const uint16_t* scales = tensors.scales.as<uint16_t>() + scale;
+    const uint8_t* zeros = tensors.zeros.data ? tensors.zeros.as<uint8_t>() + scale : nullptr;
     if (half) {
-      Half* to = of.y.as<Half>() + i * k;
+      Half* to = tensors.y.as<Half>() + i * k;
       (bits == 4 ? row<4, Half> : row<8, Half>)(codes, scales, zeros, scale_step, k, group_size, factor, to);
     } else {
-      float* to = of.y.as<float>() + i * k;
+      float* to = tensors.y.as<float>() + i * k;
       (bits == 4 ? row<4, float> : row<8, float>)(codes, scales, zeros, scale_step, k, group_size, factor, to);
     }
   };
   context.parallel(divide_up(count, ROWS_PER_TASK), [&](int64_t task) {
-    for (int64_t i = task * ROWS_PER_TASK; i < count && i < (task + 1) * ROWS_PER_TASK; ++i) one(i);
+    for (int64_t i = task * ROWS_PER_TASK; i < count && i < (task + 1) * ROWS_PER_TASK; ++i) gather(i);
   });
 }
 

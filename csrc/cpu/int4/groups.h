@@ -23,13 +23,13 @@ DIFFBIT_INLINE void round_groups_of(const T* x, int64_t k, int64_t groups, int64
         std::memcpy(part, from, static_cast<size_t>(k - begin) * sizeof(T));
         from = part;
       }
-      F32 most = splat(0.0f), poison = splat(0.0f);  // poison: infinity and NaN times 0 are NaN
+      F32 peak = splat(0.0f), poison = splat(0.0f);  // poison: infinity and NaN times 0 are NaN
       for (int64_t i = 0; i < group_size; i += F32_LANES) {
         const F32 values = load(from + i);
-        most = larger(magnitude(values), most);
+        peak = larger(magnitude(values), peak);
         poison = fma(values, splat(0.0f), poison);
       }
-      const float size = largest(most);
+      const float size = largest(peak);
       const bool finite = sum(poison) == 0, zero = !finite || size < INT4_SMALLEST;
       const F32 inverse = splat(zero ? 0.0f : 127 / size);
       int8_t bytes[LARGEST_GROUP];
@@ -69,12 +69,12 @@ DIFFBIT_INLINE void put_rows(const float* from, int64_t stride, int64_t count, i
                              int64_t room, bool half) {
   for (int64_t row = 0; row < count; ++row)
     for (int64_t i = 0; i < columns; i += F32_LANES) {
-      const F32 some = load(from + row * stride + i);
+      const F32 values = load(from + row * stride + i);
       const int64_t at = (first + row) * n + i;
       if (half)
-        put(static_cast<uint16_t*>(y) + at, room - i, some);
+        put(static_cast<uint16_t*>(y) + at, room - i, values);
       else
-        put(static_cast<float*>(y) + at, room - i, some);
+        put(static_cast<float*>(y) + at, room - i, values);
     }
 }
 

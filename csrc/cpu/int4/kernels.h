@@ -41,19 +41,19 @@ struct UnpackedTile {
   uint16_t* wide;     // room for the same in the order of the product: [groups * group_size, 16] activations
 };
 
-/// Products with many rows, of sets with matrix instructions (simd/amx.h, simd/i8mm.h); null in others. Rows are in blocks of MANY_ROWS, of
-/// which the last may lack some. many_rows computes as defined: q [groups, group_size / S, MANY_ROWS, S] with S =
+/// Products with many rows, in sets with matrix instructions (simd/amx.h, simd/i8mm.h); null in others. Rows are in blocks of
+/// MANY_ROWS, and the last block may be shorter. many_rows computes as defined: q [groups, group_size / S, MANY_ROWS, S] with S =
 /// min(group_size, 64), or 8 for pairs of rows, offsets and scales [groups, MANY_ROWS]. bfloat_rows rounds to bfloat16 instead: q [groups *
 /// group_size / 32, MANY_ROWS, 32] of uint16, and nothing else.
 struct ManyRowsKernels {
-  int64_t few;  // rows for which the set's other kernels are faster
+  int64_t few_rows;  // rows for which the set's other kernels are faster
   int64_t activation_bytes;
   int64_t most_tiles;  // of the weight that are multiplied at a time; at most MOST_TILES
-  /// As that of Int4Kernels; a block.
+  /// Quantizes a block, as Int4Kernels' quantize does.
   void (*quantize)(const void* x, bool half, int64_t k, int64_t groups, int64_t group_size, int32_t minus,
                    const Int4Rows& rows);
-  /// The product of rows.count rows, block after block, with `count` tiles: 16 columns each of y [rows.count, n], float or
-  /// (half) float16, or as many as there is `room` for.
+  /// Multiplies rows.count rows, block after block, by `count` tiles, each of which gives 16 columns of y [rows.count, n], float
+  /// or (half) float16, or as many as there is `room` for.
   void (*multiply)(const Int4Rows& rows, const UnpackedTile* tiles, int64_t count, int64_t groups, int64_t group_size, void* y,
                    int64_t n, int64_t room, bool half);
 };
@@ -65,9 +65,8 @@ struct Int4Kernels {
   /// Quantizes rows.count rows of x [R, k], float or (half) float16; `width` = groups * group_size, with zeros from k on.
   void (*quantize)(const void* x, bool half, int64_t k, int64_t groups, int64_t group_size, int32_t minus,
                    const Int4Rows& rows);
-  /// The tiles first, first + apart, ... (`count` of them, at most streams[R]) of the product with a block, into the
-  /// columns of those tiles of y [R, n], float or (half) float16. `minus` was -8 for a weight of 4 bits without zeros, else
-  /// -1.
+  /// Multiplies a block by the tiles first, first + apart, ... (`count` of them, at most streams[R]), and writes their columns
+  /// of y [R, n], float or (half) float16. `minus` was -8 for a weight of 4 bits without zeros, else -1.
   void (*multiply)(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_t apart, int64_t count, void* y,
                    bool half);
   /// Null in sets without ManyRowsKernels.

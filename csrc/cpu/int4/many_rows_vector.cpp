@@ -131,10 +131,10 @@ void multiply_pairs(const Int4Rows& rows, const UnpackedTile& tile, int64_t grou
     const int8_t* a = rows.q + block * groups * group_size * MANY_ROWS + row * INT4_STEP;
     const uint8_t* b = reinterpret_cast<const uint8_t*>(tile.wide) + column * INT4_STEP;
     F32 results[PAIRS][ACROSS];
-    DIFFBIT_UNROLL for (auto& some : results) DIFFBIT_UNROLL for (F32& one : some) one = splat(0.0f);
+    DIFFBIT_UNROLL for (auto& vectors : results) DIFFBIT_UNROLL for (F32& vector : vectors) vector = splat(0.0f);
     for (int64_t g = 0; g < groups; ++g) {
       Ints sums[PAIRS][ACROSS];
-      DIFFBIT_UNROLL for (auto& some : sums) DIFFBIT_UNROLL for (Ints& one : some) one = zero();
+      DIFFBIT_UNROLL for (auto& vectors : sums) DIFFBIT_UNROLL for (Ints& vector : vectors) vector = zero();
       for (int64_t i = 0; i < group_size; i += INT4_STEP, a += MANY_ROWS * INT4_STEP, b += INT4_TILE * INT4_STEP) {
         Bytes right[ACROSS];
         DIFFBIT_UNROLL for (int c = 0; c < ACROSS; ++c) right[c] = load_bytes(b + c * LINE);
@@ -171,14 +171,14 @@ template <bool ZEROS, typename Done>
 DIFFBIT_INLINE void multiply_blocks(const Int4Rows& rows, const UnpackedTile& tile, int64_t groups, int64_t group_size,
                                     const Done& done) {
   using Multiply = decltype(&multiply_pairs<1, ZEROS>);
-  constexpr Multiply of[DOWN] = {multiply_pairs<1, ZEROS>, multiply_pairs<2, ZEROS>, multiply_pairs<3, ZEROS>,
+  constexpr Multiply by_pairs[DOWN] = {multiply_pairs<1, ZEROS>, multiply_pairs<2, ZEROS>, multiply_pairs<3, ZEROS>,
                                  multiply_pairs<4, ZEROS>};
   pair_columns(tile, groups * group_size);
   for (int64_t block = 0; block * MANY_ROWS < rows.count; ++block) {
     alignas(64) float values[MANY_ROWS * INT4_TILE];
     for (int64_t row = 0; row < MANY_ROWS && block * MANY_ROWS + row < rows.count; row += 2 * DOWN) {
       const int64_t pairs = (rows.count - block * MANY_ROWS - row + 1) / 2;
-      of[pairs < DOWN ? pairs - 1 : DOWN - 1](rows, tile, groups, group_size, block, row, values);
+      by_pairs[pairs < DOWN ? pairs - 1 : DOWN - 1](rows, tile, groups, group_size, block, row, values);
     }
     done(block, values);
   }

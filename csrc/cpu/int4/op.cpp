@@ -20,12 +20,12 @@ template <class Node_>
 void TiledMatMul<Node_>::compute(Context& context) const {
   constexpr int64_t BITS = Node_::WEIGHT_BITS;
   const int64_t k = this->k, n = this->n, group_size = this->group_size;
-  const typename Node_::Tensors of = this->tensors(context);
-  const Tensor &a = of.a, &codes = of.codes, &scales = of.scales, &zeros = of.zeros, &factor = of.factor, &y = of.y;
-  expect_middle(zeros, of.zero, BITS);
+  const typename Node_::Tensors tensors = this->tensors(context);
+  const Tensor &a = tensors.a, &codes = tensors.codes, &scales = tensors.scales, &zeros = tensors.zeros, &factor = tensors.factor, &y = tensors.y;
+  expect_middle(zeros, tensors.zero, BITS);
   const Int4Weight weight = {codes.as<uint8_t>(), scales.as<uint16_t>(), zeros.as<uint8_t>(), *factor.as<float>(), n,
-                             divide_up(k, group_size), group_size, of.scale_groups};
-  multiply_tiles(context, a, y, k, BITS, weight, of.zero && BITS == 4 ? -8 : -1, kernels->quantize, *kernels,
+                             divide_up(k, group_size), group_size, tensors.scale_groups};
+  multiply_tiles(context, a, y, k, BITS, weight, tensors.zero && BITS == 4 ? -8 : -1, kernels->quantize, *kernels,
                  *many, kernels->most_rows, [&](int64_t) -> const Int4Weight& { return weight; });
 }
 

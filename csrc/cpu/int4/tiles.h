@@ -8,20 +8,20 @@
 
 namespace diffbit {
 
-/// Those for the precision that the session asked for, if the set has them.
+/// Picks the kernels for the precision that the session asked for, if the set has them.
 inline const ManyRowsKernels* pick_many_rows(const Node& node) {
   const ManyRowsKernels* in_bfloats = DIFFBIT_PICK(bfloat_rows);
   return node.bfloat16 && in_bfloats->multiply ? in_bfloats : DIFFBIT_PICK(many_rows);
 }
 
-/// y = a times `weight`, whose codes have `bits` bits, with `kernels.multiply`; `quantize` takes `minus`. For more than `few`
-/// rows, a tile is multiplied by many of their blocks: by `many` if the set has them for so many, else prepare(tile) returns the
-/// weight from which.
+/// Computes y = a times `weight`, whose codes have `bits` bits, with `kernels.multiply`; `quantize` takes `minus`. With more than
+/// `few_rows` rows, a tile is multiplied by many blocks of them: by the kernels `many` if the set has them for so many rows, else
+/// by `kernels.multiply` with the weight that prepare(tile) returns.
 template <class Weight, class Kernels, class Prepare>
 void multiply_tiles(Context& context, const Tensor& a, const Tensor& y, int64_t k, int64_t bits, const Weight& weight,
                     int32_t minus, decltype(Int4Kernels::quantize) quantize, const Kernels& kernels,
-                    const ManyRowsKernels& many, int64_t few, const Prepare& prepare) {
-  enum Scratch { QUANTIZED, OFFSETS, ROW_SCALES, VALUES = 4, SCALES, ZEROS, WIDE };  // those from 4 on of the workers
+                    const ManyRowsKernels& many, int64_t few_rows, const Prepare& prepare) {
+  enum Scratch { QUANTIZED, OFFSETS, ROW_SCALES, VALUES = 4, SCALES, ZEROS, WIDE };  // from VALUES on, the workers'
 #if defined(__wasm__)
   constexpr int64_t BYTES_PER_TASK = 32 << 10;  // of codes, for few rows; the module's threads take tasks at little cost
 #else
@@ -35,24 +35,24 @@ void multiply_tiles(Context& context, const Tensor& a, const Tensor& y, int64_t 
   const int64_t tiles = divide_up(n, INT4_TILE);
   if (!rows) return;
 
-  const bool half = a.type == ort::FLOAT16, by_many = rows > many.few && many.multiply;
+  const bool half = a.type == ort::FLOAT16, by_many = rows > many.few_rows && many.multiply;
   const int64_t item = half ? 2 : 4;
-  const int64_t most = by_many ? MANY_ROWS : kernels.most_rows, blocks = divide_up(rows, most);
+  const int64_t block_rows = by_many ? MANY_ROWS : kernels.most_rows, blocks = divide_up(rows, block_rows);
   const int64_t bytes = by_many ? width * many.activation_bytes : width;  // of a row
-  int8_t* q = scratch<int8_t>(QUANTIZED, blocks * most * bytes);
-  int32_t* offsets = scratch<int32_t>(OFFSETS, blocks * most * groups);
-  float* row_scales = scratch<float>(ROW_SCALES, blocks * most * groups);
+  int8_t* q = scratch<int8_t>(QUANTIZED, blocks * block_rows * bytes);
+  int32_t* offsets = scratch<int32_t>(OFFSETS, blocks * block_rows * groups);
+  float* row_scales = scratch<float>(ROW_SCALES, blocks * block_rows * groups);
   const auto block = [&](int64_t i) {
-    return Int4Rows{std::min(most, rows - i * most), q + i * most * bytes, offsets + i * most * groups,
-                    row_scales + i * most * groups};
+    return Int4Rows{std::min(block_rows, rows - i * block_rows), q + i * block_rows * bytes, offsets + i * block_rows * groups,
+                    row_scales + i * block_rows * groups};
   };
-  const auto output = [&](int64_t i) { return y.as<char>() + i * most * n * item; };
+  const auto output = [&](int64_t i) { return y.as<char>() + i * block_rows * n * item; };
   if (by_many) quantize = many.quantize;
   context.parallel(blocks, [&](int64_t i) {
-    quantize(a.as<char>() + i * most * k * item, half, k, groups, weight.group_size, minus, block(i));
+    quantize(a.as<char>() + i * block_rows * k * item, half, k, groups, weight.group_size, minus, block(i));
   });
 
-  if (rows <= few) {  // bound by memory: several distant tiles at once, then the remaining ones
+  if (rows <= few_rows) {  // bound by memory: several distant tiles at once, then the remaining ones
     const int64_t streams = kernels.streams[rows], apart = tiles / streams;
     const int64_t tasks = std::max<int64_t>(1, std::min(apart, streams * apart * INT4_TILE * width * bits / 8 / BYTES_PER_TASK));
     context.parallel(tasks, [&](int64_t task) {
@@ -64,7 +64,7 @@ void multiply_tiles(Context& context, const Tensor& a, const Tensor& y, int64_t 
     });
     return;
   }
-  const int64_t near = std::max<int64_t>(1, CACHED / (most * width));  // blocks that fit
+  const int64_t near = std::max<int64_t>(1, CACHED / (block_rows * width));  // blocks that fit
   const int64_t across = divide_up(tiles, TILES_PER_TASK), down = divide_up(blocks, near);
   context.parallel(across * down, [&](int64_t task) {
     const int64_t column = task % across * TILES_PER_TASK, row = task / across;
@@ -77,12 +77,12 @@ void multiply_tiles(Context& context, const Tensor& a, const Tensor& y, int64_t 
       for (int64_t i = 0; i < many.most_tiles; ++i)
         unpacked[i] = {values + i * width * INT4_TILE, scales + i * groups * INT4_TILE, zeros + i * groups * INT4_TILE, false, {},
                        wide + i * bytes / 2 * INT4_TILE};
-      const int64_t begin = blocks * row / down * most, end = std::min(rows, blocks * (row + 1) / down * most);
-      const Int4Rows some{end - begin, q + begin * bytes, offsets + begin * groups, row_scales + begin * groups};
+      const int64_t begin = blocks * row / down * block_rows, end = std::min(rows, blocks * (row + 1) / down * block_rows);
+      const Int4Rows part{end - begin, q + begin * bytes, offsets + begin * groups, row_scales + begin * groups};
       for (int64_t tile = column, count; tile < std::min(tiles, column + TILES_PER_TASK); tile += count) {
         count = std::min(many.most_tiles, tiles - tile);
         for (int64_t i = 0; i < count; ++i) kernels.unpack_values(weight, tile + i, unpacked[i]);
-        many.multiply(some, unpacked, count, groups, weight.group_size, y.as<char>() + (begin * n + tile * INT4_TILE) * item, n,
+        many.multiply(part, unpacked, count, groups, weight.group_size, y.as<char>() + (begin * n + tile * INT4_TILE) * item, n,
                       n - tile * INT4_TILE, half);
       }
       return;

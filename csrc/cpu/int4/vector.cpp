@@ -205,8 +205,8 @@ void unpack_values(const Int4Weight& weight, int64_t tile, UnpackedTile& to) {
   const int64_t size = weight.group_size, middle = 1 << (BITS - 1);
   const uint8_t* codes = weight.codes + tile * weight.groups * size * INT4_TILE * BITS / 8;
   const int64_t first = tile * weight.scale_groups * INT4_TILE, step = weight.scale_groups == 1 ? 0 : INT4_TILE;
-  alignas(64) uint8_t each[STEP_BYTES];  // lane of each byte
-  for (int i = 0; i < STEP_BYTES; ++i) each[i] = static_cast<uint8_t>(i / 4);
+  alignas(64) uint8_t lane_of_byte[STEP_BYTES];  // lane of each byte
+  for (int i = 0; i < STEP_BYTES; ++i) lane_of_byte[i] = static_cast<uint8_t>(i / 4);
   int8_t* values = to.values;
   to.has_zeros = BITS == 8 && weight.zeros;
   for (int64_t i = 0; BITS == 4 && weight.zeros && i < weight.groups * INT4_TILE; ++i)
@@ -219,15 +219,15 @@ void unpack_values(const Int4Weight& weight, int64_t tile, UnpackedTile& to) {
     if (to.has_zeros)
       for (int i = 0; i < INT4_TILE; ++i) to.zeros[g * INT4_TILE + i] = zeros[i] - middle;
     for (int v = 0; v < VECTORS; ++v) {
-      const Bytes less = lessened ? lookup(load_table(zeros), load_bytes(each + v * WIDTH)) : splat(uint8_t{middle});
+      const Bytes subtracted = lessened ? lookup(load_table(zeros), load_bytes(lane_of_byte + v * WIDTH)) : splat(uint8_t{middle});
       int8_t* at = values + v * WIDTH;
       for (int64_t i = 0; i < size * BITS / 32; ++i) {
         const Bytes both = load_bytes(codes + i * STEP_BYTES + v * WIDTH);
         if (BITS == 8) {
-          store(at + i * STEP_BYTES, minus(both, less));
+          store(at + i * STEP_BYTES, minus(both, subtracted));
         } else {
-          store(at + 2 * i * STEP_BYTES, minus(both & splat(uint8_t{15}), less));
-          store(at + (2 * i + 1) * STEP_BYTES, minus(shift<4>(both) & splat(uint8_t{15}), less));
+          store(at + 2 * i * STEP_BYTES, minus(both & splat(uint8_t{15}), subtracted));
+          store(at + (2 * i + 1) * STEP_BYTES, minus(shift<4>(both) & splat(uint8_t{15}), subtracted));
         }
       }
     }

@@ -27,16 +27,16 @@ struct GatherLowBit : GatherLowBitNode {
 };
 
 void GatherLowBit::compute(Context& context) const {
-  const LowBitTensors of = tensors(context);
-  const int64_t* ids = of.ids.as<int64_t>();
-  for (int64_t i = 0; i < of.rows; ++i)
+  const LowBitTensors tensors = this->tensors(context);
+  const int64_t* ids = tensors.ids.as<int64_t>();
+  for (int64_t i = 0; i < tensors.rows; ++i)
     if (ids[i] < 0 || ids[i] >= n)
-      throw Error("%s holds %lld, wanted 0 to %lld", of.ids.name, number(ids[i]), number(n - 1));
-  const bool half = of.factor.type == ort::FLOAT16;
-  const LowBitWeight weight = planes_of(*this, of, get(of.factor.data, half, 0));
-  context.parallel(divide_up(of.rows, ROWS_PER_TASK), [&](int64_t task) {
-    for (int64_t i = task * ROWS_PER_TASK; i < of.rows && i < (task + 1) * ROWS_PER_TASK; ++i)
-      row(weight, ids[i], k, half, of.y.data, i * k);
+      throw Error("%s holds %lld, wanted 0 to %lld", tensors.ids.name, number(ids[i]), number(n - 1));
+  const bool half = tensors.factor.type == ort::FLOAT16;
+  const LowBitWeight weight = planes_of(*this, tensors, get(tensors.factor.data, half, 0));
+  context.parallel(divide_up(tensors.rows, ROWS_PER_TASK), [&](int64_t task) {
+    for (int64_t i = task * ROWS_PER_TASK; i < tensors.rows && i < (task + 1) * ROWS_PER_TASK; ++i)
+      row(weight, ids[i], k, half, tensors.y.data, i * k);
   });
 }
 

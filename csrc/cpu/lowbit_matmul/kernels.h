@@ -20,12 +20,12 @@ struct LowBitWeight {
   const uint8_t* unpacked = nullptr;  // the tile to multiply, by `unpack`
 };
 
-/// The members are those of Int4Kernels, but for:
+/// Members not explained here are Int4Kernels'.
 struct LowBitMatMulKernels {
   int64_t most_rows;
   int64_t streams[INT4_MOST_ROWS + 1];
   int32_t minus_of_levels;  // `minus` for a weight with levels; for integers it is -2^(bits - 1)
-  /// Sets weight.unpacked to a tile as it is multiplied fastest; `to` has room for a byte for each weight.
+  /// Unpacks a tile into the form that is multiplied fastest, and sets weight.unpacked to it; `to` has room for a byte for each weight.
   void (*unpack)(LowBitWeight& weight, int64_t tile, uint8_t* to);
   /// For more than LOWBIT_FEW_ROWS rows `weight` is unpacked.
   void (*multiply)(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, int64_t apart, int64_t count, void* y,

@@ -8,19 +8,19 @@
 
 namespace diffbit {
 
-/// The weight of a node; throws if a single scale or level is another one than the definition says.
+/// Returns the weight of a node; throws if a single scale or level is not the one that the definition says.
 template <class Node_>
-LowBitWeight planes_of(const Node_& node, const LowBitTensors& of, float factor) {
-  const float one = of.row_scale ? to_float(*of.row_scale) : 1.0f;
+LowBitWeight planes_of(const Node_& node, const LowBitTensors& tensors, float factor) {
+  const float row_scale = tensors.row_scale ? to_float(*tensors.row_scale) : 1.0f;
   const int64_t middle = int64_t{1} << (node.bits - 1);
-  if (one != 1.0f) throw Error("%s is one %g, wanted one 1 or one of each row", of.row_scales.name, double{one});
-  if (of.level && *of.level != middle)
-    throw Error("%s is one %d, wanted one %lld for integers", of.levels.name, int{*of.level}, number(middle));
-  return {of.codes.as<uint8_t>(), of.scales.data, of.scales.type == ort::INT8, of.row_scales.as<uint16_t>(),
-          of.levels.as<uint8_t>(), factor, node.n, divide_up(node.k, node.group_size), node.group_size, node.bits};
+  if (row_scale != 1.0f) throw Error("%s is one %g, wanted one 1 or one of each row", tensors.row_scales.name, double{row_scale});
+  if (tensors.level && *tensors.level != middle)
+    throw Error("%s is one %d, wanted one %lld for integers", tensors.levels.name, int{*tensors.level}, number(middle));
+  return {tensors.codes.as<uint8_t>(), tensors.scales.data, tensors.scales.type == ort::INT8, tensors.row_scales.as<uint16_t>(),
+          tensors.levels.as<uint8_t>(), factor, node.n, divide_up(node.k, node.group_size), node.group_size, node.bits};
 }
 
-/// The code of a row's weight in a run: `run` is the row's first byte in it.
+/// Returns the code of a row's weight in a run; `run` is the row's first byte in it.
 inline int32_t code_at(const uint8_t* run, int64_t bits, int64_t quad, int64_t byte) {
   const auto field = [&](int64_t first, int64_t width) {
     return run[(first + quad * width / 8) * LOWBIT_PLANE + byte] >> quad * width % 8 & ((1 << width) - 1);

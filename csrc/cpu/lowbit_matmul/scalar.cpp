@@ -6,7 +6,7 @@
 namespace diffbit::scalar {
 namespace {
 
-/// Nothing to gain here: `multiply` reads the planes.
+/// Does nothing: `multiply` reads the planes.
 void unpack(LowBitWeight&, int64_t, uint8_t*) {}
 
 void multiply(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, int64_t apart, int64_t count, void* y,

@@ -245,12 +245,12 @@ void unpack_planes(const uint8_t* run, int64_t runs, const uint8_t* levels, uint
 
 void unpack(LowBitWeight& weight, int64_t tile, uint8_t* to) {
   using Unpack = decltype(&unpack_planes<2, false>);
-  constexpr Unpack of[2][5] = {{unpack_planes<2, false>, unpack_planes<3, false>, nullptr, unpack_planes<5, false>, unpack_planes<6, false>},
+  constexpr Unpack by_bits[2][5] = {{unpack_planes<2, false>, unpack_planes<3, false>, nullptr, unpack_planes<5, false>, unpack_planes<6, false>},
                                {unpack_planes<2, true>, unpack_planes<3, true>, unpack_planes<4, true>}};
   const int64_t runs = weight.groups * weight.group_size / LOWBIT_RUN;
   const uint8_t* codes = weight.codes + tile * runs * weight.bits * LOWBIT_PLANE;
   weight.unpacked = codes;
-  const Unpack chosen = of[weight.levels != nullptr][weight.bits - 2];
+  const Unpack chosen = by_bits[weight.levels != nullptr][weight.bits - 2];
   if (!chosen) return;  // planes of 4 bits
   chosen(codes, runs, weight.levels, to);
   weight.unpacked = to;
@@ -275,12 +275,12 @@ void unpack_runs(const uint8_t* run, int64_t runs, const uint8_t* levels, int8_t
 
 void unpack_values(const LowBitWeight& weight, int64_t tile, UnpackedTile& to) {
   using Unpack = decltype(&unpack_runs<2, false>);
-  constexpr Unpack of[2][5] = {{unpack_runs<2, false>, unpack_runs<3, false>, unpack_runs<4, false>, unpack_runs<5, false>,
+  constexpr Unpack by_bits[2][5] = {{unpack_runs<2, false>, unpack_runs<3, false>, unpack_runs<4, false>, unpack_runs<5, false>,
                                 unpack_runs<6, false>},
                                {unpack_runs<2, true>, unpack_runs<3, true>, unpack_runs<4, true>}};
   const int64_t runs = weight.groups * weight.group_size / LOWBIT_RUN, first = tile * weight.groups * INT4_TILE;
   const uint8_t* codes = weight.codes + tile * runs * weight.bits * LOWBIT_PLANE;
-  of[weight.levels != nullptr][weight.bits - 2](codes, runs, weight.levels, to.values);
+  by_bits[weight.levels != nullptr][weight.bits - 2](codes, runs, weight.levels, to.values);
   for (int64_t i = 0; i < weight.groups * INT4_TILE; i += F32_LANES)
     store(to.scales + i, weight.int8_scales ? load(static_cast<const int8_t*>(weight.scales) + first + i)
                                             : load(static_cast<const uint16_t*>(weight.scales) + first + i));

@@ -35,10 +35,10 @@ constexpr int64_t MAMBA_LANES = 16;  // of the widest vectors
 constexpr int64_t SCAN_TOKENS = 16;  // tokens whose numbers stay in L1 while each state passes over them
 
 struct MambaKernels {
-  /// Channels begin ... end - 1. `floats` holds `width` rows of them, rounded up to MAMBA_LANES.
-  void (*conv)(const ConvTokens& of, int64_t begin, int64_t end, float* floats);
-  /// `floats` holds 2 * states * SCAN_TOKENS of them.
-  void (*scan)(const ScanTokens& of, int64_t begin, int64_t end, float* floats);
+  /// Computes the channels begin ... end - 1. `floats` holds `width` rows of them, rounded up to MAMBA_LANES.
+  void (*conv)(const ConvTokens& call, int64_t begin, int64_t end, float* floats);
+  /// Computes them likewise; `floats` holds 2 * states * SCAN_TOKENS of them.
+  void (*scan)(const ScanTokens& call, int64_t begin, int64_t end, float* floats);
 };
 
 DIFFBIT_DECLARE(MambaKernels, mamba)

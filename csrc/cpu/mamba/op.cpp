@@ -24,39 +24,39 @@ struct SelectiveScan : SelectiveScanNode {
 };
 
 void CausalConv::compute(Context& context) const {
-  const Tensors of = tensors(context);
-  const int64_t item = of.x.type == ort::FLOAT16 ? 2 : 4, row = of.steps * of.channels * item;
-  const int64_t tasks = divide_up(of.channels, CONV_CHANNELS), state = (of.width - 1) * of.channels;
-  context.parallel(of.batch * tasks, [&](int64_t task) {
+  const Tensors tensors = this->tensors(context);
+  const int64_t item = tensors.x.type == ort::FLOAT16 ? 2 : 4, row = tensors.steps * tensors.channels * item;
+  const int64_t tasks = divide_up(tensors.channels, CONV_CHANNELS), state = (tensors.width - 1) * tensors.channels;
+  context.parallel(tensors.batch * tasks, [&](int64_t task) {
     const int64_t b = task / tasks, begin = task % tasks * CONV_CHANNELS;
     ConvTokens tokens{};
-    tokens.x = of.x.as<char>() + b * row, tokens.y = of.y.as<char>() + b * row, tokens.half = item == 2;
-    tokens.steps = of.steps, tokens.channels = of.channels;
-    tokens.mask = of.attention_mask.as<int64_t>() + (b + 1) * of.total - of.steps;
-    tokens.past = of.past_state.as<float>() + b * state, tokens.present = of.present_state.as<float>() + b * state;
-    tokens.weight = of.weight.as<float>(), tokens.bias = of.bias.as<float>(), tokens.width = of.width;
-    kernels->conv(tokens, begin, std::min(begin + CONV_CHANNELS, of.channels),
-                  scratch<float>(FLOATS, of.width * divide_up(std::min(CONV_CHANNELS, of.channels), MAMBA_LANES) * MAMBA_LANES));
+    tokens.x = tensors.x.as<char>() + b * row, tokens.y = tensors.y.as<char>() + b * row, tokens.half = item == 2;
+    tokens.steps = tensors.steps, tokens.channels = tensors.channels;
+    tokens.mask = tensors.attention_mask.as<int64_t>() + (b + 1) * tensors.total - tensors.steps;
+    tokens.past = tensors.past_state.as<float>() + b * state, tokens.present = tensors.present_state.as<float>() + b * state;
+    tokens.weight = tensors.weight.as<float>(), tokens.bias = tensors.bias.as<float>(), tokens.width = tensors.width;
+    kernels->conv(tokens, begin, std::min(begin + CONV_CHANNELS, tensors.channels),
+                  scratch<float>(FLOATS, tensors.width * divide_up(std::min(CONV_CHANNELS, tensors.channels), MAMBA_LANES) * MAMBA_LANES));
   });
 }
 
 void SelectiveScan::compute(Context& context) const {
-  const Tensors of = tensors(context);
-  const int64_t item = of.x.type == ort::FLOAT16 ? 2 : 4, row = of.steps * of.channels * item;
-  const int64_t some = of.steps < PROMPT ? TOKEN_CHANNELS : PROMPT_CHANNELS, tasks = divide_up(of.channels, some);
-  const int64_t state = of.states * of.channels, low = of.steps * of.states * item;
-  context.parallel(of.batch * tasks, [&](int64_t task) {
-    const int64_t b = task / tasks, begin = task % tasks * some;
+  const Tensors tensors = this->tensors(context);
+  const int64_t item = tensors.x.type == ort::FLOAT16 ? 2 : 4, row = tensors.steps * tensors.channels * item;
+  const int64_t channels_per_task = tensors.steps < PROMPT ? TOKEN_CHANNELS : PROMPT_CHANNELS, tasks = divide_up(tensors.channels, channels_per_task);
+  const int64_t state = tensors.states * tensors.channels, low = tensors.steps * tensors.states * item;
+  context.parallel(tensors.batch * tasks, [&](int64_t task) {
+    const int64_t b = task / tasks, begin = task % tasks * channels_per_task;
     const auto at = [&](const Tensor& tensor, int64_t bytes) { return tensor.as<char>() + b * bytes; };
     ScanTokens tokens{};
-    tokens.x = at(of.x, row), tokens.dt = at(of.dt, row), tokens.z = at(of.z, row), tokens.y = at(of.y, row);
-    tokens.b = at(of.b, low), tokens.c = at(of.c, low), tokens.memory = of.memory.data ? at(of.memory, row) : nullptr;
-    tokens.half = item == 2, tokens.steps = of.steps, tokens.channels = of.channels, tokens.states = of.states;
-    tokens.mask = of.attention_mask.as<int64_t>() + (b + 1) * of.total - of.steps;
-    tokens.past = of.past_state.as<float>() + b * state, tokens.present = of.present_state.as<float>() + b * state;
-    tokens.a = of.a.as<float>(), tokens.d = of.d.as<float>(), tokens.dt_bias = of.dt_bias.as<float>();
-    kernels->scan(tokens, begin, std::min(begin + some, of.channels),
-                  scratch<float>(FLOATS, 2 * of.states * SCAN_TOKENS));
+    tokens.x = at(tensors.x, row), tokens.dt = at(tensors.dt, row), tokens.z = at(tensors.z, row), tokens.y = at(tensors.y, row);
+    tokens.b = at(tensors.b, low), tokens.c = at(tensors.c, low), tokens.memory = tensors.memory.data ? at(tensors.memory, row) : nullptr;
+    tokens.half = item == 2, tokens.steps = tensors.steps, tokens.channels = tensors.channels, tokens.states = tensors.states;
+    tokens.mask = tensors.attention_mask.as<int64_t>() + (b + 1) * tensors.total - tensors.steps;
+    tokens.past = tensors.past_state.as<float>() + b * state, tokens.present = tensors.present_state.as<float>() + b * state;
+    tokens.a = tensors.a.as<float>(), tokens.d = tensors.d.as<float>(), tokens.dt_bias = tensors.dt_bias.as<float>();
+    kernels->scan(tokens, begin, std::min(begin + channels_per_task, tensors.channels),
+                  scratch<float>(FLOATS, 2 * tensors.states * SCAN_TOKENS));
   });
 }
 

@@ -10,47 +10,47 @@ namespace {
 float silu(float x) { return x / (1 + std::exp(-x)); }
 float softplus(float x) { return std::fmax(x, 0.0f) + std::log1p(std::exp(-std::fabs(x))); }
 
-void conv(const ConvTokens& of, int64_t begin, int64_t end, float* last) {  // last: of one channel, the latest last
-  const int64_t kept = of.width - 1;
+void conv(const ConvTokens& call, int64_t begin, int64_t end, float* last) {  // last: of one channel, the latest last
+  const int64_t state_rows = call.width - 1;
   for (int64_t c = begin; c < end; ++c) {
-    for (int64_t k = 0; k < kept; ++k) last[k] = of.past[k * of.channels + c];
-    for (int64_t t = 0; t < of.steps; ++t) {
-      const int64_t i = t * of.channels + c;
-      if (!of.mask[t]) {
-        put(of.y, of.half, i, 0);
+    for (int64_t k = 0; k < state_rows; ++k) last[k] = call.past[k * call.channels + c];
+    for (int64_t t = 0; t < call.steps; ++t) {
+      const int64_t i = t * call.channels + c;
+      if (!call.mask[t]) {
+        put(call.y, call.half, i, 0);
         continue;
       }
-      last[kept] = get(of.x, of.half, i);
-      float sum = of.bias[c];
-      for (int64_t k = 0; k < of.width; ++k) sum = std::fma(last[k], of.weight[k * of.channels + c], sum);
-      put(of.y, of.half, i, silu(sum));
-      for (int64_t k = 0; k < kept; ++k) last[k] = last[k + 1];
+      last[state_rows] = get(call.x, call.half, i);
+      float sum = call.bias[c];
+      for (int64_t k = 0; k < call.width; ++k) sum = std::fma(last[k], call.weight[k * call.channels + c], sum);
+      put(call.y, call.half, i, silu(sum));
+      for (int64_t k = 0; k < state_rows; ++k) last[k] = last[k + 1];
     }
-    for (int64_t k = 0; k < kept; ++k) of.present[k * of.channels + c] = last[k];
+    for (int64_t k = 0; k < state_rows; ++k) call.present[k * call.channels + c] = last[k];
   }
 }
 
-void scan(const ScanTokens& of, int64_t begin, int64_t end, float* h) {
+void scan(const ScanTokens& call, int64_t begin, int64_t end, float* h) {
   for (int64_t c = begin; c < end; ++c) {
-    for (int64_t n = 0; n < of.states; ++n) h[n] = of.past[n * of.channels + c];
-    for (int64_t t = 0; t < of.steps; ++t) {
-      const int64_t i = t * of.channels + c;
+    for (int64_t n = 0; n < call.states; ++n) h[n] = call.past[n * call.channels + c];
+    for (int64_t t = 0; t < call.steps; ++t) {
+      const int64_t i = t * call.channels + c;
       float memory = 0, y = 0;
-      if (of.mask[t]) {
-        const float x = get(of.x, of.half, i), size = softplus(get(of.dt, of.half, i) + of.dt_bias[c]);
+      if (call.mask[t]) {
+        const float x = get(call.x, call.half, i), size = softplus(get(call.dt, call.half, i) + call.dt_bias[c]);
         const float input = size * x;
-        memory = of.d[c] * x;
-        for (int64_t n = 0; n < of.states; ++n) {
-          const int64_t j = t * of.states + n;
-          h[n] = std::fma(std::exp(size * of.a[n * of.channels + c]), h[n], input * get(of.b, of.half, j));
-          memory = std::fma(get(of.c, of.half, j), h[n], memory);
+        memory = call.d[c] * x;
+        for (int64_t n = 0; n < call.states; ++n) {
+          const int64_t j = t * call.states + n;
+          h[n] = std::fma(std::exp(size * call.a[n * call.channels + c]), h[n], input * get(call.b, call.half, j));
+          memory = std::fma(get(call.c, call.half, j), h[n], memory);
         }
-        y = memory * silu(get(of.z, of.half, i));
+        y = memory * silu(get(call.z, call.half, i));
       }
-      put(of.y, of.half, i, y);
-      if (of.memory) put(of.memory, of.half, i, memory);
+      put(call.y, call.half, i, y);
+      if (call.memory) put(call.memory, call.half, i, memory);
     }
-    for (int64_t n = 0; n < of.states; ++n) of.present[n * of.channels + c] = h[n];
+    for (int64_t n = 0; n < call.states; ++n) call.present[n * call.channels + c] = h[n];
   }
 }
 

@@ -57,38 +57,38 @@ DIFFBIT_INLINE void vectors(int64_t begin, int64_t end, const Use& use) {
 constexpr int64_t MOST = CONV_MOST_WIDTH;
 
 template <class T>
-void conv(const ConvTokens& of, int64_t begin, int64_t end, float* floats) {
-  const int64_t kept = of.width - 1, count = end - begin, room = (count + MAMBA_LANES - 1) / MAMBA_LANES * MAMBA_LANES;
+void conv(const ConvTokens& call, int64_t begin, int64_t end, float* floats) {
+  const int64_t state_rows = call.width - 1, count = end - begin, room = (count + MAMBA_LANES - 1) / MAMBA_LANES * MAMBA_LANES;
   const size_t bytes = static_cast<size_t>(count) * sizeof(float);
   float* rows[MOST];  // the latest `width` tokens, the latest last
-  for (int64_t k = 0; k < of.width; ++k) rows[k] = floats + k * room;
-  for (int64_t k = 0; k < kept; ++k) std::memcpy(rows[k], of.past + k * of.channels + begin, bytes);
-  for (int64_t t = 0; t < of.steps; ++t) {
-    const T* x = static_cast<const T*>(of.x) + t * of.channels + begin;
-    T* y = static_cast<T*>(of.y) + t * of.channels + begin;
-    if (!of.mask[t]) {
+  for (int64_t k = 0; k < call.width; ++k) rows[k] = floats + k * room;
+  for (int64_t k = 0; k < state_rows; ++k) std::memcpy(rows[k], call.past + k * call.channels + begin, bytes);
+  for (int64_t t = 0; t < call.steps; ++t) {
+    const T* x = static_cast<const T*>(call.x) + t * call.channels + begin;
+    T* y = static_cast<T*>(call.y) + t * call.channels + begin;
+    if (!call.mask[t]) {
       std::memset(y, 0, static_cast<size_t>(count) * sizeof(T));
       continue;
     }
-    vectors(0, count, [&](auto whole, int64_t i, int64_t some) {
-      constexpr bool WHOLE = decltype(whole)::value;
-      const F32 latest = get<WHOLE>(x + i, some);
-      store(rows[kept] + i, latest);
-      F32 sum = get<WHOLE>(of.bias + begin + i, some);
-      const float* weight = of.weight + begin + i;
-      for (int64_t k = 0; k < kept; ++k, weight += of.channels)
-        sum = fma(load(rows[k] + i), get<WHOLE>(weight, some), sum);
-      put<WHOLE>(y + i, some, silu(fma(latest, get<WHOLE>(weight, some), sum)));
+    vectors(0, count, [&](auto is_whole, int64_t i, int64_t lanes) {
+      constexpr bool WHOLE = decltype(is_whole)::value;
+      const F32 latest = get<WHOLE>(x + i, lanes);
+      store(rows[state_rows] + i, latest);
+      F32 sum = get<WHOLE>(call.bias + begin + i, lanes);
+      const float* weight = call.weight + begin + i;
+      for (int64_t k = 0; k < state_rows; ++k, weight += call.channels)
+        sum = fma(load(rows[k] + i), get<WHOLE>(weight, lanes), sum);
+      put<WHOLE>(y + i, lanes, silu(fma(latest, get<WHOLE>(weight, lanes), sum)));
     });
     float* oldest = rows[0];
-    for (int64_t k = 0; k < kept; ++k) rows[k] = rows[k + 1];
-    rows[kept] = oldest;
+    for (int64_t k = 0; k < state_rows; ++k) rows[k] = rows[k + 1];
+    rows[state_rows] = oldest;
   }
-  for (int64_t k = 0; k < kept; ++k) std::memcpy(of.present + k * of.channels + begin, rows[k], bytes);
+  for (int64_t k = 0; k < state_rows; ++k) std::memcpy(call.present + k * call.channels + begin, rows[k], bytes);
 }
 
-void conv(const ConvTokens& of, int64_t begin, int64_t end, float* floats) {
-  of.half ? conv<uint16_t>(of, begin, end, floats) : conv<float>(of, begin, end, floats);
+void conv(const ConvTokens& call, int64_t begin, int64_t end, float* floats) {
+  call.half ? conv<uint16_t>(call, begin, end, floats) : conv<float>(call, begin, end, floats);
 }
 
 // ---- SelectiveScan ----
@@ -100,13 +100,13 @@ struct Tokens {
 
 /// Passes COUNT states over `count` tokens; b and c have SCAN_TOKENS numbers per state.
 template <int COUNT, bool WHOLE>
-DIFFBIT_INLINE void pass(Tokens& tokens, int64_t count, const float* a, float* states, int64_t channels, int64_t some,
+DIFFBIT_INLINE void pass(Tokens& tokens, int64_t count, const float* a, float* states, int64_t channels, int64_t lanes,
                          const float* b, const float* c) {
   F32 rate[COUNT], h[COUNT];
   DIFFBIT_UNROLL
   for (int n = 0; n < COUNT; ++n) {
-    rate[n] = get<WHOLE>(a + n * channels, some);
-    h[n] = get<WHOLE>(states + n * channels, some);
+    rate[n] = get<WHOLE>(a + n * channels, lanes);
+    h[n] = get<WHOLE>(states + n * channels, lanes);
   }
   for (int64_t t = 0; t < count; ++t) {
     F32 memory = tokens.memory[t];
@@ -118,34 +118,34 @@ DIFFBIT_INLINE void pass(Tokens& tokens, int64_t count, const float* a, float* s
     tokens.memory[t] = memory;
   }
   DIFFBIT_UNROLL
-  for (int n = 0; n < COUNT; ++n) put<WHOLE>(states + n * channels, some, h[n]);
+  for (int n = 0; n < COUNT; ++n) put<WHOLE>(states + n * channels, lanes, h[n]);
 }
 
 /// The tokens at[0] ... at[count - 1] for the channels i ... i + some - 1.
 template <class T, bool WHOLE>
-void block(const ScanTokens& of, const int64_t* at, int64_t count, int64_t i, int64_t some, const float* b, const float* c) {
-  const auto row = [&](const void* rows, int64_t t) { return static_cast<const T*>(rows) + at[t] * of.channels + i; };
-  const F32 bias = get<WHOLE>(of.dt_bias + i, some), skip = get<WHOLE>(of.d + i, some);
+void block(const ScanTokens& call, const int64_t* at, int64_t count, int64_t i, int64_t lanes, const float* b, const float* c) {
+  const auto row = [&](const void* rows, int64_t t) { return static_cast<const T*>(rows) + at[t] * call.channels + i; };
+  const F32 bias = get<WHOLE>(call.dt_bias + i, lanes), skip = get<WHOLE>(call.d + i, lanes);
   Tokens tokens;
   for (int64_t t = 0; t < count; ++t) {
-    const F32 x = get<WHOLE>(row(of.x, t), some);
-    tokens.size[t] = softplus(get<WHOLE>(row(of.dt, t), some) + bias);
+    const F32 x = get<WHOLE>(row(call.x, t), lanes);
+    tokens.size[t] = softplus(get<WHOLE>(row(call.dt, t), lanes) + bias);
     tokens.input[t] = tokens.size[t] * x;
     tokens.memory[t] = skip * x;
   }
   int64_t n = 0;
   const auto states = [&](auto many) {
     constexpr int COUNT = decltype(many)::value;
-    for (; n + COUNT <= of.states; n += COUNT)
-      pass<COUNT, WHOLE>(tokens, count, of.a + n * of.channels + i, of.present + n * of.channels + i, of.channels, some,
+    for (; n + COUNT <= call.states; n += COUNT)
+      pass<COUNT, WHOLE>(tokens, count, call.a + n * call.channels + i, call.present + n * call.channels + i, call.channels, lanes,
                          b + n * SCAN_TOKENS, c + n * SCAN_TOKENS);
   };
   states(std::integral_constant<int, STATES>());
   states(std::integral_constant<int, 1>());
   for (int64_t t = 0; t < count; ++t) {
-    const int64_t to = at[t] * of.channels + i;
-    if (of.memory) put<WHOLE>(static_cast<T*>(of.memory) + to, some, tokens.memory[t]);
-    put<WHOLE>(static_cast<T*>(of.y) + to, some, tokens.memory[t] * silu(get<WHOLE>(row(of.z, t), some)));
+    const int64_t to = at[t] * call.channels + i;
+    if (call.memory) put<WHOLE>(static_cast<T*>(call.memory) + to, lanes, tokens.memory[t]);
+    put<WHOLE>(static_cast<T*>(call.y) + to, lanes, tokens.memory[t] * silu(get<WHOLE>(row(call.z, t), lanes)));
   }
 }
 
@@ -154,41 +154,41 @@ template <class T>
 void transpose(const T* from, const int64_t* at, int64_t count, int64_t states, float* to) {
   for (int64_t t = 0; t < count; ++t) {
     const T* row = from + at[t] * states;
-    vectors(0, states, [&](auto whole, int64_t n, int64_t some) {
+    vectors(0, states, [&](auto is_whole, int64_t n, int64_t lanes) {
       float numbers[L];
-      store(numbers, get<decltype(whole)::value>(row + n, some));
-      for (int64_t j = 0; j < some; ++j) to[(n + j) * SCAN_TOKENS + t] = numbers[j];
+      store(numbers, get<decltype(is_whole)::value>(row + n, lanes));
+      for (int64_t j = 0; j < lanes; ++j) to[(n + j) * SCAN_TOKENS + t] = numbers[j];
     });
   }
 }
 
 template <class T>
-void scan(const ScanTokens& of, int64_t begin, int64_t end, float* floats) {
-  float *b = floats, *c = floats + of.states * SCAN_TOKENS;
+void scan(const ScanTokens& call, int64_t begin, int64_t end, float* floats) {
+  float *b = floats, *c = floats + call.states * SCAN_TOKENS;
   const size_t bytes = static_cast<size_t>(end - begin);
-  if (of.past != of.present)
-    for (int64_t n = 0; n < of.states; ++n)
-      std::memcpy(of.present + n * of.channels + begin, of.past + n * of.channels + begin, bytes * sizeof(float));
-  for (int64_t t = 0; t < of.steps;) {
+  if (call.past != call.present)
+    for (int64_t n = 0; n < call.states; ++n)
+      std::memcpy(call.present + n * call.channels + begin, call.past + n * call.channels + begin, bytes * sizeof(float));
+  for (int64_t t = 0; t < call.steps;) {
     int64_t at[SCAN_TOKENS], count = 0;
-    for (; t < of.steps && count < SCAN_TOKENS; ++t) {
-      if (of.mask[t]) {
+    for (; t < call.steps && count < SCAN_TOKENS; ++t) {
+      if (call.mask[t]) {
         at[count++] = t;
         continue;
       }
-      for (void* rows : {of.y, of.memory})
-        if (rows) std::memset(static_cast<T*>(rows) + t * of.channels + begin, 0, bytes * sizeof(T));
+      for (void* rows : {call.y, call.memory})
+        if (rows) std::memset(static_cast<T*>(rows) + t * call.channels + begin, 0, bytes * sizeof(T));
     }
-    transpose(static_cast<const T*>(of.b), at, count, of.states, b);
-    transpose(static_cast<const T*>(of.c), at, count, of.states, c);
-    vectors(begin, end, [&](auto whole, int64_t i, int64_t some) {
-      block<T, decltype(whole)::value>(of, at, count, i, some, b, c);
+    transpose(static_cast<const T*>(call.b), at, count, call.states, b);
+    transpose(static_cast<const T*>(call.c), at, count, call.states, c);
+    vectors(begin, end, [&](auto is_whole, int64_t i, int64_t lanes) {
+      block<T, decltype(is_whole)::value>(call, at, count, i, lanes, b, c);
     });
   }
 }
 
-void scan(const ScanTokens& of, int64_t begin, int64_t end, float* floats) {
-  of.half ? scan<uint16_t>(of, begin, end, floats) : scan<float>(of, begin, end, floats);
+void scan(const ScanTokens& call, int64_t begin, int64_t end, float* floats) {
+  call.half ? scan<uint16_t>(call, begin, end, floats) : scan<float>(call, begin, end, floats);
 }
 
 }  // namespace

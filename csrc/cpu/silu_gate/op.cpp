@@ -15,14 +15,14 @@ struct SiluGate : SiluGateNode {
 };
 
 void SiluGate::compute(Context& context) const {
-  const Tensors of = tensors(context);
-  const int64_t item = of.a.type == ort::FLOAT16 ? 2 : 4, n = of.n, row_bytes = n * item;
+  const Tensors tensors = this->tensors(context);
+  const int64_t item = tensors.a.type == ort::FLOAT16 ? 2 : 4, n = tensors.n, row_bytes = n * item;
   if (!n) return;
-  const int64_t some = std::max<int64_t>(1, NUMBERS_PER_TASK / n);
-  context.parallel(divide_up(of.rows, some), [&](int64_t task) {
-    for (int64_t row = task * some; row < std::min(of.rows, (task + 1) * some); ++row) {
-      const char* g = of.a.as<char>() + 2 * row * row_bytes;
-      kernels->multiply(g, g + row_bytes, of.y.as<char>() + row * row_bytes, item == 2, n);
+  const int64_t rows_per_task = std::max<int64_t>(1, NUMBERS_PER_TASK / n);
+  context.parallel(divide_up(tensors.rows, rows_per_task), [&](int64_t task) {
+    for (int64_t row = task * rows_per_task; row < std::min(tensors.rows, (task + 1) * rows_per_task); ++row) {
+      const char* g = tensors.a.as<char>() + 2 * row * row_bytes;
+      kernels->multiply(g, g + row_bytes, tensors.y.as<char>() + row * row_bytes, item == 2, n);
     }
   });
 }

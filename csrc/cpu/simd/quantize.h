@@ -42,16 +42,16 @@ DIFFBIT_INLINE void add_magnitudes(double (&sums)[WIDTH], const void* x, int64_t
 template <bool HALF, bool FOUR, class Put>
 DIFFBIT_INLINE float quantize_row(const void* x, int64_t k, const Put& put) {
   constexpr int64_t BYTES = HALF ? 2 : 4;
-  const int64_t whole = k / WIDTH * WIDTH;
+  const int64_t vector_end = k / WIDTH * WIDTH;
   uint8_t rest[WIDTH * BYTES] = {};  // the elements after the last whole vector, and zeros
-  std::memcpy(rest, static_cast<const uint8_t*>(x) + whole * BYTES, static_cast<size_t>((k - whole) * BYTES));
+  std::memcpy(rest, static_cast<const uint8_t*>(x) + vector_end * BYTES, static_cast<size_t>((k - vector_end) * BYTES));
 
-  Ints most[4] = {zero(), zero(), zero(), zero()};
-  for (int part = 0; part < 4; ++part) most[part] = larger_bits(most[part], load_floats<HALF>(rest, part * LANES));
-  for (int64_t i = 0; i < whole; i += WIDTH)
-    for (int part = 0; part < 4; ++part) most[part] = larger_bits(most[part], load_floats<HALF>(x, i + part * LANES));
+  Ints peaks[4] = {zero(), zero(), zero(), zero()};
+  for (int part = 0; part < 4; ++part) peaks[part] = larger_bits(peaks[part], load_floats<HALF>(rest, part * LANES));
+  for (int64_t i = 0; i < vector_end; i += WIDTH)
+    for (int part = 0; part < 4; ++part) peaks[part] = larger_bits(peaks[part], load_floats<HALF>(x, i + part * LANES));
   int32_t lanes[4][LANES], bits = 0;
-  for (int part = 0; part < 4; ++part) store(lanes[part], most[part]);
+  for (int part = 0; part < 4; ++part) store(lanes[part], peaks[part]);
   for (const int32_t(&vector)[LANES] : lanes)
     for (int32_t lane : vector) bits = lane > bits ? lane : bits;
   float largest;
@@ -65,14 +65,14 @@ DIFFBIT_INLINE float quantize_row(const void* x, int64_t k, const Put& put) {
   if (FOUR) {
     const double multiple = largest * (2.0 * static_cast<double>(k));
     double sums[WIDTH] = {}, total = 0;
-    for (int64_t i = 0; i < whole; i += WIDTH) add_magnitudes<HALF>(sums, x, i, multiple);
+    for (int64_t i = 0; i < vector_end; i += WIDTH) add_magnitudes<HALF>(sums, x, i, multiple);
     add_magnitudes<HALF>(sums, rest, 0, multiple);
     for (double sum : sums) total += sum;
     const float mean = static_cast<float>(total / static_cast<double>(k));
     scale = (mean > 1e-5f ? mean : 1e-5f) / 2.6457513f;
   }
-  for (int64_t i = 0; i < whole; i += WIDTH) put(i, rounded<HALF, FOUR>(x, i, scale));
-  if (whole < k) put(whole, rounded<HALF, FOUR>(rest, 0, scale));
+  for (int64_t i = 0; i < vector_end; i += WIDTH) put(i, rounded<HALF, FOUR>(x, i, scale));
+  if (vector_end < k) put(vector_end, rounded<HALF, FOUR>(rest, 0, scale));
   return scale;
 }
 

@@ -107,9 +107,9 @@ DIFFBIT_INLINE F32 silu(F32 x) {
 /// codes 0. Returns the scale.
 DIFFBIT_INLINE float round_row(const float* x, int64_t d, int top, int8_t* codes) {
   constexpr int64_t L = F32_LANES;
-  F32 most = splat(0.0f), poison = splat(0.0f);  // poison: infinity and NaN times 0 are NaN
+  F32 peak = splat(0.0f), poison = splat(0.0f);  // poison: infinity and NaN times 0 are NaN
   const auto take = [&](F32 values) {
-    most = larger(magnitude(values), most);
+    peak = larger(magnitude(values), peak);
     poison = fma(values, splat(0.0f), poison);
   };
   int64_t i = 0;
@@ -119,7 +119,7 @@ DIFFBIT_INLINE float round_row(const float* x, int64_t d, int top, int8_t* codes
     std::memset(codes, 0, static_cast<size_t>(d));
     return __builtin_nanf("");
   }
-  const float scale = largest(most) / static_cast<float>(top);
+  const float scale = largest(peak) / static_cast<float>(top);
   const F32 divisor = splat(scale == 0 ? 1.0f : scale), high = splat(static_cast<float>(top));
   const F32 low = splat(static_cast<float>(-top));
   const auto rounded_codes = [&](F32 values) { return smaller(high, larger(low, values / divisor)); };

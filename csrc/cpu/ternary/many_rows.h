@@ -73,8 +73,8 @@ void multiply_side(const TernaryProduct& product, int64_t row, int64_t row_end, 
     for (int64_t j = 0; j < columns; j += LANES) {
       const int64_t room = columns - j, at = (row + i) * product.n + begin + j;
       const float* scale = product.scale + (product.scale_per_row ? begin + j : 0);
-      const F32 by = !product.scale_per_row ? splat(*scale) : room < LANES ? load_part(scale, room) : load(scale);
-      const F32 values = to_floats(load_ints(sums + i * SIDE + j)) * splat(product.rows[row + i].scale) * by;
+      const F32 factors = !product.scale_per_row ? splat(*scale) : room < LANES ? load_part(scale, room) : load(scale);
+      const F32 values = to_floats(load_ints(sums + i * SIDE + j)) * splat(product.rows[row + i].scale) * factors;
       const auto put = [&](auto* to) { room < LANES ? store_part(to, room, values) : store(to, values); };
       if (product.half)
         put(static_cast<uint16_t*>(product.y) + at);

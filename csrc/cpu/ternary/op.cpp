@@ -11,7 +11,7 @@ enum Scratch { QUANTIZED, ROWS };
 constexpr int64_t NUMBERS_PER_TASK = 32 * 1024;  // for quantizing: a few microseconds
 constexpr int64_t WEIGHTS_PER_TASK = 128;        // rows of the weight if arithmetic is the bottleneck
 
-/// The same if memory is the bottleneck: long streams, but work for sixteen threads if each task then has 64 KiB.
+/// Returns the rows of the weight in a task if memory is the bottleneck: long streams, but work for sixteen threads if each task then has 64 KiB.
 int64_t streamed_rows(int64_t n, int64_t row_bytes) {
   const int64_t bytes = std::min(std::max(n * row_bytes / 16, int64_t{64} << 10), int64_t{512} << 10);
   return std::max(bytes / row_bytes / 4 * 4, int64_t{4});
@@ -24,24 +24,24 @@ struct TernaryMatMul : TernaryMatMulNode {
 };
 
 void TernaryMatMul::compute(Context& context) const {
-  const Tensors of = tensors(context);
-  const Tensor &a = of.a, &packed = of.packed, &scale = of.scale, &y = of.y;
-  const int64_t rows = of.rows, blocks = divide_up(k, TERNARY_BLOCK);
+  const Tensors tensors = this->tensors(context);
+  const Tensor &a = tensors.a, &packed = tensors.packed, &scale = tensors.scale, &y = tensors.y;
+  const int64_t rows = tensors.rows, blocks = divide_up(k, TERNARY_BLOCK);
   if (!rows) return;
 
   const bool half = a.type == ort::FLOAT16;
   const int64_t q_size = kernels->quantized_size(blocks);
   int8_t* q = scratch<int8_t>(QUANTIZED, divide_up(rows, TERNARY_ROWS_TOGETHER) * TERNARY_ROWS_TOGETHER * q_size);
   TernaryRow* quantized = scratch<TernaryRow>(ROWS, rows);
-  const int64_t some = divide_up(NUMBERS_PER_TASK, k);
-  context.parallel(divide_up(rows, some), [&](int64_t task) {
-    for (int64_t row = task * some; row < rows && row < (task + 1) * some; ++row) {
+  const int64_t quantized_per_task = divide_up(NUMBERS_PER_TASK, k);
+  context.parallel(divide_up(rows, quantized_per_task), [&](int64_t task) {
+    for (int64_t row = task * quantized_per_task; row < rows && row < (task + 1) * quantized_per_task; ++row) {
       const void* x = half ? static_cast<const void*>(a.as<Half>() + row * k) : a.as<float>() + row * k;
       quantized[row] = kernels->quantize(x, half, activation_bits, k, blocks, q + row * q_size);
     }
   });
 
-  const TernaryProduct product = {q, quantized, packed.as<uint8_t>(), blocks, n, scale.as<float>(), of.scale_per_row,
+  const TernaryProduct product = {q, quantized, packed.as<uint8_t>(), blocks, n, scale.as<float>(), tensors.scale_per_row,
                                   y.data, half};
   const int64_t row_tasks = divide_up(rows, kernels->rows_per_task);
   const int64_t rows_each = divide_up(divide_up(rows, row_tasks), TERNARY_ROWS_TOGETHER) * TERNARY_ROWS_TOGETHER;

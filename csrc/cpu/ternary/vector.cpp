@@ -195,10 +195,10 @@ void panel(const TernaryProduct& product, int64_t row, int64_t begin, int64_t co
 
   // Row r of tile i is row r * apart + i * step: in as many streams where memory is read once, side by side where again
   const int64_t apart = COLUMNS < MOST_COLUMNS ? tiles : 1, step = COLUMNS < MOST_COLUMNS ? 1 : ROWS;
-  const int64_t whole = stride / WIDTH * WIDTH;
+  const int64_t vector_end = stride / WIDTH * WIDTH;
   for (int64_t offset = 0; offset < stride; offset += SLICE) {
-    const int64_t bytes = whole - offset < SLICE ? whole - offset : SLICE;
-    const bool rest = offset + SLICE >= stride && whole < stride;
+    const int64_t bytes = vector_end - offset < SLICE ? vector_end - offset : SLICE;
+    const bool rest = offset + SLICE >= stride && vector_end < stride;
     for (int64_t i = 0; i < tiles; ++i) {
       const uint8_t* weights[ROWS];
       for (int r = 0; r < ROWS; ++r) {
@@ -216,9 +216,9 @@ void panel(const TernaryProduct& product, int64_t row, int64_t begin, int64_t co
       if (rest) {
         for (int r = 0; r < ROWS; ++r) weights[r] += bytes;
         if constexpr (COLUMNS == 1)
-          tile_of_one<true>(weights, WIDTH, 0, q + 4 * whole, at);
+          tile_of_one<true>(weights, WIDTH, 0, q + 4 * vector_end, at);
         else
-          tile<true, COLUMNS>(weights, WIDTH, 0, q + 4 * whole, q_size, at);
+          tile<true, COLUMNS>(weights, WIDTH, 0, q + 4 * vector_end, q_size, at);
       }
     }
   }

@@ -22,21 +22,21 @@ struct DiffbitCausalConv {
   int64_t type;  // of x and y: FLOAT32, FLOAT16 or BFLOAT16
 
   template <class Node, class Tensors>
-  static DiffbitCausalConv from([[maybe_unused]] const Node& node, const Tensors& of) {
+  static DiffbitCausalConv from([[maybe_unused]] const Node& node, const Tensors& tensors) {
     return {
-        of.x.data,
-        of.weight.data,
-        of.bias.data,
-        of.attention_mask.data,
-        of.past_state.data,
-        of.y.data,
-        of.present_state.data,
-        of.batch,
-        of.steps,
-        of.total,
-        of.channels,
-        of.width,
-        of.x.type,
+        tensors.x.data,
+        tensors.weight.data,
+        tensors.bias.data,
+        tensors.attention_mask.data,
+        tensors.past_state.data,
+        tensors.y.data,
+        tensors.present_state.data,
+        tensors.batch,
+        tensors.steps,
+        tensors.total,
+        tensors.channels,
+        tensors.width,
+        tensors.x.type,
     };
   }
 };
@@ -107,53 +107,53 @@ struct DiffbitDiffAttention {
   float norm_eps;
 
   template <class Node, class Tensors>
-  static DiffbitDiffAttention from([[maybe_unused]] const Node& node, const Tensors& of) {
+  static DiffbitDiffAttention from([[maybe_unused]] const Node& node, const Tensors& tensors) {
     return {
-        of.query.data,
-        of.keys.fresh.data,
-        of.values.fresh.data,
-        of.lambda.data,
-        of.keys.past.data,
-        of.values.past.data,
-        of.position_ids.data,
-        of.cos.data,
-        of.sin.data,
-        of.attention_mask.data,
-        of.keys.past_scale.data,
-        of.values.past_scale.data,
-        of.keys.past_recent.data,
-        of.values.past_recent.data,
-        of.out.data,
-        of.keys.present.data,
-        of.values.present.data,
-        of.keys.present_scale.data,
-        of.values.present_scale.data,
-        of.keys.present_recent.data,
-        of.values.present_recent.data,
-        of.batch,
-        of.steps,
-        of.past_length,
+        tensors.query.data,
+        tensors.keys.fresh.data,
+        tensors.values.fresh.data,
+        tensors.lambda.data,
+        tensors.keys.past.data,
+        tensors.values.past.data,
+        tensors.position_ids.data,
+        tensors.cos.data,
+        tensors.sin.data,
+        tensors.attention_mask.data,
+        tensors.keys.past_scale.data,
+        tensors.values.past_scale.data,
+        tensors.keys.past_recent.data,
+        tensors.values.past_recent.data,
+        tensors.out.data,
+        tensors.keys.present.data,
+        tensors.values.present.data,
+        tensors.keys.present_scale.data,
+        tensors.values.present_scale.data,
+        tensors.keys.present_recent.data,
+        tensors.values.present_recent.data,
+        tensors.batch,
+        tensors.steps,
+        tensors.past_length,
         node.heads,
         node.kv_heads,
-        of.d,
-        of.keys.past_capacity,
-        of.values.past_capacity,
-        of.keys.capacity,
-        of.values.capacity,
-        of.attention_mask.shape[1],
-        of.cos.shape[0],
+        tensors.d,
+        tensors.keys.past_capacity,
+        tensors.values.past_capacity,
+        tensors.keys.capacity,
+        tensors.values.capacity,
+        tensors.attention_mask.shape[1],
+        tensors.cos.shape[0],
         node.branches,
         node.noise_ratio,
         node.width - 1,
-        of.lambda.rank == 3,
+        tensors.lambda.rank == 3,
         node.key_bits,
         node.value_bits,
         node.query_bits,
         node.window,
         node.sliding_window,
-        of.query.type,
-        of.keys.past.type,
-        of.values.past.type,
+        tensors.query.type,
+        tensors.keys.past.type,
+        tensors.values.past.type,
         node.scale,
         node.norm_eps,
     };
@@ -220,15 +220,15 @@ struct DiffbitFloatMatMul {
   int64_t type;  // of a, w and y: FLOAT32, FLOAT16 or BFLOAT16
 
   template <class Node, class Tensors>
-  static DiffbitFloatMatMul from([[maybe_unused]] const Node& node, const Tensors& of) {
+  static DiffbitFloatMatMul from([[maybe_unused]] const Node& node, const Tensors& tensors) {
     return {
-        of.a.data,
-        of.w.data,
-        of.y.data,
-        of.rows,
-        of.w.shape[0],
-        of.w.shape[1],
-        of.a.type,
+        tensors.a.data,
+        tensors.w.data,
+        tensors.y.data,
+        tensors.rows,
+        tensors.w.shape[0],
+        tensors.w.shape[1],
+        tensors.a.type,
     };
   }
 };
@@ -259,21 +259,21 @@ struct DiffbitGatherQuantized {
   int64_t type;  // of factor and y: FLOAT32, FLOAT16 or BFLOAT16
 
   template <class Node, class Tensors>
-  static DiffbitGatherQuantized from([[maybe_unused]] const Node& node, const Tensors& of) {
+  static DiffbitGatherQuantized from([[maybe_unused]] const Node& node, const Tensors& tensors) {
     return {
-        of.ids.data,
-        of.codes.data,
-        of.scales.data,
-        of.zeros.data,
-        of.factor.data,
-        of.y.data,
-        of.rows,
+        tensors.ids.data,
+        tensors.codes.data,
+        tensors.scales.data,
+        tensors.zeros.data,
+        tensors.factor.data,
+        tensors.y.data,
+        tensors.rows,
         node.n,
         node.k,
         node.group_size,
-        of.scale_groups,
+        tensors.scale_groups,
         node.bits,
-        of.factor.type,
+        tensors.factor.type,
     };
   }
 };
@@ -311,22 +311,22 @@ struct DiffbitGatherLowBit {
   int64_t type;  // of factor and y: FLOAT32, FLOAT16 or BFLOAT16
 
   template <class Node, class Tensors>
-  static DiffbitGatherLowBit from([[maybe_unused]] const Node& node, const Tensors& of) {
+  static DiffbitGatherLowBit from([[maybe_unused]] const Node& node, const Tensors& tensors) {
     return {
-        of.ids.data,
-        of.codes.data,
-        of.scales.data,
-        of.row_scales.data,
-        of.levels.data,
-        of.factor.data,
-        of.y.data,
-        of.rows,
+        tensors.ids.data,
+        tensors.codes.data,
+        tensors.scales.data,
+        tensors.row_scales.data,
+        tensors.levels.data,
+        tensors.factor.data,
+        tensors.y.data,
+        tensors.rows,
         node.n,
         node.k,
         node.group_size,
         node.bits,
-        of.scales.type,
-        of.factor.type,
+        tensors.scales.type,
+        tensors.factor.type,
     };
   }
 };
@@ -356,13 +356,13 @@ struct DiffbitHadamard {
   int64_t type;  // of a and y: FLOAT32, FLOAT16 or BFLOAT16
 
   template <class Node, class Tensors>
-  static DiffbitHadamard from([[maybe_unused]] const Node& node, const Tensors& of) {
+  static DiffbitHadamard from([[maybe_unused]] const Node& node, const Tensors& tensors) {
     return {
-        of.a.data,
-        of.y.data,
-        of.a.size(),
+        tensors.a.data,
+        tensors.y.data,
+        tensors.a.size(),
         node.block,
-        of.a.type,
+        tensors.a.type,
     };
   }
 };
@@ -389,19 +389,19 @@ struct DiffbitInt4MatMul {
   int64_t type;  // of a and y: FLOAT32, FLOAT16 or BFLOAT16
 
   template <class Node, class Tensors>
-  static DiffbitInt4MatMul from([[maybe_unused]] const Node& node, const Tensors& of) {
+  static DiffbitInt4MatMul from([[maybe_unused]] const Node& node, const Tensors& tensors) {
     return {
-        of.a.data,
-        of.codes.data,
-        of.scales.data,
-        of.zeros.data,
-        of.factor.data,
-        of.y.data,
-        of.rows,
+        tensors.a.data,
+        tensors.codes.data,
+        tensors.scales.data,
+        tensors.zeros.data,
+        tensors.factor.data,
+        tensors.y.data,
+        tensors.rows,
         node.n,
         node.k,
         node.group_size,
-        of.a.type,
+        tensors.a.type,
     };
   }
 };
@@ -435,20 +435,20 @@ struct DiffbitInt8MatMul {
   int64_t type;  // of a and y: FLOAT32, FLOAT16 or BFLOAT16
 
   template <class Node, class Tensors>
-  static DiffbitInt8MatMul from([[maybe_unused]] const Node& node, const Tensors& of) {
+  static DiffbitInt8MatMul from([[maybe_unused]] const Node& node, const Tensors& tensors) {
     return {
-        of.a.data,
-        of.codes.data,
-        of.scales.data,
-        of.zeros.data,
-        of.factor.data,
-        of.y.data,
-        of.rows,
+        tensors.a.data,
+        tensors.codes.data,
+        tensors.scales.data,
+        tensors.zeros.data,
+        tensors.factor.data,
+        tensors.y.data,
+        tensors.rows,
         node.n,
         node.k,
         node.group_size,
-        of.scale_groups,
-        of.a.type,
+        tensors.scale_groups,
+        tensors.a.type,
     };
   }
 };
@@ -485,22 +485,22 @@ struct DiffbitLowBitMatMul {
   int64_t type;  // of a and y: FLOAT32, FLOAT16 or BFLOAT16
 
   template <class Node, class Tensors>
-  static DiffbitLowBitMatMul from([[maybe_unused]] const Node& node, const Tensors& of) {
+  static DiffbitLowBitMatMul from([[maybe_unused]] const Node& node, const Tensors& tensors) {
     return {
-        of.a.data,
-        of.codes.data,
-        of.scales.data,
-        of.row_scales.data,
-        of.levels.data,
-        of.factor.data,
-        of.y.data,
-        of.rows,
+        tensors.a.data,
+        tensors.codes.data,
+        tensors.scales.data,
+        tensors.row_scales.data,
+        tensors.levels.data,
+        tensors.factor.data,
+        tensors.y.data,
+        tensors.rows,
         node.n,
         node.k,
         node.group_size,
         node.bits,
-        of.scales.type,
-        of.a.type,
+        tensors.scales.type,
+        tensors.a.type,
     };
   }
 };
@@ -544,27 +544,27 @@ struct DiffbitSelectiveScan {
   int64_t type;  // of x, dt, z, b, c, y and memory: FLOAT32, FLOAT16 or BFLOAT16
 
   template <class Node, class Tensors>
-  static DiffbitSelectiveScan from([[maybe_unused]] const Node& node, const Tensors& of) {
+  static DiffbitSelectiveScan from([[maybe_unused]] const Node& node, const Tensors& tensors) {
     return {
-        of.x.data,
-        of.dt.data,
-        of.z.data,
-        of.b.data,
-        of.c.data,
-        of.a.data,
-        of.d.data,
-        of.dt_bias.data,
-        of.attention_mask.data,
-        of.past_state.data,
-        of.y.data,
-        of.memory.data,
-        of.present_state.data,
-        of.batch,
-        of.steps,
-        of.total,
-        of.channels,
-        of.states,
-        of.x.type,
+        tensors.x.data,
+        tensors.dt.data,
+        tensors.z.data,
+        tensors.b.data,
+        tensors.c.data,
+        tensors.a.data,
+        tensors.d.data,
+        tensors.dt_bias.data,
+        tensors.attention_mask.data,
+        tensors.past_state.data,
+        tensors.y.data,
+        tensors.memory.data,
+        tensors.present_state.data,
+        tensors.batch,
+        tensors.steps,
+        tensors.total,
+        tensors.channels,
+        tensors.states,
+        tensors.x.type,
     };
   }
 };
@@ -599,13 +599,13 @@ struct DiffbitSiluGate {
   int64_t type;  // of a and y: FLOAT32, FLOAT16 or BFLOAT16
 
   template <class Node, class Tensors>
-  static DiffbitSiluGate from([[maybe_unused]] const Node& node, const Tensors& of) {
+  static DiffbitSiluGate from([[maybe_unused]] const Node& node, const Tensors& tensors) {
     return {
-        of.a.data,
-        of.y.data,
-        of.rows,
-        of.n,
-        of.a.type,
+        tensors.a.data,
+        tensors.y.data,
+        tensors.rows,
+        tensors.n,
+        tensors.a.type,
     };
   }
 };
@@ -631,18 +631,18 @@ struct DiffbitTernaryMatMul {
   int64_t type;  // of a and y: FLOAT32, FLOAT16 or BFLOAT16
 
   template <class Node, class Tensors>
-  static DiffbitTernaryMatMul from([[maybe_unused]] const Node& node, const Tensors& of) {
+  static DiffbitTernaryMatMul from([[maybe_unused]] const Node& node, const Tensors& tensors) {
     return {
-        of.a.data,
-        of.packed.data,
-        of.scale.data,
-        of.y.data,
-        of.rows,
+        tensors.a.data,
+        tensors.packed.data,
+        tensors.scale.data,
+        tensors.y.data,
+        tensors.rows,
         node.n,
         node.k,
         node.activation_bits,
-        of.scale_per_row,
-        of.a.type,
+        tensors.scale_per_row,
+        tensors.a.type,
     };
   }
 };

@@ -59,22 +59,22 @@ void check(int slot, Arguments... arguments) {
 
 template <int RELEASE>
 struct Object {
-  explicit Object(void* held = nullptr) : held(held) {}
-  Object(Object&& other) noexcept : held(std::exchange(other.held, nullptr)) {}
-  Object& operator=(Object&& other) noexcept { return std::swap(held, other.held), *this; }
+  explicit Object(void* handle = nullptr) : handle(handle) {}
+  Object(Object&& other) noexcept : handle(std::exchange(other.handle, nullptr)) {}
+  Object& operator=(Object&& other) noexcept { return std::swap(handle, other.handle), *this; }
   ~Object() {
-    if (held) call<void, void*>(RELEASE, held);
+    if (handle) call<void, void*>(RELEASE, handle);
   }
-  void* held;
+  void* handle;
 };
 
 struct Env : Object<92> {
-  explicit Env(OrtLoggingLevel level) { check<int, const char*, void**>(3, level, "", &held); }
+  explicit Env(OrtLoggingLevel level) { check<int, const char*, void**>(3, level, "", &handle); }
 };
 
 struct SessionOptions : Object<100> {
-  SessionOptions() { check<void**>(10, &held); }
-  operator OrtSessionOptions*() { return static_cast<OrtSessionOptions*>(held); }
+  SessionOptions() { check<void**>(10, &handle); }
+  operator OrtSessionOptions*() { return static_cast<OrtSessionOptions*>(handle); }
 };
 
 struct RunOptions : Object<97> {
@@ -82,41 +82,41 @@ struct RunOptions : Object<97> {
 };
 
 struct AllocatorWithDefaultOptions {
-  AllocatorWithDefaultOptions() { check<OrtAllocator**>(78, &held); }
-  operator OrtAllocator*() const { return held; }
-  OrtAllocator* held = nullptr;
+  AllocatorWithDefaultOptions() { check<OrtAllocator**>(78, &handle); }
+  operator OrtAllocator*() const { return handle; }
+  OrtAllocator* handle = nullptr;
 };
 
 struct MemoryInfo : Object<94> {
   static MemoryInfo CreateCpu(OrtAllocatorType allocator, OrtMemType memory) {
-    MemoryInfo made;
-    check<int, int, void**>(69, allocator, memory, &made.held);
-    return made;
+    MemoryInfo created;
+    check<int, int, void**>(69, allocator, memory, &created.handle);
+    return created;
   }
-  operator const OrtMemoryInfo*() const { return static_cast<const OrtMemoryInfo*>(held); }
+  operator const OrtMemoryInfo*() const { return static_cast<const OrtMemoryInfo*>(handle); }
 };
 
 struct TensorTypeAndShapeInfo {
   std::vector<int64_t> GetShape() const {
     size_t count = 0;
-    check<const void*, size_t*>(61, held, &count);
+    check<const void*, size_t*>(61, handle, &count);
     std::vector<int64_t> shape(count);
-    check<const void*, int64_t*, size_t>(62, held, shape.data(), count);
+    check<const void*, int64_t*, size_t>(62, handle, shape.data(), count);
     return shape;
   }
   ONNXTensorElementDataType GetElementType() const {
     int type = 0;
-    check<const void*, int*>(60, held, &type);
+    check<const void*, int*>(60, handle, &type);
     return static_cast<ONNXTensorElementDataType>(type);
   }
-  const void* held;
+  const void* handle;
   std::shared_ptr<Object<99>> owned{};
 };
 
 struct TypeInfo : Object<98> {
   TensorTypeAndShapeInfo GetTensorTypeAndShapeInfo() const {
     const void* info = nullptr;
-    check<const void*, const void**>(55, held, &info);
+    check<const void*, const void**>(55, handle, &info);
     return {info};
   }
 };
@@ -124,10 +124,10 @@ struct TypeInfo : Object<98> {
 struct Value : Object<96> {
   static Value CreateTensor(const OrtMemoryInfo* info, void* data, size_t bytes, const int64_t* shape, size_t dims,
                             ONNXTensorElementDataType type) {
-    Value made;
+    Value created;
     check<const OrtMemoryInfo*, void*, size_t, const int64_t*, size_t, int, void**>(49, info, data, bytes, shape, dims, type,
-                                                                                    &made.held);
-    return made;
+                                                                                    &created.handle);
+    return created;
   }
   template <class T>
   static Value CreateTensor(const OrtMemoryInfo* info, T* data, size_t count, const int64_t* shape, size_t dims) {
@@ -137,12 +137,12 @@ struct Value : Object<96> {
   template <class T>
   T* GetTensorMutableData() {
     void* data = nullptr;
-    check<void*, void**>(51, held, &data);
+    check<void*, void**>(51, handle, &data);
     return static_cast<T*>(data);
   }
   TensorTypeAndShapeInfo GetTensorTypeAndShapeInfo() const {
     void* info = nullptr;
-    check<const void*, void**>(65, held, &info);
+    check<const void*, void**>(65, handle, &info);
     return {info, std::make_shared<Object<99>>(info)};
   }
 };
@@ -155,7 +155,7 @@ using AllocatedStringPtr = std::unique_ptr<char, Freed>;
 
 struct Session : Object<95> {
   Session(const Env& env, const char* path, const SessionOptions& options) {
-    check<const void*, const char*, const void*, void**>(7, env.held, path, options.held, &held);
+    check<const void*, const char*, const void*, void**>(7, env.handle, path, options.handle, &handle);
   }
   size_t GetInputCount() const { return count(30); }
   size_t GetOutputCount() const { return count(31); }
@@ -163,30 +163,30 @@ struct Session : Object<95> {
   AllocatedStringPtr GetOutputNameAllocated(size_t index, OrtAllocator* allocator) const { return name(37, index, allocator); }
   TypeInfo GetInputTypeInfo(size_t index) const {
     TypeInfo info;
-    check<const void*, size_t, void**>(33, held, index, &info.held);
+    check<const void*, size_t, void**>(33, handle, index, &info.handle);
     return info;
   }
-  std::vector<Value> Run(const RunOptions& options, const char* const* inputs, const Value* values, size_t given,
-                         const char* const* outputs, size_t wanted) {
+  std::vector<Value> Run(const RunOptions& options, const char* const* inputs, const Value* values, size_t input_count,
+                         const char* const* outputs, size_t output_count) {
     std::vector<const void*> from;
-    for (size_t i = 0; i < given; ++i) from.push_back(values[i].held);
-    std::vector<void*> to(wanted);
+    for (size_t i = 0; i < input_count; ++i) from.push_back(values[i].handle);
+    std::vector<void*> to(output_count);
     check<void*, const void*, const char* const*, const void* const*, size_t, const char* const*, size_t, void**>(
-        9, held, options.held, inputs, from.data(), given, outputs, wanted, to.data());
-    std::vector<Value> results(wanted);
-    for (size_t i = 0; i < wanted; ++i) results[i].held = to[i];
+        9, handle, options.handle, inputs, from.data(), input_count, outputs, output_count, to.data());
+    std::vector<Value> results(output_count);
+    for (size_t i = 0; i < output_count; ++i) results[i].handle = to[i];
     return results;
   }
 
  private:
   size_t count(int slot) const {
     size_t found = 0;
-    check<const void*, size_t*>(slot, held, &found);
+    check<const void*, size_t*>(slot, handle, &found);
     return found;
   }
   AllocatedStringPtr name(int slot, size_t index, OrtAllocator* allocator) const {
     char* found = nullptr;
-    check<const void*, size_t, OrtAllocator*, char**>(slot, held, index, allocator, &found);
+    check<const void*, size_t, OrtAllocator*, char**>(slot, handle, index, allocator, &found);
     return AllocatedStringPtr(found, Freed{allocator});
   }
 };
