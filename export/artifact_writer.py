@@ -89,8 +89,7 @@ def export_artifact(
     source = Checkpoint(checkpoint)
     if embeddings and source.config.pooling not in (None, *POOLINGS):
         raise DiffbitError(
-            f"{source.path}: its embeddings are made of its hidden states by {source.config.pooling}, wanted "
-            f"{' or '.join(POOLINGS)}"
+            f"{source.path}: pools hidden states by {source.config.pooling}, wanted {' or '.join(POOLINGS)}"
         )
     files.check_apart(out, source.path, *([] if tokenizer is None else [tokenizer]))
     check_scheme(source, target)
@@ -195,7 +194,7 @@ def _for_transformers_js(layout: str, cache: CacheSpec, embeddings: bool) -> boo
             "leave out the layout"
         )
     if layout != "plain" and embeddings:
-        raise DiffbitError("the layout transformers.js is for models that give logits; leave out --embeddings")
+        raise DiffbitError("transformers.js reads logits, not embeddings; leave out --embeddings or the layout")
     return layout != "plain"
 
 
@@ -335,7 +334,7 @@ def _library(cache: CacheSpec, embeddings: bool) -> Path:
     if library is None:
         raise DiffbitError("this installation has no native library to put into the artifact; it needs a C++ compiler")
     if embeddings or not _readable_by_others(cache):
-        raise DiffbitError("onnxruntime-genai cannot run this model, so it has no use for the library; leave it out")
+        raise DiffbitError("onnxruntime-genai cannot run this model, so it needs no library; leave out --library")
     return library
 
 

@@ -174,7 +174,7 @@ class OnnxGraph:
             count = sum(name == op.OP.name for name, _ in self._functions)
             if count == op.OP.names:
                 raise DiffbitError(
-                    f"its layers need {op.OP.name} with more than {op.OP.names} different signatures (branches, "
+                    f"the layers need {op.OP.name} with more than {op.OP.names} different signatures (branches, "
                     "windows, noise ratios), which an artifact cannot hold"
                 )
             self._functions[key] = body(op.OP.named(count))

@@ -125,7 +125,7 @@ def check_scheme(checkpoint: Checkpoint, target: str = "cpu") -> None:
     if (bits := scheme.attention.logits) is not None:
         raise DiffbitError(
             f"{checkpoint.path}: its scheme rounds attention logits to {bits} bits, which no artifact does; `diffbit "
-            "compare` shows what that costs. Quantize again without logits"
+            "compare` shows what that costs; quantize again with logits in float"
         )
     if target == "webgpu":
         return _check_blocks(checkpoint, scheme)

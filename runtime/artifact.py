@@ -183,10 +183,10 @@ class Artifact:
         return str(get(self.model, "pooling", Annotated[str, one_of(*POOLINGS)], POOLINGS[0], "model"))
 
     def check_output(self, output: str = LOGITS) -> None:
-        """Raise DiffbitError if the graph returns something else."""
+        """Raise DiffbitError if the graph does not return `output`."""
         if output != self.output:
             option = "with --embeddings" if output == HIDDEN else "without --embeddings"
-            raise DiffbitError(f"{self.path}: gives {self.output}, and {output} are needed; export the model {option}")
+            raise DiffbitError(f"{self.path}: returns {self.output}, wanted {output}; export the model again {option}")
 
     @property
     def bos_token_id(self) -> int | None:

@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..io.errors import DiffbitError, MissingDependency
-from ..io.fields import located
+from ..io.fields import located, shown
 from ..io.files import read_json
 from ..io.tokenizer_files import tokenizer_errors
 from . import grammar_process
@@ -44,7 +44,7 @@ from .tokenizer import Tokenizer
 
 MOST_CHARACTERS = 1 << 17  # of a schema or a grammar
 CLOSE = 512  # tokens before the limit at which the way to the end is watched
-PATIENCE = 20.0  # seconds of a busy machine, after which a process that should have ended itself is given up
+PATIENCE = 20.0  # seconds on a busy machine, after which a process that should have ended itself is abandoned
 ASKS_SECONDS = 0.05  # between two questions whether a grammar is still wanted
 MOST_COMPILING = 2  # at a time; others wait
 MOST_KEPT, MOST_KEPT_BYTES = 32, 512 << 20  # compiled grammars
@@ -85,7 +85,7 @@ class Grammars:
             return llguidance.LLTokenizer(self._tokenizer.as_json(), eos_token=self._end_tokens)
 
     def json_schema_file(self, file: Path) -> Constraint:
-        """Return `json_schema` of the schema in a file."""
+        """Read a schema from a file, for `json_schema`."""
         schema = read_json(file)
         with located(file):
             return self.json_schema(schema)
@@ -93,13 +93,13 @@ class Grammars:
     def json_schema(self, schema: object, is_wanted: Callable[[], bool] = lambda: True) -> Constraint:
         """Allow texts that are JSON values of a schema: an object, or true for any value. No object has a key twice.
 
-        wanted: is asked now and then; False: nobody waits any more, which raises Abandoned. Raises DiffbitError with
-        the place for a schema that is wrong, uses a keyword that cannot be held, takes more than SECONDS of processor
-        time or MEMORY, or has no text of at most LONGEST tokens.
+        is_wanted: called now and then; if it returns False, nobody waits any more, and Abandoned is raised. Raises
+        DiffbitError with the place for a schema that is wrong, uses a keyword that cannot be enforced, takes more than
+        SECONDS of processor time or MEMORY, or has no text of at most LONGEST tokens.
         """
         schema = {} if schema is True else schema
         if not isinstance(schema, Mapping):
-            raise DiffbitError("a JSON schema is an object, or true for any value")
+            raise DiffbitError(f"the JSON schema is {shown(schema)}, wanted an object, or true for any value")
         try:
             text = json.dumps(schema)
         except (ValueError, RecursionError):
@@ -130,8 +130,8 @@ class Grammars:
     ) -> Constraint:
         """Allow the texts of a grammar: GBNF as llama.cpp reads it, or Lark as llguidance does.
 
-        json_after: what comes before JSON, in whose objects no key comes twice; "": all of a text is JSON. wanted: as
-        in `json_schema`.
+        json_after: what comes before JSON, in whose objects no key comes twice; "": all of a text is JSON.
+        is_wanted: as in `json_schema`.
         """
         _check_length(text, "grammar")
         return Constraint(self._compiled("grammar", text, json_after, is_wanted))
@@ -241,7 +241,7 @@ class Grammars:
                     return mine
                 except OSError:  # it was killed
                     continue
-        raise DiffbitError("no process can be started to read a grammar; is there memory?")
+        raise DiffbitError("no process can be started to compile a grammar; free memory and try again")
 
     def _started(self) -> socket.socket:
         """Return a connection to a process that reads the tokenizer, and forks for each socket which is sent to it."""
@@ -254,7 +254,7 @@ class Grammars:
                     env={**os.environ, "MALLOC_ARENA_MAX": "1"},  # each arena takes 64 MiB of the address space
                 )  # fmt: skip
             except OSError as error:
-                raise DiffbitError(f"no process can be started to read a grammar ({error.strerror})") from None
+                raise DiffbitError(f"no process can be started to compile a grammar ({error.strerror})") from None
         weakref.finalize(self, _end, control, process, os.getpid())
         about = {"tokenizer": self._tokenizer.as_json(), "end_tokens": self._end_tokens}
         send(control, json.dumps(about).encode())

@@ -129,7 +129,7 @@ def generate(
         names = ", ".join(field.name for field in fields(Sampling))
         raise DiffbitError(f"generate has no option {unknown[0]!r}; its options of sampling are {names}")
     if sampler is not None and sampling:
-        raise DiffbitError(f"generate has a sampler and {', '.join(sampling)}; set them in the sampler")
+        raise DiffbitError(f"generate has a sampler and the options {', '.join(sampling)}; set these in the sampler")
     tokenizer = Tokenizer(artifact.file(TOKENIZER)) if tokenizer is None else tokenizer
     if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
         template = ChatTemplate.read(artifact) if template is None else template
@@ -256,7 +256,7 @@ class TextOutput:
             self.text, self.stopped = self.text[: min(stops)], True
             end = len(self.text)
         elif not last:
-            pending = self.text[self._passed :]  # what was given begins none
+            pending = self.text[self._passed :]  # what is passed begins no stop string
             end -= max((_overlap(pending, stop) for stop in self._stop), default=0)
         new, self._passed = self.text[self._passed : end], end
         if new and self._on_text is not None:

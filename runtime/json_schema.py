@@ -55,9 +55,9 @@ SIZED_DECIMAL = re.compile(
 
 
 def prepared(schema: Mapping[str, Any], lenient: bool = False) -> dict[str, Any]:
-    """Return a schema that allows no text which `schema` does not. lenient: leave out what cannot be held.
+    """Return a schema that allows no text which `schema` does not. lenient: leave out what cannot be enforced.
 
-    Raises DiffbitError with the place of a keyword that cannot be held, or of a type that does not exist.
+    Raises DiffbitError with the place of a keyword that cannot be enforced, or of a type that does not exist.
     """
     try:
         return _schema(schema, "#", lenient)
@@ -65,8 +65,8 @@ def prepared(schema: Mapping[str, Any], lenient: bool = False) -> dict[str, Any]
         raise DiffbitError("the JSON schema is nested too deeply") from None
 
 
-class _CannotHoldError(Exception):
-    """Why a keyword cannot be held."""
+class _CannotEnforceError(Exception):
+    """Says why a keyword cannot be enforced."""
 
 
 def _schema(schema: Mapping[str, Any], place: str, lenient: bool) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _schema(schema: Mapping[str, Any], place: str, lenient: bool) -> dict[str, A
     for change in (_annotations, _bounds, _values, _pattern, _names):
         try:
             change(result)
-        except _CannotHoldError as error:
+        except _CannotEnforceError as error:
             keyword, why = error.args
             if not lenient:
                 raise DiffbitError(f"the JSON schema cannot be used at {place}/{keyword}: {why}") from None
@@ -138,7 +138,7 @@ def _exact(keyword: str, value: Any) -> Any:
         return [_exact(keyword, item) for item in value]
     if not _is_number(value):
         return value
-    inexact = _CannotHoldError(keyword, f"the number {shown(value)} has more digits than llguidance computes with")
+    inexact = _CannotEnforceError(keyword, f"the number {shown(value)} has more digits than llguidance computes with")
     try:
         integer = int(value)
     except (OverflowError, ValueError):  # infinite or not a number, which JSON does not have
@@ -159,7 +159,9 @@ def _pattern(schema: dict[str, Any]) -> None:
         return
     patterns = _without_look_ahead(pattern)
     if any(re.search(r"\(\?(<?[=!])", part) for part in patterns):
-        raise _CannotHoldError("pattern", "look-ahead and look-behind are supported as (?=...) at the beginning only")
+        raise _CannotEnforceError(
+            "pattern", "look-ahead and look-behind are supported as (?=...) at the beginning only"
+        )
     schema["pattern"], *more = patterns
     if more:
         parts = schema.get("allOf", [])
@@ -216,10 +218,10 @@ def _names(schema: dict[str, Any]) -> None:
     allows, pattern, listed = _allowed_names(rule)
     additional = schema.get("additionalProperties", True)
     if "patternProperties" in schema or names is False or "$ref" in schema:
-        raise _CannotHoldError("propertyNames", "they do not go together with patternProperties or a reference")
+        raise _CannotEnforceError("propertyNames", "they do not go together with patternProperties or a reference")
     properties = schema.get("properties", {})
     if not isinstance(properties, Mapping):
-        raise _CannotHoldError("properties", f"they are {shown(properties)}, wanted an object")
+        raise _CannotEnforceError("properties", f"they are {shown(properties)}, wanted an object")
     properties = {name: part for name, part in properties.items() if allows(name)}
     if listed is not None:
         if additional is not False:
@@ -246,7 +248,7 @@ def _allowed_names(rule: Mapping[str, Any]) -> tuple[Callable[[str], bool], str,
     if rule.keys() <= {"minLength", "maxLength"} and isinstance(shortest, int) and isinstance(longest, int):
         lengths = f"{{{shortest},{'' if longest >= LONG else longest}}}"
         return lambda name: shortest <= len(name) <= longest, rf"^[\s\S]{lengths}$", None
-    raise _CannotHoldError("propertyNames", "supported are enum, const, pattern, and minLength with maxLength")
+    raise _CannotEnforceError("propertyNames", "only enum, const, pattern, and minLength with maxLength are supported")
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -45,8 +45,8 @@ COMPUTE = {
     *("MatMulNBits", "MatMulBnb4", "Softmax", "Attention", "MultiHeadAttention", "GroupQueryAttention"),
     *(op.named(index) for op in OPS for index in range(op.names)),
 }
-# The operators that compute shapes, positions and masks from integers, a few bytes a token. No low-bit weight or cache
-# does without another one (Round, BitShift, MatMulInteger), so their nodes are not taken for these.
+# The operators that compute shapes, positions and masks from integers, a few bytes a token. Every low-bit
+# weight or cache also has nodes of another kind (Round, BitShift, MatMulInteger), so it is not mistaken for these.
 SHAPES = {
     *("Shape", "Size", "Gather", "Concat", "Slice", "Squeeze", "Unsqueeze", "Reshape", "Range", "Cast", "Expand"),
     *("Add", "Sub", "Mul", "Div", "Max", "Min", "Where", "And", "Or", "Not", "Equal", "Less", "LessOrEqual"),

@@ -131,7 +131,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }  # fmt: skip
         if taken := sorted((variables or {}).keys() & RESERVED_VARIABLES):
-            raise DiffbitError(f"{taken[0]} is given to the template by diffbit; leave it out of the variables")
+            raise DiffbitError(f"diffbit sets the template's variable {taken[0]}; leave it out of the variables")
         return str(self._answer({**(variables or {}), **request}, "cannot render this conversation")["text"])
 
     @property

@@ -44,7 +44,7 @@ inline Half to_half(float value) {
   return sign | static_cast<Half>((bits >> 13) - (112u << 10));
 }
 
-/// Number i of `from`, floats or (half) float16.
+/// Returns number i of `from`, floats or (half) float16.
 inline float get(const void* from, bool half, int64_t i) {
   return half ? to_float(static_cast<const Half*>(from)[i]) : static_cast<const float*>(from)[i];
 }

@@ -27,7 +27,7 @@ namespace diffbit {
 namespace {
 
 #if defined(__x86_64__) && defined(__linux__)
-/// Linux keeps the tiles' 8 KiB only for processes that asked; since 5.16.
+/// Asks Linux for the tiles' 8 KiB, which it keeps only for processes that asked; since 5.16.
 bool may_use_tiles() {
   constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
   return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
@@ -81,7 +81,7 @@ struct Available {
   Isa isa;
 };
 
-/// Best first; the last is scalar.
+/// Returns the sets, best first; the last is scalar.
 const std::vector<Available>& available() {
   static const std::vector<Available> sets = [] {
     const Processor processor;

@@ -16,7 +16,7 @@ namespace diffbit {
 enum class Isa { DIFFBIT_ISAS(DIFFBIT_NAME, ) scalar };
 #undef DIFFBIT_NAME
 
-/// The set that DIFFBIT_ISA names, else the best available one. Throws Error if the named set is not available.
+/// Returns the set that DIFFBIT_ISA names, else the best available one. Throws Error if the named set is not available.
 Isa choose_isa();
 
 }  // namespace diffbit

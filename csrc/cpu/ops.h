@@ -7,7 +7,7 @@
 
 namespace diffbit {
 
-/// Names of the instruction sets that this CPU and this build have, best first.
+/// Returns the names of the instruction sets that this CPU and this build have, best first.
 std::string available_isas(const char* separator);
 
 /// create_X(node), which cpu/X/ defines, for every op.

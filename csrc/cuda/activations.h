@@ -18,8 +18,8 @@ bool aligned_rows(const void* a, int64_t k) {
   return reinterpret_cast<uintptr_t>(a) % 16 == 0 && k * static_cast<int64_t>(sizeof(T)) % 16 == 0;
 }
 
-/// Numbers begin ... begin + 7 of a row of k, with zeros after its end. `aligned`: the row starts at a multiple of 16
-/// bytes.
+/// Loads the numbers begin ... begin + 7 of a row of k, with zeros after its end. `aligned`: the row starts at a multiple of
+/// 16 bytes.
 template <class T>
 __device__ __forceinline__ void load8(float (&x)[8], const T* row, int begin, int k, bool aligned) {
   if (aligned && begin + 8 <= k) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void load8(float (&x)[8], const T* row, int begin, in
   for (int i = 0; i < 8; ++i) x[i] = begin + i < k ? to_float(row[begin + i]) : 0.0f;
 }
 
-/// The largest of `bits` and the bits of |x|: floats >= 0 have the same order as their bits, with NaN above infinity.
+/// Returns the largest of `bits` and the bits of |x|: floats >= 0 have the same order as their bits, with NaN above infinity.
 __device__ __forceinline__ int larger(int bits, const float (&x)[8]) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) bits = max(bits, __float_as_int(x[i]) & 0x7fffffff);

@@ -1,9 +1,9 @@
 # Chooses the GPUs to compile for, and checks that nvcc supports them. Others are skipped with a message; CPU kernels never.
 include(CheckLanguage)
 
-# cards_here(OUT): this machine's NVIDIA GPUs, oldest first, as nvcc names them: 80, 90a (with a letter from 9.0 on: code
+# installed_cards(OUT): this machine's NVIDIA GPUs, oldest first, as nvcc names them: 80, 90a (with a letter from 9.0 on: code
 # with all instructions of that GPU, which no other runs)
-function(cards_here out)
+function(installed_cards out)
   set(cards "")
   find_program(DIFFBIT_NVIDIA_SMI nvidia-smi PATHS /usr/local/nvidia/bin)
   mark_as_advanced(DIFFBIT_NVIDIA_SMI)
@@ -21,7 +21,7 @@ function(cards_here out)
   set(${out} "${cards}" PARENT_SCOPE)
 endfunction()
 
-# nvcc_compiles(OUT ARCHITECTURE...): whether nvcc compiles probe.cu for all of them; its messages are in OUT_SAID
+# nvcc_compiles(OUT ARCHITECTURE...): whether nvcc compiles probe.cu for all of them; its messages are in OUT_MESSAGE
 function(nvcc_compiles out)
   separate_arguments(options UNIX_COMMAND "${CMAKE_CUDA_FLAGS}")
   if(CMAKE_CUDA_HOST_COMPILER)
@@ -32,26 +32,26 @@ function(nvcc_compiles out)
   endforeach()
   execute_process(COMMAND ${CMAKE_CUDA_COMPILER} -std=c++17 ${options} -c ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/probe.cu
                           -o ${CMAKE_BINARY_DIR}/probe.o
-                  RESULT_VARIABLE failed OUTPUT_VARIABLE said ERROR_VARIABLE said)
+                  RESULT_VARIABLE failed OUTPUT_VARIABLE message ERROR_VARIABLE message)
   if(failed)
     set(${out} OFF PARENT_SCOPE)
   else()
     set(${out} ON PARENT_SCOPE)
   endif()
-  string(REGEX MATCH "[^\n]*(fatal|error)[^\n]*" said "${said}")
-  set(${out}_SAID "${said}" PARENT_SCOPE)
+  string(REGEX MATCH "[^\n]*(fatal|error)[^\n]*" message "${message}")
+  set(${out}_MESSAGE "${message}" PARENT_SCOPE)
 endfunction()
 
-# known_architectures(OUT WANTED...): those that nvcc compiles for; a message names the others
+# known_architectures(OUT ARCHITECTURE...): those that nvcc compiles for; a message names the others
 function(known_architectures out)
   set(known ${ARGN})
   nvcc_compiles(all ${known})
   if(NOT all)
     foreach(architecture IN LISTS ARGN)
-      nvcc_compiles(one ${architecture})
-      if(NOT one)
+      nvcc_compiles(works ${architecture})
+      if(NOT works)
         list(REMOVE_ITEM known ${architecture})
-        message(WARNING "no kernels for sm_${architecture}: nvcc ${CMAKE_CUDA_COMPILER_VERSION} cannot compile them (${one_SAID})")
+        message(WARNING "no kernels for sm_${architecture}: nvcc ${CMAKE_CUDA_COMPILER_VERSION} cannot compile them (${works_MESSAGE})")
       endif()
     endforeach()
   endif()

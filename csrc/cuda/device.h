@@ -20,11 +20,11 @@
 
 namespace diffbit::cuda {
 
-/// An error message of this thread, printf-style, valid until its next one.
+/// Returns an error message of this thread, printf-style, valid until its next one.
 __attribute__((format(printf, 1, 2))) const char* sentence(const char* format, ...);
 
-/// Bytes of dynamic shared memory that a block can have on the current device (99 KB on sm_86, 89 and 120; 163 on 80; 227
-/// on 90), and its multiprocessors. 0 without a device.
+/// Return the bytes of dynamic shared memory that a block can have on the current device (99 KB on sm_86, 89 and 120; 163 on
+/// 80; 227 on 90), and its multiprocessors. 0 without a device.
 size_t most_shared();
 int multiprocessors();
 
@@ -32,7 +32,7 @@ int multiprocessors();
 /// not set what one launch needs, because two threads that launch it with different shapes would interfere.
 void allow_most_shared(const void* kernel);
 
-/// The error message of a failed launch; null after a successful one.
+/// Returns the error message of a failed launch; null after a successful one.
 const char* launched(const char* what);
 
 // ---- numbers -------------------------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
-/// The nearest T, halves to even.
+/// Returns the nearest T, halves to even.
 template <class T>
 __device__ __forceinline__ T from_float(float x) {
   if constexpr (std::is_same_v<T, __half>) return __float2half_rn(x);
@@ -49,7 +49,7 @@ __device__ __forceinline__ T from_float(float x) {
   else return x;
 }
 
-/// Two 16-bit numbers T of a word, the lower bits first.
+/// Returns the two 16-bit numbers T of a word, the lower bits first.
 template <class T>
 __device__ __forceinline__ float2 unpack2(uint32_t word) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -65,7 +65,7 @@ __device__ __forceinline__ float2 unpack2(uint32_t word) {
   }
 }
 
-/// The nearest two numbers T as a word, `low` in the lower bits.
+/// Returns the nearest two numbers T as a word, `low` in the lower bits.
 template <class T>
 __device__ __forceinline__ uint32_t pack2(float low, float high) {
   static_assert(std::is_same_v<T, __half> || std::is_same_v<T, __nv_bfloat16>);
@@ -98,7 +98,7 @@ __device__ __forceinline__ uint32_t subtract2(uint32_t a, uint32_t b) {
 #endif
 }
 
-/// 2^x to about 2 ulp; 0 for -infinity.
+/// Returns 2^x to about 2 ulp; 0 for -infinity.
 __device__ __forceinline__ float exp2_approx(float x) {
 #ifdef __CUDACC__
   float y;
@@ -109,7 +109,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
 #endif
 }
 
-/// x, hidden from the optimizer, so values derived from it earlier are not kept in registers.
+/// Returns x, hidden from the optimizer, so values derived from it earlier are not kept in registers.
 __device__ __forceinline__ unsigned anew(unsigned x) {
 #ifdef __CUDACC__
   asm volatile("" : "+r"(x));
@@ -119,7 +119,7 @@ __device__ __forceinline__ unsigned anew(unsigned x) {
 
 // ---- memory --------------------------------------------------------------------------------------------------------
 
-/// The block's dynamic shared memory, aligned to 128 bytes.
+/// Returns the block's dynamic shared memory, aligned to 128 bytes.
 template <class T = unsigned char>
 __device__ __forceinline__ T* shared_memory() {
 #ifdef __CUDACC__
@@ -154,7 +154,8 @@ __device__ __forceinline__ void copy_async16(void* shared, const void* global, b
 #endif
 }
 
-/// As copy_async16, BYTES 4 or 8 and addresses that are multiples of it; they pass through the first-level cache.
+/// Does the same as copy_async16, with BYTES 4 or 8 and addresses that are multiples of it; they pass through the first-level
+/// cache.
 template <int BYTES>
 __device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid = true) {
   static_assert(BYTES == 4 || BYTES == 8);
@@ -187,7 +188,7 @@ __device__ __forceinline__ void copy_async_wait() {
 #endif
 }
 
-/// A barrier for `threads` threads, a multiple of 32, that call it with the same id (1 to 15; 0 is __syncthreads).
+/// Waits at a barrier for `threads` threads, a multiple of 32, that call it with the same id (1 to 15; 0 is __syncthreads).
 __device__ __forceinline__ void barrier(int id, int threads) {
 #ifdef __CUDACC__
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -200,7 +201,7 @@ __device__ __forceinline__ void barrier(int id, int threads) {
 // A warp holds a matrix in fragments; lane l = 4 g + t. Rows of 16-bit matrices come from shared memory, 8 numbers (16
 // bytes, aligned) a row.
 
-/// Four 8x8 matrices of 16-bit numbers; lane l gives the address of row l % 8 of matrix l / 8. Register i of lane l
+/// Loads four 8x8 matrices of 16-bit numbers; lane l gives the address of row l % 8 of matrix l / 8. Register i of lane l
 /// holds of matrix i row g, columns 2t and 2t + 1.
 __device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], const void* row) {
 #ifdef __CUDACC__
@@ -214,7 +215,7 @@ __device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], const void* row
 #endif
 }
 
-/// As load_matrix_x4; register i holds of matrix i column g, rows 2t and 2t + 1.
+/// Does the same as load_matrix_x4, but register i holds of matrix i column g, rows 2t and 2t + 1.
 __device__ __forceinline__ void load_matrix_x4_transposed(uint32_t (&r)[4], const void* row) {
 #ifdef __CUDACC__
   const unsigned from = static_cast<unsigned>(__cvta_generic_to_shared(row));
@@ -227,7 +228,7 @@ __device__ __forceinline__ void load_matrix_x4_transposed(uint32_t (&r)[4], cons
 #endif
 }
 
-/// Two matrices; the addresses of lanes 16 to 31 are not read.
+/// Loads two matrices; the addresses of lanes 16 to 31 are not read.
 __device__ __forceinline__ void load_matrix_x2(uint32_t (&r)[2], const void* row) {
 #ifdef __CUDACC__
   const unsigned from = static_cast<unsigned>(__cvta_generic_to_shared(row));
@@ -240,7 +241,7 @@ __device__ __forceinline__ void load_matrix_x2(uint32_t (&r)[2], const void* row
 #endif
 }
 
-/// c += a b with a [16, 16] and b [16, 8] of T (__half or __nv_bfloat16), c [16, 8] float. Lane 4 g + t holds
+/// Computes c += a b with a [16, 16] and b [16, 8] of T (__half or __nv_bfloat16), c [16, 8] float. Lane 4 g + t holds
 ///     a[0] rows g, columns 2t, 2t + 1     a[1] rows g + 8     a[2] columns + 8     a[3] both
 ///     b[0] rows 2t, 2t + 1, column g      b[1] rows + 8
 ///     c[0], c[1] row g, columns 2t, 2t + 1                    c[2], c[3] row g + 8
@@ -263,7 +264,7 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], const
 #endif
 }
 
-/// c += a b with a [16, 32] and b [32, 8] of int8, c [16, 8] int32, exact. Lane 4 g + t holds
+/// Computes c += a b with a [16, 32] and b [32, 8] of int8, c [16, 8] int32, exact. Lane 4 g + t holds
 ///     a[0] row g, columns 4t ... 4t + 3   a[1] row g + 8      a[2] columns + 16    a[3] both
 ///     b[0] rows 4t ... 4t + 3, column g   b[1] rows + 16
 ///     c as mma's
@@ -298,7 +299,7 @@ const char* launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
   return launched("a kernel");
 }
 
-/// The number of blocks of a kernel that run on one multiprocessor at a time.
+/// Returns the number of blocks of a kernel that run on one multiprocessor at a time.
 template <class... Parameters>
 int blocks_at_once(void (*kernel)(Parameters...), int threads, size_t shared) {
   if (shared > SHARED_UNASKED) allow_most_shared(reinterpret_cast<const void*>(kernel));

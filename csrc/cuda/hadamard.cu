@@ -14,7 +14,7 @@ constexpr int EACH = 16;  // numbers of a thread
 constexpr int THREADS = 256;
 constexpr int64_t TILE = THREADS * EACH;
 
-/// The stages of 16 numbers that are `apart` numbers from each other, if they are in one block.
+/// Computes the stages of 16 numbers that are `apart` numbers from each other, if they are in one block.
 __device__ void stages(float (&x)[EACH], int64_t apart, int64_t block) {
 #pragma unroll
   for (int near = 1; near < EACH; near *= 2) {
@@ -29,10 +29,10 @@ __device__ void stages(float (&x)[EACH], int64_t apart, int64_t block) {
   }
 }
 
-/// The position of number i of a tile in shared memory, without bank conflicts within a warp.
+/// Returns the position of number i of a tile in shared memory, without bank conflicts within a warp.
 __device__ int place(int i) { return i + i / EACH; }
 
-/// The stages within a tile; blocks of at most TILE numbers are then complete, and are scaled.
+/// Computes the stages within a tile; blocks of at most TILE numbers are then complete, and are scaled.
 template <class From, class To>
 __global__ void __launch_bounds__(THREADS) near_stages(const From* a, To* y, int64_t size, int64_t block, float scale) {
   float* shared = shared_memory<float>();  // place(TILE) of them
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(THREADS) near_stages(const From* a, To* y, int
   }
 }
 
-/// The next four stages of blocks of more than TILE numbers, 16 numbers per thread.
+/// Computes the next four stages of blocks of more than TILE numbers, 16 numbers per thread.
 template <class To>
 __global__ void __launch_bounds__(THREADS) far_stages(const float* from, To* to, int64_t size, int64_t block, int64_t apart,
                                                       float scale) {

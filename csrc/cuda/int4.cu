@@ -95,7 +95,7 @@ __device__ void quantize(const Product& p, int64_t first, int count, uint8_t* q,
   }
 }
 
-/// One row per block, into the workspace.
+/// Quantizes one row per block, into the workspace.
 template <class T>
 __global__ void __launch_bounds__(256, 4) quantize_rows(const Product p) {
   const int64_t row = blockIdx.x;
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(256, 4) quantize_rows(const Product p) {
 __device__ __forceinline__ uint32_t low(uint32_t word) { return word & 0x0f0f0f0fu; }
 __device__ __forceinline__ uint32_t high(uint32_t word) { return word >> 4 & 0x0f0f0f0fu; }
 
-/// Byte i of eight, as a number.
+/// Returns byte i of eight, as a number.
 __device__ __forceinline__ int byte(uint2 eight, int i) { return (i < 4 ? eight.x : eight.y) >> 8 * (i % 4) & 0xff; }
 
 /// What the groups of a chunk have, read and written at once.
@@ -138,8 +138,8 @@ struct Share {
   int64_t pairs, rest;
 };
 
-/// m <= 8 GROUPS rows. FUSED: the kernel quantizes them itself (one group), else they are in the workspace. It has WORKERS
-/// warps and one for each row, at most 8 of these.
+/// Computes m <= 8 GROUPS rows. FUSED: the kernel quantizes them itself (one group), else they are in the workspace. It has
+/// WORKERS warps and one for each row, at most 8 of these.
 template <class T, int SLABS, int GROUPS, bool FUSED>
 __global__ void __launch_bounds__(32 * (WORKERS + GROUP), 1)
     few_rows(const Product p, const Shared at, const Share share) {
@@ -366,7 +366,7 @@ __device__ __forceinline__ void store8(T* to, const float (&x)[8], int64_t room,
   }
 }
 
-/// 64 rows of activations by 64 PAIRS of the weight per block, 2 x 2 warps.
+/// Multiplies 64 rows of activations by 64 PAIRS rows of the weight per block, 2 x 2 warps.
 template <class T, int SLABS, int PAIRS>
 __global__ void __launch_bounds__(MANY_THREADS, PAIRS == 1 ? 3 : 2)
     many_rows(const Product p, int blocks_down, bool by_eights) {

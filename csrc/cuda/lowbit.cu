@@ -40,7 +40,8 @@ struct Product : RoundedGroups {
   void* y;
 };
 
-/// The field of `width` bits of each byte of a row's word; `run` is the row's first word in the first plane of the fields.
+/// Returns the field of `width` bits of each byte of a row's word; `run` is the row's first word in the first plane of the
+/// fields.
 __device__ __forceinline__ uint32_t field(const uint32_t* run, int width, int quad) {
   return __ldg(run + quad * width / 8 * TILE) >> quad * width % 8 & 0x01010101u * ((1u << width) - 1);
 }

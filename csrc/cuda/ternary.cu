@@ -130,7 +130,7 @@ __device__ void quantize(const Product& p, int64_t first, int count, uint8_t* q,
   if (lane == 0 && part == 0) rows.step[row] = step;
 }
 
-/// One row per block, into the workspace.
+/// Quantizes one row per block, into the workspace.
 template <class T>
 __global__ void __launch_bounds__(256, 4) quantize_rows(const Product p) {
   Rows& rows = *shared_memory<Rows>();
@@ -143,12 +143,12 @@ __global__ void __launch_bounds__(256, 4) quantize_rows(const Product p) {
   p.sums[row] = rows.sum[0];
 }
 
-/// y of a sum of codes times q.
+/// Returns y for a sum of codes times q.
 __device__ __forceinline__ float scaled(uint32_t total, int32_t sum, float step, float scale) {
   return __fmul_rn(__fmul_rn(__int2float_rn(static_cast<int32_t>(total - static_cast<uint32_t>(sum))), step), scale);
 }
 
-/// The codes of field F of four words; those of fields 1 and 3 are multiplied by 4.
+/// Extracts the codes of field F of four words; those of fields 1 and 3 are multiplied by 4.
 template <int F>
 __device__ __forceinline__ void field(uint32_t (&codes)[4], const uint4& words) {
   constexpr uint32_t mask = F % 2 ? 0x0c0c0c0cu : 0x03030303u;
@@ -157,7 +157,7 @@ __device__ __forceinline__ void field(uint32_t (&codes)[4], const uint4& words) 
   codes[2] = words.z >> shift & mask, codes[3] = words.w >> shift & mask;
 }
 
-/// sums += rows g (`upper`) and g + 8 (`lower`) of a tile, field F of them, times the activations' pieces.
+/// Adds to sums rows g (`upper`) and g + 8 (`lower`) of a tile, field F of them, times the activations' pieces.
 template <int F, int GROUPS>
 __device__ __forceinline__ void advance(int32_t (&sums)[GROUPS][4], const uint4& upper, const uint4& lower,
                                         const uint4 (&q)[GROUPS]) {
@@ -176,7 +176,7 @@ struct Share {
   int64_t tiles, rest;
 };
 
-/// M <= 8 GROUPS rows. FUSED: the kernel quantizes them itself (one group), else they are in the workspace.
+/// Computes M <= 8 GROUPS rows. FUSED: the kernel quantizes them itself (one group), else they are in the workspace.
 template <class T, int GROUPS, bool FUSED>
 __global__ void __launch_bounds__(THREADS, 1) few_rows(const Product p, const Share share) {
   static_assert(!FUSED || GROUPS == 1);
@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(THREADS, 1) few_rows(const Product p, const Sh
   }
 }
 
-/// 32 MT rows of activations by 16 NT rows of the weight per block, 2 x 2 warps.
+/// Multiplies 32 MT rows of activations by 16 NT rows of the weight per block, 2 x 2 warps.
 template <class T, int MT, int NT>
 __global__ void __launch_bounds__(MANY_THREADS, MT == 4 ? 2 : 4)
     many_rows(const Product p, int blocks_down, bool pairs) {
@@ -396,7 +396,7 @@ Few plan_few(const DiffbitTernaryMatMul& op) {
   return plan;
 }
 
-/// Groups of rows in the workspace: a block for many rows reads whole groups.
+/// Returns the groups of rows in the workspace: a block for many rows reads whole groups.
 int64_t row_groups(int64_t m) { return m <= 2 * GROUP ? (m + GROUP - 1) / GROUP : (m + 127) / 128 * (128 / GROUP); }
 
 template <class T>

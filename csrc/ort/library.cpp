@@ -113,7 +113,7 @@ std::vector<Entry> every_entry() {
   return all;
 }
 
-/// The operators of sessions that compute in bfloat16, or of the others. They must outlive every session, so they are
+/// Adds the operators of sessions that compute in bfloat16, or of the others. They must outlive every session, so they are
 /// created once and never freed.
 template <bool BFLOAT16>
 OrtStatus* add_domain(const OrtApi* api, OrtSessionOptions* options) {

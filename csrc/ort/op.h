@@ -94,16 +94,16 @@ class Node {
 class Context {
  public:
   Context(const OrtApi* api, OrtKernelContext* context) : api_(api), context_(context) {}
-  /// An omitted optional input converts to false.
+  /// Returns an input; an omitted optional one converts to false.
   Tensor input(const schema::Input& position) const;
   Tensor output(const schema::Output& position, std::initializer_list<int64_t> shape);
   Tensor output(const schema::Output& position, const int64_t* shape, size_t rank);
-  /// An output with a's shape except for the last dimension.
+  /// Allocates an output with a's shape except for the last dimension.
   Tensor product(const schema::Output& position, const Tensor& a, int64_t last);
   /// Whether an optional output is requested. If not, its shape is [0].
   bool wants(const schema::Output& position);
 
-  /// The GPU stream on which a node's inputs are ready and its outputs are expected.
+  /// Returns the GPU stream on which a node's inputs are ready and its outputs are expected.
   void* stream() const;
 
   /// Runs task(0) ... task(count - 1) on the session's threads, in any order; of exceptions `task` may throw std::bad_alloc,

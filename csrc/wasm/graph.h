@@ -37,7 +37,7 @@ struct OrtValue {
   int64_t shape[MOST_DIMENSIONS] = {};
 
   int64_t size() const { return size(0, rank); }
-  /// The product of the dimensions first ... last - 1.
+  /// Returns the product of the dimensions first ... last - 1.
   int64_t size(int first, int last) const {
     int64_t product = 1;
     for (int i = first; i < last; ++i) product *= shape[i];
@@ -72,7 +72,7 @@ struct Node : OrtKernelInfo, OrtKernelContext {
   const OrtCustomOp* custom = nullptr;  // one of diffbit's ops
   void* kernel = nullptr;
 
-  /// An input that must be there; one that may be null.
+  /// Return an input that must be there, and one that may be null.
   const OrtValue& in(size_t index) const {
     if (index >= inputs.size() || !inputs[index]) fail("%s lacks input %zu", op.c_str(), index);
     return *inputs[index];
@@ -102,7 +102,7 @@ struct OnnxOp {
   bool is_view;  // its output is its first input's memory
 };
 
-/// The operator that the node names; null: there is none.
+/// Returns the operator that the node names; null: there is none.
 const OnnxOp* find_onnx_op(const Node& node);
 /// Creates the kernel of one of diffbit's ops and sets the types of the outputs; false: there is no such op.
 bool create_custom(Node& node);

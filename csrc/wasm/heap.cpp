@@ -39,7 +39,7 @@ void give_back(Block* block) {
     }
 }
 
-/// A block with `bytes` bytes at the end of the first one that has them; null: there is none.
+/// Takes a block of `bytes` bytes from the end of the first free one that has them; null: there is none.
 Block* take(size_t bytes) {
   for (Block** at = &free_blocks; *at; at = &(*at)->next) {
     Block* block = *at;

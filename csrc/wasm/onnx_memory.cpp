@@ -30,7 +30,7 @@ void gather_checked(Node& node) {
   node.out(0).type = node.in(0).type;
 }
 
-/// y, whose shape is set, from x along `strides` from `from` on, in elements.
+/// Fills y, whose shape is set, from x along `strides` from `from` on, in elements.
 static void copy_strided(const OrtValue& x, int64_t from, const Shape& strides, const OrtValue& y) {
   const int64_t bytes = element_bytes(x.type);
   const Shape none = {};
@@ -150,7 +150,7 @@ void concat(Node& node) {
   }
 }
 
-/// y is x with another shape.
+/// Makes y x with another shape.
 static void view(const OrtValue& x, OrtValue& y, const Shape& shape, int rank) {
   if (rank > OrtValue::MOST_DIMENSIONS) fail("a tensor of too many dimensions");
   std::copy_n(shape, rank, y.shape);

@@ -98,7 +98,7 @@ struct Each {
   F32 operator()(F32 x) const { return F32{F(x[0]), F(x[1]), F(x[2]), F(x[3])}; }
 };
 
-/// y = x / sqrt(mean(x^2) + epsilon) * weight, of rows; CENTERED: of x less its mean, plus the bias if there is one.
+/// Computes y = x / sqrt(mean(x^2) + epsilon) * weight, of rows; CENTERED: of x less its mean, plus the bias if there is one.
 template <bool CENTERED>
 void norm_rows(const float* x, int64_t rows, int64_t width, const float* weight, const float* bias, float epsilon,
                float* y) {
@@ -139,7 +139,7 @@ void skip_norm(Node& node) {
   norm_of<CENTERED>(node, total, node.in(2), CENTERED ? node.maybe(3) : nullptr, node.out(0));
 }
 
-/// ROWS rows of x by the columns of a weight [k, n] from `from` on, 4 * WIDE at a time.
+/// Multiplies ROWS rows of x by the columns of a weight [k, n] from `from` on, 4 * WIDE at a time.
 template <int ROWS, int WIDE>
 int64_t multiply_columns(const float* x, int64_t k, const float* weight, int64_t n, int64_t from, float* y) {
   for (; from + WIDE * F32_LANES <= n; from += WIDE * F32_LANES) {

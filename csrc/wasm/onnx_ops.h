@@ -29,7 +29,7 @@ struct Integers {
   }
 };
 
-/// Strides of x within the shape that it is broadcast to: 0 along repeated dimensions.
+/// Computes the strides of x within the shape that it is broadcast to: 0 along repeated dimensions.
 inline void strides_in(const OrtValue& x, const OrtValue& y, Shape& strides) {
   int64_t stride = 1;
   for (int i = y.rank - 1, j = x.rank - 1; i >= 0; --i, --j) {

@@ -48,12 +48,13 @@ __attribute__((noinline)) void add_blocks(uint32_t (&state)[8], const uint8_t* d
 
 }  // namespace
 
-/// The digest's 32 bytes, which the next call overwrites.
+/// Returns the digest's 32 bytes, which the next call overwrites.
 EXPORT(sha256) const uint8_t* diffbit_sha256(const uint8_t* data, size_t bytes) {
   uint32_t state[8];
   std::memcpy(state, START, sizeof state);
   const size_t blocks_end = bytes / 64 * 64, rest = bytes - blocks_end;
-  for (size_t at = 0; at < blocks_end; at += PIECE) add_blocks(state, data + at, (blocks_end - at < PIECE ? blocks_end - at : PIECE) / 64);
+  for (size_t at = 0; at < blocks_end; at += PIECE)
+    add_blocks(state, data + at, (blocks_end - at < PIECE ? blocks_end - at : PIECE) / 64);
   uint8_t last[128] = {};
   std::memcpy(last, data + blocks_end, rest);
   last[rest] = 0x80;

@@ -237,7 +237,7 @@ def test_variables_of_a_template() -> None:
     assert template.render(conversation, variables={"enable_thinking": False}).endswith("<think>\n\n</think>\n\n")
     assert ChatTemplate(CHANGED, "c").render(conversation, variables={"thinking": 7}) == "71"
     for name in ("messages", "bos_token"):
-        with pytest.raises(DiffbitError, match=f"{name} is given to the template"):
+        with pytest.raises(DiffbitError, match=f"template's variable {name};"):
             template.render(conversation, variables={name: "x"})
     with pytest.raises(DiffbitError, match=r"broken: cannot be read .line 1"):
         _ = ChatTemplate("{% if %}", "broken").names

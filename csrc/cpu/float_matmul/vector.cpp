@@ -12,7 +12,7 @@ constexpr bool WIDE = VECTORS == 1;  // 24 sums of 32 registers; else 12 of 16 (
 constexpr int WEIGHTS = WIDE ? 4 : 2, ROWS = WIDE ? 6 : 3;
 constexpr int64_t AHEAD = 1024;  // numbers to prefetch
 
-/// to[i] = the sum of the lanes of sums[i]: lanes 1, 2, ... apart in each vector, then the vectors in the same way.
+/// Sets to[i] = the sum of the lanes of sums[i]: lanes 1, 2, ... apart in each vector, then the vectors in the same way.
 template <int COUNT>
 DIFFBIT_INLINE void totals(const F32 (&sums)[COUNT][VECTORS], float* to) {
   DIFFBIT_UNROLL
@@ -20,7 +20,8 @@ DIFFBIT_INLINE void totals(const F32 (&sums)[COUNT][VECTORS], float* to) {
     const auto column_sums = [&](int j) -> const F32(&)[VECTORS] { return sums[i + j < COUNT ? i + j : i]; };
     float parts[VECTORS][4];
     DIFFBIT_UNROLL
-    for (int v = 0; v < VECTORS; ++v) store_sums(parts[v], column_sums(0)[v], column_sums(1)[v], column_sums(2)[v], column_sums(3)[v]);
+    for (int v = 0; v < VECTORS; ++v)
+      store_sums(parts[v], column_sums(0)[v], column_sums(1)[v], column_sums(2)[v], column_sums(3)[v]);
     for (int apart = 1; apart < VECTORS; apart *= 2)
       for (int v = 0; v < VECTORS; v += 2 * apart)
         for (int j = 0; j < 4; ++j) parts[v][j] += parts[v + apart][j];
@@ -33,7 +34,7 @@ DIFFBIT_INLINE F32 load_some(const T* from, int64_t left) {
   return left >= F32_LANES ? load(from) : left > 0 ? load_part(from, left) : splat(0.0f);
 }
 
-/// COUNT rows of the weight, `apart` rows from each other, by R rows of activations.
+/// Multiplies COUNT rows of the weight, `apart` rows from each other, by R rows of activations.
 template <int R, int COUNT, class T, class Y>
 void tile(const float* x, int64_t width, const T* weight, int64_t k, int64_t apart, int64_t n, Y* y) {
   F32 sums[R * COUNT][VECTORS];

@@ -8,7 +8,7 @@
 namespace diffbit {
 
 struct HadamardKernels {
-  /// y = the transform of x, `size` numbers, fp32 or fp16, in blocks of `block`, a power of two. `floats` holds
+  /// Computes y = the transform of x, `size` numbers, fp32 or fp16, in blocks of `block`, a power of two. `floats` holds
   /// max(block, HADAMARD_LANES) of them.
   void (*transform)(const void* x, void* y, bool half, int64_t block, int64_t size, float* floats);
 };

@@ -28,8 +28,8 @@ void Hadamard::compute(Context& context) const {
   float* floats = scratch<float>(FLOATS, tasks * width);
   context.parallel(tasks, [&](int64_t task) {
     const int64_t at = task * numbers_per_task * item;
-    kernels->transform(a.as<char>() + at, y.as<char>() + at, half, block, std::min(numbers_per_task, size - task * numbers_per_task),
-                        floats + task * width);
+    const int64_t count = std::min(numbers_per_task, size - task * numbers_per_task);
+    kernels->transform(a.as<char>() + at, y.as<char>() + at, half, block, count, floats + task * width);
   });
 }
 

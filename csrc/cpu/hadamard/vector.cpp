@@ -12,7 +12,7 @@ namespace {
 
 static_assert(F32_LANES <= HADAMARD_LANES, "a vector of scratch memory");
 
-/// The vector with the signs of its v's flipped: the lanes whose number has the bit APART.
+/// Returns the vector with the signs of its v's flipped: the lanes whose number has the bit APART.
 template <int APART>
 DIFFBIT_INLINE F32 turned(F32 a) {
   float signs[F32_LANES];
@@ -25,7 +25,7 @@ DIFFBIT_INLINE F32 stage(F32 a) {
   return partners<APART>(a) + turned<APART>(a);
 }
 
-/// The stages within a vector, for blocks of `block` numbers.
+/// Computes the stages within a vector, for blocks of `block` numbers.
 DIFFBIT_INLINE F32 near_stages(F32 a, int64_t block) {
   if (block > 1) a = stage<1>(a);
   if (block > 2) a = stage<2>(a);
@@ -34,7 +34,7 @@ DIFFBIT_INLINE F32 near_stages(F32 a, int64_t block) {
   return a;
 }
 
-/// Two stages between vectors that are `apart` and 2 * apart numbers from each other.
+/// Computes two stages between vectors that are `apart` and 2 * apart numbers from each other.
 DIFFBIT_INLINE void two_stages(float* x, int64_t block, int64_t apart) {
   for (int64_t begin = 0; begin < block; begin += 4 * apart)
     for (int64_t i = begin; i < begin + apart; i += F32_LANES) {
@@ -56,7 +56,7 @@ DIFFBIT_INLINE void one_stage(float* x, int64_t block, int64_t apart) {
     }
 }
 
-/// The numbers of whole vectors: a block, or as many small ones as a vector holds.
+/// Transforms the numbers of whole vectors: a block, or as many small ones as a vector holds.
 template <class T>
 DIFFBIT_INLINE void transform_vectors(const T* x, T* y, int64_t block, int64_t size, float scale, float* floats) {
   if (size == F32_LANES) return store(y, near_stages(load(x), block) * splat(scale));

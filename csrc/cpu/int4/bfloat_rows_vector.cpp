@@ -16,7 +16,7 @@ constexpr int64_t STEP = TILE_BYTES / 2;          // numbers of a row in a tile
 constexpr int64_t TILE = TILE_ROWS * STEP;        // numbers in a tile
 static_assert(MANY_ROWS == TILE_ROWS && INT4_TILE == TILE_BYTES / 4, "what tiles hold");
 
-/// Rows become [steps, MANY_ROWS, STEP].
+/// Rounds rows to [steps, MANY_ROWS, STEP].
 template <class T>
 void round_rows(const T* x, int64_t k, int64_t steps, int64_t rows, uint16_t* to) {
   for (int64_t row = 0; row < rows; ++row)
@@ -44,7 +44,7 @@ void quantize(const void* x, bool half, int64_t k, int64_t groups, int64_t group
     round_rows(static_cast<const float*>(x), k, steps, rows.count, to);
 }
 
-/// Number `BYTE` of four neighbours in each of F32_LANES columns, less zeros.
+/// Returns number `BYTE` of four neighbours in each of F32_LANES columns, less zeros.
 template <int BYTE, bool ZEROS>
 DIFFBIT_INLINE F32 numbers(Bytes fours, Ints zeros) {
   using Each = int32_t __attribute__((vector_size(WIDTH)));
@@ -54,7 +54,7 @@ DIFFBIT_INLINE F32 numbers(Bytes fours, Ints zeros) {
   return to_floats(values);
 }
 
-/// A tile of the weight becomes [steps, STEP / 2 pairs of numbers, INT4_TILE, 2].
+/// Widens a tile of the weight to [steps, STEP / 2 pairs of numbers, INT4_TILE, 2].
 template <bool ZEROS>
 void widen(const UnpackedTile& tile, int64_t groups, int64_t group_size, uint16_t* to) {
   for (int v = 0; v < VECTORS; ++v) {
@@ -76,7 +76,8 @@ void widen(const UnpackedTile& tile, int64_t groups, int64_t group_size, uint16_
   }
 }
 
-/// y [16 ROWS, 16 WIDE], whose rows are `stride` bytes apart, = ROWS blocks, which are a_size numbers apart, times WIDE tiles.
+/// Computes y [16 ROWS, 16 WIDE], whose rows are `stride` bytes apart, = ROWS blocks, which are a_size numbers apart, times
+/// WIDE tiles.
 template <int ROWS, int WIDE>
 DIFFBIT_INLINE void multiply_blocks(const uint16_t* a, int64_t a_size, const uint16_t* b, const uint16_t* b_right, int64_t steps,
                                     char* y, int64_t stride) {

@@ -42,9 +42,9 @@ struct UnpackedTile {
 };
 
 /// Products with many rows, in sets with matrix instructions (simd/amx.h, simd/i8mm.h); null in others. Rows are in blocks of
-/// MANY_ROWS, and the last block may be shorter. many_rows computes as defined: q [groups, group_size / S, MANY_ROWS, S] with S =
-/// min(group_size, 64), or 8 for pairs of rows, offsets and scales [groups, MANY_ROWS]. bfloat_rows rounds to bfloat16 instead: q [groups *
-/// group_size / 32, MANY_ROWS, 32] of uint16, and nothing else.
+/// MANY_ROWS, and the last block may be shorter. many_rows computes as defined: q [groups, group_size / S, MANY_ROWS, S] with
+/// S = min(group_size, 64), or 8 for pairs of rows, offsets and scales [groups, MANY_ROWS]. bfloat_rows rounds to bfloat16
+/// instead: q [groups * group_size / 32, MANY_ROWS, 32] of uint16, and nothing else.
 struct ManyRowsKernels {
   int64_t few_rows;  // rows for which the set's other kernels are faster
   int64_t activation_bytes;
@@ -69,7 +69,7 @@ struct Int4Kernels {
   /// of y [R, n], float or (half) float16. `minus` was -8 for a weight of 4 bits without zeros, else -1.
   void (*multiply)(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_t apart, int64_t count, void* y,
                    bool half);
-  /// Null in sets without ManyRowsKernels.
+  /// Unpacks a tile for ManyRowsKernels; null in sets without them.
   void (*unpack_values)(const Int4Weight& weight, int64_t tile, UnpackedTile& to);
 };
 

@@ -11,7 +11,7 @@ namespace {
 
 #ifdef DIFFBIT_MANY_ROWS
 
-/// Neighbouring bytes of a row.
+/// Returns how many neighbouring bytes of a row are in a slice.
 DIFFBIT_INLINE int64_t slice_of([[maybe_unused]] int64_t group_size) {
 #ifdef DIFFBIT_TILES
   return group_size < TILE_BYTES ? group_size : TILE_BYTES;
@@ -40,7 +40,7 @@ constexpr int VECTORS = INT4_TILE / F32_LANES;
 constexpr int64_t AHEAD = 2;  // groups
 static_assert(INT4_TILE * 4 == TILE_BYTES && MANY_ROWS == TILE_ROWS, "a tile of the weight fills rows of B");
 
-/// A group's sums, of 16 rows of q and 16 of the weight.
+/// Computes a group's sums, of 16 rows of q and 16 of the weight.
 template <int TILE>
 DIFFBIT_INLINE void sum_group(const int8_t* q, const int8_t* values, int64_t group_size, int64_t slice, int32_t* sums) {
   clear<TILE>();
@@ -111,7 +111,7 @@ DIFFBIT_INLINE void multiply_blocks(const Int4Rows& rows, const UnpackedTile& ti
 constexpr int64_t LINE = 2 * INT4_STEP;  // bytes of two rows
 constexpr int DOWN = 4, ACROSS = 2;      // pairs of rows, at most, and of columns, whose sums stay in registers
 
-/// The tile as [groups, group_size / 8, 8 pairs of columns, 2, 8], in `wide`.
+/// Writes the tile as [groups, group_size / 8, 8 pairs of columns, 2, 8], in `wide`.
 void pair_columns(const UnpackedTile& tile, int64_t width) {
   uint8_t* to = reinterpret_cast<uint8_t*>(tile.wide);
   const int8_t* from = tile.values;
@@ -123,7 +123,7 @@ void pair_columns(const UnpackedTile& tile, int64_t width) {
     }
 }
 
-/// Results of PAIRS pairs of rows from `row` of a block on, and of all columns.
+/// Computes the results of PAIRS pairs of rows from `row` of a block on, and of all columns.
 template <int PAIRS, bool ZEROS>
 void multiply_pairs(const Int4Rows& rows, const UnpackedTile& tile, int64_t groups, int64_t group_size, int64_t block,
                     int64_t row, float* values) {

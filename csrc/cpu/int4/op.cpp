@@ -21,12 +21,12 @@ void TiledMatMul<Node_>::compute(Context& context) const {
   constexpr int64_t BITS = Node_::WEIGHT_BITS;
   const int64_t k = this->k, n = this->n, group_size = this->group_size;
   const typename Node_::Tensors tensors = this->tensors(context);
-  const Tensor &a = tensors.a, &codes = tensors.codes, &scales = tensors.scales, &zeros = tensors.zeros, &factor = tensors.factor, &y = tensors.y;
-  expect_middle(zeros, tensors.zero, BITS);
-  const Int4Weight weight = {codes.as<uint8_t>(), scales.as<uint16_t>(), zeros.as<uint8_t>(), *factor.as<float>(), n,
+  expect_middle(tensors.zeros, tensors.zero, BITS);
+  const Int4Weight weight = {tensors.codes.template as<uint8_t>(), tensors.scales.template as<uint16_t>(),
+                             tensors.zeros.template as<uint8_t>(), *tensors.factor.template as<float>(), n,
                              divide_up(k, group_size), group_size, tensors.scale_groups};
-  multiply_tiles(context, a, y, k, BITS, weight, tensors.zero && BITS == 4 ? -8 : -1, kernels->quantize, *kernels,
-                 *many, kernels->most_rows, [&](int64_t) -> const Int4Weight& { return weight; });
+  multiply_tiles(context, tensors.a, tensors.y, k, BITS, weight, tensors.zero && BITS == 4 ? -8 : -1, kernels->quantize,
+                 *kernels, *many, kernels->most_rows, [&](int64_t) -> const Int4Weight& { return weight; });
 }
 
 }  // namespace

@@ -17,7 +17,8 @@ constexpr int STEPS = 4;  // between flushes: 32 weights, the smallest group
 static_assert(2 * STEPS <= dots(15), "a Partial holds the products of its steps");
 constexpr int64_t AHEAD = 4096;  // bytes to prefetch
 
-/// Initial value of a group's sums: its offset times each row's zero point, if `dot` and `dot_bytes` do not include it.
+/// Returns the initial value of a group's sums: its offset times each row's zero point, if `dot` and `dot_bytes` do not
+/// include it.
 template <int BITS, bool ZEROS>
 DIFFBIT_INLINE Ints offsets(int32_t offset, const uint8_t* zeros) {
   constexpr int32_t TIMES = 1 << NIBBLE_SHIFT;
@@ -26,7 +27,7 @@ DIFFBIT_INLINE Ints offsets(int32_t offset, const uint8_t* zeros) {
   return times_bytes(offset, zeros) + splat_int(-offset * BYTE_MIDDLE);
 }
 
-/// A group's sums as floats.
+/// Returns a group's sums as floats.
 template <int BITS>
 DIFFBIT_INLINE F32 total(Ints sums) {
   if constexpr (BITS == 4 && NIBBLE_SHIFT) return to_floats(shift<NIBBLE_SHIFT>(sums));
@@ -184,7 +185,7 @@ void multiply_rows(const Int4Rows& rows, const Int4Weight& weight, int64_t first
     (zeros ? tiles<BITS, 1, ROWS, true> : tiles<BITS, 1, ROWS, false>)(rows, weight, first + i * apart, 0, y, half);
 }
 
-/// multiply_rows<BITS, rows.count>, for 1 to ROWS rows.
+/// Calls multiply_rows<BITS, rows.count>, for 1 to ROWS rows.
 template <int BITS, int ROWS>
 void multiply_rows_of(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_t apart, int64_t count,
                       void* y, bool half) {
@@ -219,7 +220,8 @@ void unpack_values(const Int4Weight& weight, int64_t tile, UnpackedTile& to) {
     if (to.has_zeros)
       for (int i = 0; i < INT4_TILE; ++i) to.zeros[g * INT4_TILE + i] = zeros[i] - middle;
     for (int v = 0; v < VECTORS; ++v) {
-      const Bytes subtracted = lessened ? lookup(load_table(zeros), load_bytes(lane_of_byte + v * WIDTH)) : splat(uint8_t{middle});
+      const Bytes subtracted =
+          lessened ? lookup(load_table(zeros), load_bytes(lane_of_byte + v * WIDTH)) : splat(uint8_t{middle});
       int8_t* at = values + v * WIDTH;
       for (int64_t i = 0; i < size * BITS / 32; ++i) {
         const Bytes both = load_bytes(codes + i * STEP_BYTES + v * WIDTH);

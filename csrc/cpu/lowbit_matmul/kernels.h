@@ -25,9 +25,10 @@ struct LowBitMatMulKernels {
   int64_t most_rows;
   int64_t streams[INT4_MOST_ROWS + 1];
   int32_t minus_of_levels;  // `minus` for a weight with levels; for integers it is -2^(bits - 1)
-  /// Unpacks a tile into the form that is multiplied fastest, and sets weight.unpacked to it; `to` has room for a byte for each weight.
+  /// Unpacks a tile into the form that is multiplied fastest, and sets weight.unpacked to it; `to` has room for a byte for each
+  /// weight.
   void (*unpack)(LowBitWeight& weight, int64_t tile, uint8_t* to);
-  /// For more than LOWBIT_FEW_ROWS rows `weight` is unpacked.
+  /// Multiplies as Int4Kernels' multiply; for more than LOWBIT_FEW_ROWS rows `weight` is unpacked.
   void (*multiply)(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, int64_t apart, int64_t count, void* y,
                    bool half);
   void (*unpack_values)(const LowBitWeight& weight, int64_t tile, UnpackedTile& to);

@@ -20,11 +20,13 @@ void LowBitMatMul::compute(Context& context) const {
   const LowBitTensors tensors = this->tensors(context);
   const LowBitWeight weight = planes_of(*this, tensors, *tensors.factor.as<float>());
   const int32_t minus = weight.levels ? kernels->minus_of_levels : -(1 << (bits - 1));
-  multiply_tiles(context, tensors.a, tensors.y, k, bits, weight, minus, rounding->quantize, *kernels, *many, LOWBIT_FEW_ROWS, [&](int64_t tile) {
+  const auto unpack = [&](int64_t tile) {
     LowBitWeight unpacked = weight;
     kernels->unpack(unpacked, tile, scratch<uint8_t>(UNPACKED, weight.groups * weight.group_size * INT4_TILE));
     return unpacked;
-  });
+  };
+  multiply_tiles(context, tensors.a, tensors.y, k, bits, weight, minus, rounding->quantize, *kernels, *many, LOWBIT_FEW_ROWS,
+                 unpack);
 }
 
 }  // namespace

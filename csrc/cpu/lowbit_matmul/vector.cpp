@@ -21,7 +21,7 @@ struct Kind {
 };
 constexpr int LEVELS = 8;
 
-/// Field `quad` of the fields of WIDE bits whose planes begin at `planes`, with its lowest bit at TO.
+/// Returns field `quad` of the fields of WIDE bits whose planes begin at `planes`, with its lowest bit at TO.
 template <int WIDE, int TO>
 DIFFBIT_INLINE Bytes field(const uint8_t* planes, int quad) {
   const Bytes plane = load_bytes(planes + quad * WIDE / 8 * LOWBIT_PLANE);
@@ -42,7 +42,7 @@ DIFFBIT_INLINE Bytes field(const uint8_t* planes, int quad) {
   }
 }
 
-/// The codes of a quad.
+/// Returns the codes of a quad.
 template <int BITS>
 DIFFBIT_INLINE Bytes codes_of(const uint8_t* run, int quad) {
   constexpr int LOW = BITS < 4 ? 2 : 4, HIGH = BITS - LOW;
@@ -54,7 +54,7 @@ DIFFBIT_INLINE Bytes codes_of(const uint8_t* run, int quad) {
     return field<LOW, 0>(run, quad) | field<HIGH, LOW>(run + LOW * LOWBIT_PLANE, quad);
 }
 
-/// The levels less BYTE_MIDDLE, for `lookup`.
+/// Returns the levels less BYTE_MIDDLE, for `lookup`.
 Bytes table_of(const uint8_t* levels, int64_t bits) {
   uint8_t bytes[16] = {};
   for (int i = 0; i < 1 << bits; ++i) bytes[i] = levels[i] ^ BYTE_MIDDLE;
@@ -182,7 +182,7 @@ void tiles(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, int6
     }
 }
 
-/// With few rows, streams_of(rows) tiles at a time; of an unpacked weight, one.
+/// Multiplies, with few rows, streams_of(rows) tiles at a time; of an unpacked weight, one.
 template <class Kind, bool UNPACKED, int ROWS>
 void multiply_rows(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, int64_t apart, int64_t count, void* y,
                    bool half) {
@@ -191,7 +191,7 @@ void multiply_rows(const Int4Rows& rows, const LowBitWeight& weight, int64_t fir
   for (int64_t i = 0; i < count; ++i) tiles<Kind, UNPACKED, 1, ROWS>(rows, weight, first + i * apart, 0, y, half);
 }
 
-/// multiply_rows<Kind, UNPACKED, rows.count>, for 1 to ROWS rows.
+/// Calls multiply_rows<Kind, UNPACKED, rows.count>, for 1 to ROWS rows.
 template <class Kind, bool UNPACKED, int ROWS>
 void multiply_rows_of(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, int64_t apart, int64_t count,
                       void* y, bool half) {
@@ -218,7 +218,7 @@ void multiply(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, i
   chosen(rows, weight, first, apart, count, y, half);
 }
 
-/// Integers of up to 4 bits to planes of 4 bits, others and levels to bytes.
+/// Unpacks integers of up to 4 bits to planes of 4 bits, others and levels to bytes.
 template <int BITS, bool TABLE>
 void unpack_planes(const uint8_t* run, int64_t runs, const uint8_t* levels, uint8_t* to) {
   [[maybe_unused]] Bytes table;
@@ -257,7 +257,7 @@ void unpack(LowBitWeight& weight, int64_t tile, uint8_t* to) {
 }
 
 #ifdef DIFFBIT_MANY_ROWS
-/// Every code less 2^(BITS - 1), or every level less 128, to a byte.
+/// Unpacks every code less 2^(BITS - 1), or every level less 128, to a byte.
 template <int BITS, bool TABLE>
 void unpack_runs(const uint8_t* run, int64_t runs, const uint8_t* levels, int8_t* to) {
   uint8_t bytes[16] = {};

@@ -17,7 +17,7 @@ namespace {
 constexpr int64_t L = F32_LANES;
 constexpr int STATES = 4;  // that are in registers at a time
 
-/// log(1 + u) for 0 <= u <= 1, to about an ulp: 2 artanh(s), s = u / (2 + u) <= 1/3, by its minimax polynomial in s^2.
+/// Returns log(1 + u) for 0 <= u <= 1, to about an ulp: 2 artanh(s), s = u / (2 + u) <= 1/3, by its minimax polynomial in s^2.
 DIFFBIT_INLINE F32 log1p(F32 u) {
   const F32 s = u / (u + splat(2.0f)), q = s * s;
   F32 p = splat(0.2322432922f);
@@ -28,7 +28,7 @@ DIFFBIT_INLINE F32 log1p(F32 u) {
   return fma(p * q, s, s + s);
 }
 
-/// log(1 + e^x). Here and below a NaN propagates through the exponential.
+/// Returns log(1 + e^x). Here and below a NaN propagates through the exponential.
 DIFFBIT_INLINE F32 softplus(F32 x) { return larger(x, splat(0.0f)) + log1p(exp(magnitude(x) * splat(-1.0f))); }
 
 // A vector; unless it is WHOLE, only `count` lanes are used
@@ -121,7 +121,7 @@ DIFFBIT_INLINE void pass(Tokens& tokens, int64_t count, const float* a, float* s
   for (int n = 0; n < COUNT; ++n) put<WHOLE>(states + n * channels, lanes, h[n]);
 }
 
-/// The tokens at[0] ... at[count - 1] for the channels i ... i + some - 1.
+/// Computes the tokens at[0] ... at[count - 1] for the channels i ... i + lanes - 1.
 template <class T, bool WHOLE>
 void block(const ScanTokens& call, const int64_t* at, int64_t count, int64_t i, int64_t lanes, const float* b, const float* c) {
   const auto row = [&](const void* rows, int64_t t) { return static_cast<const T*>(rows) + at[t] * call.channels + i; };
@@ -137,8 +137,8 @@ void block(const ScanTokens& call, const int64_t* at, int64_t count, int64_t i, 
   const auto states = [&](auto many) {
     constexpr int COUNT = decltype(many)::value;
     for (; n + COUNT <= call.states; n += COUNT)
-      pass<COUNT, WHOLE>(tokens, count, call.a + n * call.channels + i, call.present + n * call.channels + i, call.channels, lanes,
-                         b + n * SCAN_TOKENS, c + n * SCAN_TOKENS);
+      pass<COUNT, WHOLE>(tokens, count, call.a + n * call.channels + i, call.present + n * call.channels + i, call.channels,
+                         lanes, b + n * SCAN_TOKENS, c + n * SCAN_TOKENS);
   };
   states(std::integral_constant<int, STATES>());
   states(std::integral_constant<int, 1>());

@@ -8,7 +8,7 @@
 namespace diffbit {
 
 struct SiluGateKernels {
-  /// y = silu(g) u for `size` numbers of g, u and y, fp32 or fp16.
+  /// Computes y = silu(g) u for `size` numbers of g, u and y, fp32 or fp16.
   void (*multiply)(const void* g, const void* u, void* y, bool half, int64_t size);
 };
 

@@ -142,12 +142,12 @@ DIFFBIT_INLINE void add_bfloats() {
 
 #endif
 
-/// The float of a's upper half, a bfloat16.
+/// Returns the float of a's upper half, a bfloat16.
 DIFFBIT_INLINE F32 upper(F32 a) {
   using Each = uint32_t __attribute__((vector_size(WIDTH)));
   return (F32)((Each)a & 0xffff0000);
 }
-/// A float whose upper half is the bfloat16 nearest to a; of two, the one farther from 0. NaN if a is not finite.
+/// Returns a float whose upper half is the bfloat16 nearest to a; of two, the one farther from 0. NaN if a is not finite.
 DIFFBIT_INLINE F32 to_upper(F32 a) {
   using Each = uint32_t __attribute__((vector_size(WIDTH)));
   return fma(a, splat(0.0f), (F32)((Each)a + 0x8000));
@@ -162,7 +162,7 @@ DIFFBIT_INLINE void store_upper(uint16_t* to, const F32 (&a)[32 / F32_LANES]) {
   _mm512_storeu_si512(to, _mm512_permutex2var_epi16(_mm512_castps_si512(a[0]), odd, _mm512_castps_si512(a[1])));
 #endif
 }
-/// In each lane the upper halves of a and b.
+/// Returns in each lane the upper halves of a and b.
 DIFFBIT_INLINE F32 upper_pairs(F32 a, F32 b) {
   using Each = uint32_t __attribute__((vector_size(WIDTH)));
   return (F32)((Each)a >> 16 | ((Each)b & 0xffff0000));
@@ -170,7 +170,7 @@ DIFFBIT_INLINE F32 upper_pairs(F32 a, F32 b) {
 
 DIFFBIT_INLINE Ints load_ints(const int32_t* from) { return {load_bytes(from).v}; }
 
-/// to[i] = bytes begin + 4i .. of each of 16 rows, for i < bytes / 4; there are 64, or `bytes` of them.
+/// Sets to[i] = bytes begin + 4i .. of each of 16 rows, for i < bytes / 4; there are 64, or `bytes` of them.
 DIFFBIT_INLINE void transpose_fours(const uint8_t* const (&rows)[TILE_ROWS], int64_t begin, int64_t bytes, uint8_t* to) {
 #ifndef DIFFBIT_EMULATE_TILES
   if (bytes == TILE_BYTES) {
@@ -200,7 +200,7 @@ DIFFBIT_INLINE void transpose_fours(const uint8_t* const (&rows)[TILE_ROWS], int
     for (int64_t row = 0; row < TILE_ROWS; ++row) std::memcpy(to + i * TILE_ROWS + 4 * row, rows[row] + begin + i, 4);
 }
 
-/// Each byte of a less that of b.
+/// Subtracts the bytes of b from those of a.
 DIFFBIT_INLINE Bytes minus(Bytes a, Bytes b) {
   using Each = uint8_t __attribute__((vector_size(WIDTH)));
   return {(decltype(a.v))((Each)a.v - (Each)b.v)};

@@ -24,9 +24,9 @@ DIFFBIT_INLINE Ints flush(Ints sums, Partial partial) {
 DIFFBIT_INLINE Partial no_partial() { return {_mm256_setzero_si256()}; }
 /// Calls of `dot` that a Partial holds, for codes up to `largest` and activations -127..127.
 constexpr int64_t dots(int largest) { return 32767 / (2 * 127 * largest); }
-/// GCC would compute all products before adding them, and run out of registers; this prevents it.
+/// Keeps products in order: GCC would compute all of them before it adds any, and run out of registers.
 DIFFBIT_INLINE void in_order(Partial& partial) { __asm__("" : "+x"(partial.v)); }
-/// A Partial that includes `sums` if it can hold them, and the sums from it; saves the addition in `flush`.
+/// Returns a Partial that includes `sums` if it can hold them, and the sums from it; saves the addition in `flush`.
 DIFFBIT_INLINE Partial partial_of(Ints) { return no_partial(); }
 DIFFBIT_INLINE Ints with_partial(Ints sums, Partial partial) { return flush(sums, partial); }
 

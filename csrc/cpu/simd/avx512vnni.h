@@ -23,27 +23,27 @@ DIFFBIT_INLINE void store(float* to, F32 a) { _mm512_storeu_ps(to, a); }
 DIFFBIT_INLINE void store(uint16_t* to, F32 a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
 }
-/// Halves to even; the numbers must lie in -127..127.
+/// Rounds halves to even; the numbers must lie in -127..127.
 DIFFBIT_INLINE void store_rounded(int8_t* to, F32 a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a)));
 }
 DIFFBIT_INLINE F32 fma(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }
-/// If either is a NaN: b.
+/// Returns b if either is a NaN.
 DIFFBIT_INLINE F32 larger(F32 a, F32 b) { return _mm512_max_ps(a, b); }
 DIFFBIT_INLINE F32 smaller(F32 a, F32 b) { return _mm512_min_ps(a, b); }
 DIFFBIT_INLINE F32 magnitude(F32 a) { return _mm512_abs_ps(a); }
 DIFFBIT_INLINE F32 rounded(F32 a) { return _mm512_roundscale_ps(a, 0); }
-/// 2^n for whole n in -126..127.
+/// Returns 2^n for an integer n in -126..127.
 DIFFBIT_INLINE F32 power_of_two(F32 n) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
 }
-/// a, or 0 where x < limit.
+/// Returns a, or 0 where x < limit.
 DIFFBIT_INLINE F32 zero_below(F32 x, float limit, F32 a) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, splat(limit), _CMP_NLT_UQ), a);
 }
 DIFFBIT_INLINE float sum(F32 a) { return _mm512_reduce_add_ps(a); }
 DIFFBIT_INLINE float largest(F32 a) { return _mm512_reduce_max_ps(a); }
-/// to[i] = the sum of vector i: neighbours first, then these sums, and so on, as in every set.
+/// Sets to[i] = the sum of vector i: neighbours first, then these sums, and so on, as in every set.
 DIFFBIT_INLINE void store_sums(float* to, F32 a, F32 b, F32 c, F32 d) {
   const F32 ab = _mm512_shuffle_ps(a, b, 0x88) + _mm512_shuffle_ps(a, b, 0xdd);
   const F32 cd = _mm512_shuffle_ps(c, d, 0x88) + _mm512_shuffle_ps(c, d, 0xdd);
@@ -56,7 +56,7 @@ DIFFBIT_INLINE F32 clipped(F32 a, float low, float high) {
   return _mm512_max_ps(_mm512_min_ps(a, splat(high)), splat(low));
 }
 
-/// Each lane's partner, APART lanes away.
+/// Returns each lane's partner, APART lanes away.
 template <int APART>
 DIFFBIT_INLINE F32 partners(F32 a) {
   if (APART == 1) return _mm512_permute_ps(a, 0xb1);
@@ -80,7 +80,7 @@ struct Ints {
 
 DIFFBIT_INLINE Bytes load_bytes(const void* from) { return {_mm512_loadu_si512(from)}; }
 DIFFBIT_INLINE Bytes splat(uint8_t byte) { return {_mm512_set1_epi8(static_cast<char>(byte))}; }
-/// Four bytes, in every lane of an Ints.
+/// Copies four bytes into every lane of an Ints.
 DIFFBIT_INLINE Bytes splat4(const void* from) {
   int32_t four;
   std::memcpy(&four, from, 4);
@@ -93,7 +93,7 @@ template <int BY>
 DIFFBIT_INLINE Bytes shift(Bytes a) {
   return {BY > 0 ? _mm512_srli_epi16(a.v, BY) : BY < 0 ? _mm512_slli_epi16(a.v, -BY) : a.v};
 }
-/// Bytes 0..15 of a table for `lookup`; its indices are 0..15.
+/// Loads bytes 0..15 of a table for `lookup`; its indices are 0..15.
 DIFFBIT_INLINE Bytes load_table(const uint8_t* from) {
   return {_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))};
 }
@@ -124,7 +124,7 @@ DIFFBIT_INLINE void add_sums(uint32_t* to, Ints a, Ints b, Ints c, Ints d) {
 
 DIFFBIT_INLINE F32 to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
 
-/// Each row's zero point times `offset`.
+/// Multiplies each row's zero point by `offset`.
 DIFFBIT_INLINE Ints times_bytes(int32_t offset, const uint8_t* zeros) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros));
   return {_mm512_mullo_epi32(_mm512_set1_epi32(offset), _mm512_cvtepu8_epi32(bytes))};
@@ -154,7 +154,7 @@ DIFFBIT_INLINE Ints pair_sums(Ints a, Ints b) {
   return {_mm512_add_epi32(_mm512_permutex2var_epi32(a, even, b), _mm512_permutex2var_epi32(a, odd, b))};
 }
 
-/// The larger of `bits` and the bits of |x|: floats >= 0 have the same order as their bits, with NaN above infinity.
+/// Returns the larger of `bits` and the bits of |x|: floats >= 0 have the same order as their bits, with NaN above infinity.
 DIFFBIT_INLINE Ints larger_bits(Ints bits, F32 x) {
   return {_mm512_max_epi32(bits, _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff)))};
 }

@@ -11,14 +11,14 @@ namespace {
 
 constexpr int LANES = F32_LANES;
 
-/// LANES floats from element `i` of x, fp32 or fp16.
+/// Loads LANES floats from element `i` of x, fp32 or fp16.
 template <bool HALF>
 DIFFBIT_INLINE F32 load_floats(const void* x, int64_t i) {
   if (HALF) return load(static_cast<const uint16_t*>(x) + i);
   return load(static_cast<const float*>(x) + i);
 }
 
-/// WIDTH activations divided by the scale and rounded; four bits no further from zero than -8 and 7.
+/// Returns WIDTH activations divided by the scale and rounded; four bits no further from zero than -8 and 7.
 template <bool HALF, bool FOUR>
 DIFFBIT_INLINE Bytes rounded(const void* x, int64_t i, float scale) {
   F32 f[4];
@@ -29,7 +29,7 @@ DIFFBIT_INLINE Bytes rounded(const void* x, int64_t i, float scale) {
   return rounded_bytes(f);
 }
 
-/// sums += |x| of WIDTH activations, rounded to multiples of the last place of `multiple`, so any order is exact.
+/// Adds |x| to sums for WIDTH activations, rounded to multiples of the last place of `multiple`, so any order is exact.
 template <bool HALF>
 DIFFBIT_INLINE void add_magnitudes(double (&sums)[WIDTH], const void* x, int64_t i, double multiple) {
   float values[WIDTH];

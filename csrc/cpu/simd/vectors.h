@@ -80,7 +80,7 @@ DIFFBIT_INLINE void store_part(T* to, int64_t count, F32 a) {
   std::memcpy(to, part, static_cast<size_t>(count) * sizeof(T));
 }
 
-/// e^x for x <= 0, to about an ulp; 0 below the smallest normal number. NaN stays NaN.
+/// Returns e^x for x <= 0, to about an ulp; 0 below the smallest normal number. NaN stays NaN.
 ///
 /// x = n ln 2 + r, |r| <= ln(2)/2; e^r by its polynomial (coefficients of Cephes' expf), ln 2 in two parts.
 DIFFBIT_INLINE F32 exp(F32 x) {
@@ -97,14 +97,14 @@ DIFFBIT_INLINE F32 exp(F32 x) {
   return zero_below(x, LEAST, p * power_of_two(n));
 }
 
-/// x / (1 + e^-x) with an exponential that cannot overflow; a NaN propagates through it.
+/// Returns x / (1 + e^-x), with an exponential that cannot overflow; a NaN propagates through it.
 DIFFBIT_INLINE F32 silu(F32 x) {
   const F32 e = exp(magnitude(x) * splat(-1.0f));
   return fma(smaller(x, splat(0.0f)), e, larger(x, splat(0.0f))) / (splat(1.0f) + e);
 }
 
-/// d floats to codes in -top..top; a row of zeros has scale 0 and codes 0, one with an infinity or a NaN has scale NaN and
-/// codes 0. Returns the scale.
+/// Rounds d floats to codes in -top..top; a row of zeros has scale 0 and codes 0, one with an infinity or a NaN has scale NaN
+/// and codes 0. Returns the scale.
 DIFFBIT_INLINE float round_row(const float* x, int64_t d, int top, int8_t* codes) {
   constexpr int64_t L = F32_LANES;
   F32 peak = splat(0.0f), poison = splat(0.0f);  // poison: infinity and NaN times 0 are NaN
@@ -146,7 +146,7 @@ DIFFBIT_INLINE void in_tiles(int64_t begin, int64_t end, const Work& work) {
   if (row < end) work(std::integral_constant<int, 1>(), row);
 }
 
-/// The sum of the lanes.
+/// Returns the sum of the lanes.
 DIFFBIT_INLINE int32_t sum(Ints a) {
   uint32_t sums[4] = {};
   add_sums(sums, a, a, a, a);

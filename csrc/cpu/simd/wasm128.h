@@ -115,7 +115,7 @@ constexpr int32_t BYTE_MIDDLE = 0;
 DIFFBIT_INLINE Ints dot_centered(Ints sums, Bytes codes, Bytes activations) { return dot_bytes(sums, codes, activations); }
 
 #if defined(__wasm_relaxed_simd__)
-/// Of codes up to 127, for which every processor computes the same.
+/// Multiplies codes up to 127, for which every processor computes the same.
 DIFFBIT_INLINE Ints dot(Ints sums, Bytes codes, Bytes activations) {
   return {wasm_i32x4_relaxed_dot_i8x16_i7x16_add(activations.v, codes.v, sums.v)};
 }

@@ -30,7 +30,7 @@ struct TernaryProduct {
 
 struct TernaryKernels {
   int64_t rows_per_task;  // of the activations; a multiple of TERNARY_ROWS_TOGETHER, at most TERNARY_MOST_ROWS
-  /// Bytes of a quantized row, a multiple of 64. Each set defines its own order of bytes.
+  /// Returns the bytes of a quantized row, a multiple of 64. Each set defines its own order of bytes.
   int64_t (*quantized_size)(int64_t blocks);
   /// Quantizes x [k], fp32 or fp16, to one row of q with 8 or 4 bits.
   TernaryRow (*quantize)(const void* x, bool half, int64_t bits, int64_t k, int64_t blocks, int8_t* q);

@@ -13,7 +13,8 @@ constexpr int64_t SLICE_BYTES = 4 * TILE_BYTES;  // of a weight row, unpacked at
 constexpr int64_t LEAST_MANY_ROWS = 20;
 static_assert(TERNARY_ROWS_TOGETHER == SIDE, "op.cpp makes room for whole tiles");
 
-/// Weights of TILE_ROWS rows, `bytes` bytes of each, as -1, 0 and 1: [vectors of WIDTH bytes, 4 fields, WIDTH / 4, 16 rows, 4].
+/// Unpacks weights of TILE_ROWS rows, `bytes` bytes of each, as -1, 0 and 1: [vectors of WIDTH bytes, 4 fields, WIDTH / 4, 16
+/// rows, 4].
 void unpack(const uint8_t* const (&rows)[TILE_ROWS], int64_t bytes, uint8_t* to) {
   constexpr int64_t FIELD = TILE_ROWS * WIDTH;
   const Bytes mask = splat(uint8_t{3}), one = splat(uint8_t{1});
@@ -30,7 +31,7 @@ void unpack(const uint8_t* const (&rows)[TILE_ROWS], int64_t bytes, uint8_t* to)
   }
 }
 
-/// sums [SIDE, SIDE] += `slices` slices of 64 of SIDE rows of q, times weights of two tiles.
+/// Adds to sums [SIDE, SIDE] the product of `slices` slices of 64 of SIDE rows of q, times weights of two tiles.
 void add_products(const int8_t* q, int64_t q_size, const uint8_t* const (&weights)[2], int64_t slices, int32_t* sums) {
   constexpr int64_t ROW = SIDE * 4, DOWN = TILE_ROWS * SIDE;
   load_tile<0>(sums, ROW), load_tile<1>(sums + TILE_ROWS, ROW);

@@ -11,7 +11,8 @@ enum Scratch { QUANTIZED, ROWS };
 constexpr int64_t NUMBERS_PER_TASK = 32 * 1024;  // for quantizing: a few microseconds
 constexpr int64_t WEIGHTS_PER_TASK = 128;        // rows of the weight if arithmetic is the bottleneck
 
-/// Returns the rows of the weight in a task if memory is the bottleneck: long streams, but work for sixteen threads if each task then has 64 KiB.
+/// Returns the rows of the weight in a task if memory is the bottleneck: long streams, but work for sixteen threads if each task
+/// then has 64 KiB.
 int64_t streamed_rows(int64_t n, int64_t row_bytes) {
   const int64_t bytes = std::min(std::max(n * row_bytes / 16, int64_t{64} << 10), int64_t{512} << 10);
   return std::max(bytes / row_bytes / 4 * 4, int64_t{4});

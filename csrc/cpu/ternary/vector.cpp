@@ -16,7 +16,7 @@
 namespace diffbit::DIFFBIT_ISA {
 namespace {
 
-/// Bytes of a row of q that are used.
+/// Returns how many bytes of a row of q are used.
 int64_t used_size(int64_t blocks) {
   const int64_t bytes = blocks * TERNARY_BLOCK_BYTES;
   return (bytes + WIDTH - 1) / WIDTH * WIDTH * 4;
@@ -52,7 +52,7 @@ constexpr int64_t FLIGHT = 8192;     // bytes of weights on their way from memor
 constexpr int ROWS = TERNARY_ROWS, MOST_COLUMNS = TERNARY_COLUMNS;
 
 
-/// The position of the activation for weight i.
+/// Returns the position of the activation for weight i.
 DIFFBIT_INLINE int64_t place(int64_t i) {
   const int64_t field = i % TERNARY_BLOCK / TERNARY_BLOCK_BYTES;
   const int64_t byte = i / TERNARY_BLOCK * TERNARY_BLOCK_BYTES + i % TERNARY_BLOCK_BYTES;
@@ -73,7 +73,7 @@ TernaryRow quantize(const void* x, bool half, int64_t bits, int64_t k, int64_t b
   return row;
 }
 
-/// sums[row][column] += the codes in one field of the weights, in bytes begin..end of each row, times the activations.
+/// Adds to sums[row][column] the codes in one field of the weights, in bytes begin..end of each row, times the activations.
 /// MASK picks the codes after a shift by SHIFT, and may leave them multiplied by a power of 4.
 template <int FIELD, int SHIFT, int MASK, bool REST, int COLUMNS>
 DIFFBIT_INLINE void accumulate(Partial (&sums)[ROWS][COLUMNS], const uint8_t* const (&weights)[ROWS], int64_t begin,
@@ -92,7 +92,7 @@ DIFFBIT_INLINE void accumulate(Partial (&sums)[ROWS][COLUMNS], const uint8_t* co
   }
 }
 
-/// One of the four passes over a tile's weights.
+/// Computes one of the four passes over a tile's weights.
 template <int PASS, bool REST, int COLUMNS>
 DIFFBIT_INLINE void pass(Ints (&total)[ROWS][COLUMNS], const uint8_t* const (&weights)[ROWS], int64_t bytes,
                          int64_t next, const int8_t* q, int64_t q_size) {
@@ -118,8 +118,8 @@ DIFFBIT_INLINE void pass(Ints (&total)[ROWS][COLUMNS], const uint8_t* const (&we
       for (int column = 0; column < COLUMNS; ++column) total[row][column] = shift<2>(total[row][column]);
 }
 
-/// sums[column][row] += the codes of ROWS weight rows times COLUMNS activation rows, over `bytes` bytes of weight.
-/// The weights of the next tile are `next` bytes further on.
+/// Adds to sums[column][row] the codes of ROWS weight rows times COLUMNS activation rows, over `bytes` bytes of weight. The
+/// weights of the next tile are `next` bytes further on.
 template <bool REST, int COLUMNS>
 void tile(const uint8_t* const (&weights)[ROWS], int64_t bytes, int64_t next, const int8_t* q, int64_t q_size,
           uint32_t* sums) {
@@ -142,8 +142,8 @@ void tile(const uint8_t* const (&weights)[ROWS], int64_t bytes, int64_t next, co
   }
 }
 
-/// The same for one row of activations, for which memory is the bottleneck: each byte of the weights is read once, and the
-/// bytes `ahead` of it are prefetched.
+/// Does the same for one row of activations, for which memory is the bottleneck: each byte of the weights is read once, and
+/// the bytes `ahead` of it are prefetched.
 template <bool REST>
 void tile_of_one(const uint8_t* const (&weights)[ROWS], int64_t bytes, int64_t ahead, const int8_t* q,
                  uint32_t* sums) {
@@ -249,7 +249,7 @@ void panel(const TernaryProduct& product, int64_t row, int64_t begin, int64_t co
   }
 }
 
-/// panel<rows>, for 1 to COLUMNS rows.
+/// Calls panel<rows>, for 1 to COLUMNS rows.
 template <int COLUMNS>
 void panel_of(int64_t rows, const TernaryProduct& product, int64_t row, int64_t begin, int64_t count) {
   if constexpr (COLUMNS > 1)

@@ -198,8 +198,8 @@ def test_a_client_that_leaves_ends_its_request(
         ("embeddings", {"input": "x", "pooling": "max"}, "wanted one of mean, last"),
         ("embeddings", {"input": "x " * 2000}, "the context holds"),
         ("embeddings", {"input": [100_000]}, "outside the vocabulary"),
-        ("completions", {"prompt": "x"}, "gives hidden_states, and logits are needed"),
-        ("chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "gives hidden_states"),
+        ("completions", {"prompt": "x"}, "returns hidden_states, wanted logits"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "returns hidden_states"),
     ],
 )
 def test_bad_requests(client: TestClient, path: str, body: dict[str, object], said: str) -> None:
@@ -212,9 +212,9 @@ def test_what_needs_logits_refuses(
 ) -> None:
     checkpoint, artifact = model
     session = Session(artifact)
-    with pytest.raises(DiffbitError, match="export the model without --embeddings"):
+    with pytest.raises(DiffbitError, match="export the model again without --embeddings"):
         generate(session, "x", max_tokens=1, temperature=0).result()
-    with pytest.raises(DiffbitError, match="export the model with --embeddings"):
+    with pytest.raises(DiffbitError, match="export the model again with --embeddings"):
         embed(Session(export_artifact(trained("diff_v1"), tmp_path / "logits")), [3])
     with pytest.raises(DiffbitError, match="without --embeddings"):
         write_site(artifact, tmp_path / "site")
