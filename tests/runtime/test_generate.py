@@ -230,7 +230,7 @@ def test_generate_takes_a_path_and_sampling_fields(tmp_path: Path) -> None:
     for options, message in (
         ({"temprature": 1.0}, "no option 'temprature'.*temperature, top_k"),
         ({"temperature": -1.0}, "temperature is -1"),
-        ({"sampler": Sampler(), "top_p": 0.5}, "a sampler and seed, top_p"),
+        ({"sampler": Sampler(), "top_p": 0.5}, "a sampler and the options seed, top_p"),
     ):
         with pytest.raises(DiffbitError, match=message):
             draw(1, **options)
