@@ -105,11 +105,23 @@ class Format(ABC):
 
     def warning(self) -> str | None:
         """Return a warning for users who choose this format, or None."""
+        return None
+
+    @property
+    def better(self) -> Format | None:
+        """The format to choose in place of this one, which is only read where a published checkpoint has it; None: this
+        one can be chosen."""
+        return None
+
+    def check_offered(self) -> None:
+        """Refuse a format that a user should not choose."""
+        if self.better is None:
+            return
+        reason = f"a device stores its {self.bits}-bit codes in {self.device_bits} bits"
         if self.device_bits == self.bits:
-            return None
-        return (
-            f"{self} is stored in {self.device_bits} bits on a device, which has no {self.bits}-bit matrix product, so "
-            f"it has fewer levels than int{self.device_bits} in the same number of bytes"
+            reason = f"no operator of diffbit's reads groups of {self.group_size}"
+        raise DiffbitError(
+            f"{self} is only read from other libraries' checkpoints, because {reason}; use {self.better}"
         )
 
     def groups(self, columns: int) -> int:

@@ -61,9 +61,10 @@ from .rounding import Rounding
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
 INPUT_BLOCK = 32  # block size of Int8MatMul's input for weights with one scale per row
+WHOLE_BITS = (2, 4, 8)  # that fill a byte: of codes with one scale per row, or with zero points, on a device
 FEW_BITS = 4  # up to which a quick search tries more than the outermost levels for the largest weight
 HALF_TINY = 2.0**-24  # the smallest positive fp16
-GRAMMAR = "int2 ... int8, each with _g16, _g32, _g64, _g128 or _g256 and with _asym if wanted"
+GRAMMAR = "int2, int4, int8, also with _g32, _g64, _g128 and with _asym; int3, int5, int6 with _g32, _g64 or _g128"
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,17 @@ class IntFormat(Format):
     def decode_each(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         offset = 2 ** (self.bits - 1) if zero is None else zero.float()
         return codes.float().sub(offset).mul_(scale)  # `sub` copies: codes may be float, and belong to the caller
+
+    @property
+    def better(self) -> IntFormat | None:
+        """A format that a device stores in as many bits as it says, in groups that diffbit's operators read."""
+        sizes = int4_matmul.GROUP_SIZES
+        if self.device_bits == self.bits and self.group_size in (0, *sizes):
+            return None
+        bits = 8 if self.bits == 7 else self.bits
+        is_whole = bits in WHOLE_BITS
+        size = self.group_size or (0 if is_whole else sizes[-1])
+        return IntFormat.of(bits, size and min(max(size, sizes[0]), sizes[-1]), self.symmetric or not is_whole)
 
     # a device
 
@@ -308,16 +320,21 @@ def parse(name: str) -> IntFormat | None:
         raise DiffbitError(f"format {name!r} has {bits} bits, wanted 2 to 8")
     if match[2] and group_size not in GROUP_SIZES:
         raise DiffbitError(
-            f"format {name!r} has groups of {group_size}, wanted one of {', '.join(map(str, GROUP_SIZES))}, or no _g "
-            "for one scale per row"
+            f"format {name!r} has groups of {group_size}, wanted one of "
+            f"{', '.join(map(str, int4_matmul.GROUP_SIZES))}, or no _g for one scale per row"
         )
     return IntFormat.of(bits, group_size, match[3] is None)
 
 
-def names() -> list[str]:
+def all_formats() -> list[IntFormat]:
+    """Return all formats that `parse` accepts."""
     return [
-        IntFormat.of(bits, size, symmetric).name
+        IntFormat.of(bits, size, symmetric)
         for bits in range(2, 9)
         for size in (0, *GROUP_SIZES)
         for symmetric in (True, False)
     ]
+
+
+def names() -> list[str]:
+    return [format.name for format in all_formats() if format.better is None]

@@ -173,6 +173,13 @@ class Scheme:
                     "quantized weights, or activations 'int8'"
                 )
 
+    def check_offered(self) -> Scheme:
+        """Return the scheme that a user chose, unless it has a format that only other libraries' checkpoints need."""
+        for format in self._all_formats():
+            if format is not None:
+                format.check_offered()
+        return self
+
     def format_for(self, module: str, float_linears: Container[str] = ()) -> Format | None:
         """Return the format of a linear layer, such as "model.layers.0.self_attn.q_proj", or of the embedding; None:
         float. float_linears: the model's linear layers that are quantized only by name."""
@@ -249,8 +256,11 @@ class Scheme:
 
     def _packages(self) -> dict[str, str]:
         """{format: the installed package that adds it}"""
-        used = (self.weights, self.embedding, self.head, *(format for _, format in self.overrides))
-        return {_name(format): package for format in used if (package := plugins.package_of(format)) is not None}
+        packages = {_name(format): plugins.package_of(format) for format in self._all_formats()}
+        return {name: package for name, package in packages.items() if package is not None}
+
+    def _all_formats(self) -> tuple[Format | None, ...]:
+        return self.weights, self.embedding, self.head, *(format for _, format in self.overrides)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Scheme:
@@ -295,7 +305,7 @@ class Scheme:
             scheme = cls.from_dict(values)
             low_bit = scheme.weights is not None
             embedding, head = table_formats(low_bit, values.get("embedding"), values.get("head"), scheme.weights)
-            return replace(scheme, embedding=embedding, head=head)
+            return replace(scheme, embedding=embedding, head=head).check_offered()
 
 
 def table_formats(

@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ...formats import Format, parse_format
+from ...formats import Format, choose_format
 from ...io.errors import DiffbitError
 from ...models import Checkpoint, ModelConfig
 from ...quantize import (
@@ -160,7 +160,7 @@ def _attention(part: str, entries: Iterable[str]) -> list[Variant]:
 
 def _format(entry: str) -> Format:
     if not entry.isdigit():
-        return parse_format(entry)
+        return choose_format(entry)
     if not 2 <= int(entry) <= 8:
         raise DiffbitError(f"{entry} bits: wanted 16 (the model as it is), 8 to 2, or a format such as int4_g32 or nf4")
-    return parse_format("int8" if entry == "8" else f"int{entry}_g{GROUP_SIZE}")
+    return choose_format("int8" if entry == "8" else f"int{entry}_g{GROUP_SIZE}")

@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...formats import parse_format
+from ...formats import choose_format
 from ...io.errors import DiffbitError
 from ...io.files import size_text
 from ...io.resources import available_memory
@@ -239,16 +239,7 @@ class _Space:
         tables: bool,
     ) -> None:
         names = list(dict.fromkeys(name.strip() for name in candidates or CANDIDATES))
-        self.formats = {name: None if name == FLOAT else parse_format(name) for name in names}
-        for name, format in list(self.formats.items()):
-            if format and format.device_bits != format.bits:
-                if candidates is None:
-                    del self.formats[name]
-                    continue
-                raise DiffbitError(
-                    f"candidate {format} is stored in {format.device_bits} bits on a device, and int"
-                    f"{format.device_bits} loses less in the same bytes; leave it out"
-                )
+        self.formats = {name: None if name == FLOAT else choose_format(name) for name in names}
         if not any(self.formats.values()):
             raise DiffbitError(f"the candidates {', '.join(names) or 'none'} contain no format; name two or more")
         self.scheme = scheme

@@ -131,6 +131,8 @@ def test_formats_that_an_embedding_cannot_have(name):
         ('weihgts = "int8"', ["weihgts", "weights"]),
         ('weights = "int4_g33"', ["weights", "int4_g33", "33"]),
         ("weights = 4", ["weights", "4"]),
+        ('weights = "int7_g64"', ["int7_g64", "8 bits", "int8_g64"]),
+        ('weights = "int4_g32"\n[overrides]\nlm_head = "int4_g16"', ["int4_g16", "groups of 16", "int4_g32"]),
         ('kv = "int8"', ["kv"]),
         ('activations = "int4"', ["activations", "int4"]),
         ('weights = "int4_g32"\nactivations = "int4"', ["int4_g32", "ternary", "int8"]),
