@@ -34,7 +34,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from types import ModuleType
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -65,6 +66,28 @@ WHOLE_BITS = (2, 4, 8)  # that fill a byte: of codes with one scale per row, or 
 FEW_BITS = 4  # up to which a quick search tries more than the outermost levels for the largest weight
 HALF_TINY = 2.0**-24  # the smallest positive fp16
 GRAMMAR = "int2, int4, int8, also with _g32, _g64, _g128 and with _asym; int3, int5, int6 with _g32, _g64 or _g128"
+
+
+class Storage(NamedTuple):
+    """How a device stores codes."""
+
+    operator: ModuleType | None  # diffbit's, that multiplies them; None: ONNX Runtime's
+    bits: int  # of a code
+    block: int  # columns of the weight, and of the input, that share a scale
+    wide_bits: int  # of a code in ONNX Runtime's operators, which GPUs have: 2, 4 or 8
+
+
+def storage(bits: int, group_size: int, symmetric: bool, byte_scales: bool, levels: bool) -> Storage:
+    """Return the row of the table above for integers, or for codes of a table of levels."""
+    sizes = int4_matmul.GROUP_SIZES
+    is_packed = byte_scales or (symmetric and bits in (2, 3, 5, 6) and group_size in sizes)
+    wide = 8 if bits > 4 or levels else 4 if bits > 2 or is_packed or group_size == 16 else 2
+    if is_packed:
+        return Storage(lowbit_matmul, bits, group_size, wide)
+    block = group_size or (INPUT_BLOCK if wide == 8 else ROW_BLOCK)
+    is_tiled = block in sizes and (wide == 8 or group_size > 0)
+    operator = {8: int8_matmul, 4: int4_matmul}.get(wide) if is_tiled else None
+    return Storage(operator, wide, min(block, ROW_BLOCK) if wide == 2 else block, wide)
 
 
 @dataclass(frozen=True)
@@ -188,45 +211,22 @@ class IntFormat(Format):
         return scale, None
 
     @property
+    def storage(self) -> Storage:
+        return storage(self.bits, self.group_size, self.symmetric, bool(self.row_nbytes), bool(self.levels))
+
+    @property
     def device_bits(self) -> int:
-        return self._container[0]
-
-    @property
-    def _is_packed(self) -> bool:
-        """Whether LowBitMatMul computes with this format."""
-        return self.symmetric and self.bits in (2, 3, 5, 6) and self.group_size in int4_matmul.GROUP_SIZES
-
-    @property
-    def _container(self) -> tuple[int, int]:
-        """Return (bits, block size) of the codes in an artifact; all have integer kernels (ONNX Runtime 1.31, CPU)."""
-        return (self.bits, self.group_size) if self._is_packed else self._in_blocks
-
-    @property
-    def _in_blocks(self) -> tuple[int, int]:
-        """Return (bits, block size) of the codes for ONNX Runtime's operators and for tiles of 4 and 8 bits."""
-        bits = 8 if self.bits > 4 or self.levels else 4 if self.bits > 2 or self._is_packed else 2
-        block = self.group_size or (INPUT_BLOCK if bits == 8 else ROW_BLOCK)
-        if bits == 2 and block == 16:
-            bits = 4
-        return bits, min(block, ROW_BLOCK) if bits == 2 else block
-
-    @property
-    def _is_tiled(self) -> bool:
-        """Whether one of diffbit's operators computes with this format."""
-        bits, block = self._container
-        return self._is_packed or (
-            block in int4_matmul.GROUP_SIZES and (bits == 8 or (bits == 4 and self.group_size > 0))
-        )
+        return self.storage.bits
 
     def check_table(self, shape: tuple[int, int]) -> None:
-        if not self._is_tiled:
+        if self.storage.operator is None:
             super().check_table(shape)
         self.check(shape)
 
     def device_nbytes(self, shape: tuple[int, int], width: int) -> int:
-        (rows, columns), (bits, block) = shape, self._container
+        (rows, columns), (operator, bits, block, _) = shape, self.storage
         blocks = -(-columns // block)
-        if self._is_tiled:
+        if operator is not None:
             rows += -rows % int4_matmul.TILE
             groups = self.groups(columns) * (self.scale_dtype.itemsize + (not self.symmetric))
             return rows * (blocks * block * bits // 8 + groups + self.row_nbytes)
@@ -234,11 +234,11 @@ class IntFormat(Format):
         return rows * blocks * (block * bits // 8 + width) + zero
 
     def device_rounding(self, rounding: Rounding | None) -> Rounding | None:
-        return Rounding(block=self._container[1])
+        return Rounding(block=self.storage.block)
 
     def store(self, g: Builder, weight: QTensor) -> StoredWeight:
-        bits, block = self._container
-        if self._is_packed:
+        operator, bits, block, _ = self.storage
+        if operator is lowbit_matmul:
             levels = torch.tensor(self.levels).add(lowbit_matmul.MIDDLE).to(torch.uint8) if self.levels else None
             low = lowbit_matmul.pack(weight.codes, *self.scale_parts(weight.scale), levels, block, bits)
             rows = low.row_scales.numpy()
@@ -248,7 +248,7 @@ class IntFormat(Format):
                 g.const(rows, np.float16) if rows.size == 1 else g.initializer("row_scale", rows),
                 g.const(low.levels.numpy(), np.uint8),
             )
-        packed = int4_matmul.pack(self._contained(weight), weight.scale, weight.zero, block, bits)
+        packed = int4_matmul.pack(self._wide_codes(weight), weight.scale, weight.zero, block, bits)
         zeros = packed.zeros.numpy()
         return (
             g.initializer("codes", packed.codes.numpy()),
@@ -257,29 +257,30 @@ class IntFormat(Format):
         )
 
     def gather(self, g: Builder, ids: Value, stored: StoredWeight, shape: tuple[int, int]) -> Value:
-        (rows, columns), (bits, block) = shape, self._container
-        op = gather_lowbit if self._is_packed else gather_quantized
+        (rows, columns), (operator, bits, block, _) = shape, self.storage
+        is_packed = operator is lowbit_matmul
+        op = gather_lowbit if is_packed else gather_quantized
+        kind = (bits, bool(self.levels)) if is_packed else (bits,)
+        inputs = [ids, *stored, g.const([self.scale_unit], g.dtype)]
         attributes = {"K": columns, "N": rows, "group_size": block, "bits": bits}
-        kind = (bits, bool(self.levels)) if self._is_packed else (bits,)
-        (y,) = g.customs(
-            op, [ids, *stored, g.const([self.scale_unit], g.dtype)], 1, lambda name: op.function(*kind), **attributes
-        )
+        (y,) = g.customs(op, inputs, 1, lambda name: op.function(*kind), **attributes)
         return y
 
     def product(self, g: Builder, x: Value, stored: StoredWeight, shape: tuple[int, int], factor: float) -> Value:
-        (rows, columns), (bits, block) = shape, self._container
+        (rows, columns), (operator, bits, block, _) = shape, self.storage
         inputs = [x, *stored, g.const([factor * self.scale_unit], np.float32)]
         attributes = {"K": columns, "N": rows, "group_size": block}
-        if not self._is_packed:
-            return g.custom(int4_matmul if bits == 4 else int8_matmul, inputs, **attributes)
+        assert operator is not None
+        if operator is not lowbit_matmul:
+            return g.custom(operator, inputs, **attributes)
         kind = bits, bool(self.levels)
         body = partial(lowbit_matmul.function, *kind)
         (y,) = g.customs(lowbit_matmul, inputs, 1, body, of=kind, bits=bits, **attributes)
         return y
 
-    def _contained(self, weight: QTensor) -> Tensor:
-        """Return the codes of ONNX Runtime's operators: shifted to the implicit zero point of the wider container."""
-        bits = self._in_blocks[0]
+    def _wide_codes(self, weight: QTensor) -> Tensor:
+        """Return codes of `storage.wide_bits`, shifted to their implicit zero point."""
+        bits = self.storage.wide_bits
         if self.levels:
             return torch.tensor(self.levels).add(128).to(torch.uint8)[weight.codes.int()]
         if not self.symmetric or bits == self.bits:
@@ -287,13 +288,13 @@ class IntFormat(Format):
         return weight.codes + (2 ** (bits - 1) - 2 ** (self.bits - 1))
 
     def onnx(self, g: Builder, x: Value, weight: QTensor, factor: float, rounding: Rounding | None) -> Value:
-        if self._is_tiled:
+        if self.storage.operator is not None:
             return self.product(g, x, self.store(g, weight), weight.shape, factor)
         blocks = self.blocks(weight)
         return blocks.multiply(g, x, blocks.store(g, factor), ACCURACY_LEVEL)
 
     def blocks(self, weight: QTensor) -> Blocks:
-        bits, block = self._in_blocks
+        _, _, block, bits = self.storage
         if bits == 8 and not self.group_size:  # the input's block size does not matter here
             block = shared_block(weight.shape[1])
         blocks = -(-weight.shape[1] // block)
@@ -303,7 +304,7 @@ class IntFormat(Format):
             return values.repeat_interleave(repeat, 1)[:, :blocks]
 
         zero = None if weight.zero is None else repeated(weight.zero)
-        return Blocks(bits, block, self._contained(weight), repeated(weight.scale), zero)
+        return Blocks(bits, block, self._wide_codes(weight), repeated(weight.scale), zero)
 
 
 def _largest(low: Tensor, high: Tensor) -> Tensor:

@@ -49,10 +49,6 @@ class LowBitFormat(IntFormat):
     row_nbytes = 2
     scale_unit = 1 / 128
 
-    @property
-    def _is_packed(self) -> bool:
-        return True
-
     def stored(self, scale: Tensor) -> Tensor:
         """Round scales [n, G] to steps of each row's scale."""
         scale = finite(scale)
