@@ -165,6 +165,7 @@ def resolve_method(
     is_mix: the formats are chosen later.
     """
     from ..formats import parse_format
+    from ..quantize import resolve
     from ..quantize.forecast import quantize_demand
     from ..quantize.methods import parse_recipe
 
@@ -172,8 +173,8 @@ def resolve_method(
         return rounding.method
     if is_mix:
         scheme = replace(scheme, weights=parse_format(UNIFORM))
-    formats = scheme.formats(checkpoint.config).values()
-    if scheme.activations == "int4" or not any(format.bits < PLAIN_BITS for format in formats):
+    plan = resolve(checkpoint.config, scheme)
+    if scheme.activations == "int4" or not any(format.bits < PLAIN_BITS for format in plan.formats.values()):
         return "rtn"
     if not checkpoint.tokenizer_files:
         remark(f"{checkpoint.path}: has no tokenizer for calibration text, so the weights are rounded to nearest")
@@ -181,7 +182,7 @@ def resolve_method(
     free = available_memory() if max_memory is None else max_memory
     shape = text_shape(checkpoint, rounding)
     for method in ("guided", "gptq"):
-        if free is None or quantize_demand(checkpoint, scheme, parse_recipe(method), shape, True).memory < free:
+        if free is None or quantize_demand(checkpoint, plan, parse_recipe(method), shape, True).memory < free:
             return method
     return "rtn"
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import models
-from ..formats import Format, QTensor
+from ..formats import QTensor
 from ..io import files
 from ..io.errors import DiffbitError
 from ..io.processes import Processes
@@ -25,9 +25,10 @@ from ..models.checkpoint.names import shapes, stays_float32
 from .calibration.states import ALONE
 from .forecast import in_shards, must_spill, quantize_demand
 from .layer import Round, assemble
-from .layerwise import Finished, quantize_layers, stored_config, tokens_for
+from .layerwise import Finished, plan_for, quantize_layers, tokens_for
 from .layouts import Weights
 from .methods import parse_recipe
+from .plan import Plan, resolve
 from .report import REPORT_FILE, Report, WeightReport
 from .resume import StoredLayer, Unfinished, run
 from .scheme import KV, Scheme
@@ -68,8 +69,8 @@ def quantize_checkpoint(
     checkpoint = open_float(source, output if here.first else None, overwrite)
     config = checkpoint.config
     recipe = parse_recipe(method)
-    stored = stored_config(config, scheme, recipe)
-    formats = _formats(scheme, stored)
+    plan = plan_for(config, scheme, recipe)
+    _check_quantizes(plan)
     dtype = getattr(torch, checkpoint.dtype)
     tokens = tokens_for(recipe, config, calibration, calibration_mask, here.device, here=here)
     entry = scheme.to_entry() | {"method": recipe.name}
@@ -78,9 +79,9 @@ def quantize_checkpoint(
     if here.first:  # `diffbit compare` finds the float model by it
         entry["source"] = {"name": files.folder_name(checkpoint.path), "sha256": checkpoint.sha256()}
     text = None if tokens is None else (tokens.ids.shape[0], tokens.ids.shape[1])
-    spilled = must_spill(checkpoint, scheme, recipe, text, max_memory)
+    spilled = must_spill(checkpoint, plan, recipe, text, max_memory)
     what = f"quantizing {checkpoint.path} with method {recipe.name!r}"
-    memory, disk = quantize_demand(checkpoint, scheme, recipe, text, spilled)
+    memory, disk = quantize_demand(checkpoint, plan, recipe, text, spilled)
     advice = ", or a method that needs less (--method rtn; see `diffbit plan`)"
     require(what, memory, disk, output, processes=here.local, advice=advice)
     if spilled and tokens is not None:
@@ -98,10 +99,10 @@ def quantize_checkpoint(
         skip = here.broadcast(0, count)
         for states in (tokens.exact, tokens) if tokens is not None and skip and here.count > 1 else ():
             states.from_first()
-        return quantize_layers(config, read, scheme, recipe, tokens, skip=skip, title="quantizing", here=here)
+        return quantize_layers(config, read, plan, recipe, tokens, skip=skip, title="quantizing", here=here)
 
     writer = partial(
-        CheckpointWriter, output, stored, quantization=entry, dtype=checkpoint.dtype,
+        CheckpointWriter, output, plan.config, quantization=entry, dtype=checkpoint.dtype,
         shard_layers=in_shards(config, dtype), tokenizer_from=checkpoint.tokenizer_files, overwrite=overwrite,
     )  # fmt: skip
     unfinished = partial(Unfinished, output, about, tokens, resume=resume, overwrite=overwrite)
@@ -110,12 +111,12 @@ def quantize_checkpoint(
         deque(layers_after(None), maxlen=0)
 
     def report(rows: list[WeightReport]) -> Report:
-        warnings = [format.warning() for format in formats.values()] + recipe.warnings(config)
+        warnings = [format.warning() for format in plan.formats.values()] + recipe.warnings(config)
         warnings += [_biased_keys(checkpoint, scheme)]
         if tokens is not None and recipe.calibrated:
             warnings.append(tokens.unlike())
         return Report(
-            scheme, recipe.name, tuple(rows), sizes(config, stored=dtype), sizes(stored, scheme, stored=dtype),
+            scheme, recipe.name, tuple(rows), sizes(resolve(config), stored=dtype), sizes(plan, stored=dtype),
             tokens.count if tokens else 0, tuple(dict.fromkeys(filter(None, warnings))),
         )  # fmt: skip
 
@@ -139,15 +140,14 @@ def _biased_keys(checkpoint: Checkpoint, scheme: Scheme) -> str | None:
     )
 
 
-def _formats(scheme: Scheme, config: ModelConfig) -> Mapping[str, Format]:
-    """{module: format} of the weights that the scheme quantizes. Raises DiffbitError if it quantizes nothing."""
-    formats = scheme.formats(config)
-    if not formats and not scheme.attention.is_low_bit and scheme.attention.states is None:
+def _check_quantizes(plan: Plan) -> None:
+    """Refuse a plan that quantizes nothing."""
+    attention = plan.scheme.attention
+    if not plan.formats and not attention.is_low_bit and attention.states is None:
         raise DiffbitError(
             "the scheme quantizes nothing; name a format for the weights, such as --weights int4_g32, or for the KV "
             "cache, such as --kv int4"
         )
-    return formats
 
 
 def _written(

@@ -28,7 +28,6 @@ import tomllib
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -219,7 +218,6 @@ class Scheme:
         """Whether the model ties embedding and head, and the scheme keeps them tied."""
         return config.tie_embeddings and self.format_for(EMBEDDING_MODULE) == self.format_for(HEAD_MODULE)
 
-    @lru_cache(maxsize=16)  # noqa: B019 (a scheme is a value, so equal ones share an entry)
     def formats(self, config: ModelConfig) -> Mapping[str, Format]:
         """Return {module: format} of all quantized weights of a model, in the model's order: the embedding, the linear
         layers, and the head unless it is tied.

@@ -39,8 +39,9 @@ from ...io.resources import available_memory
 from ...models import Checkpoint, Decoder, ModelConfig, load, num_parameters
 from ..calibration import Tokens
 from ..calibration.predictions import divergence, predictions
-from ..layerwise import apply, stored_config
+from ..layerwise import apply, plan_for
 from ..methods import Method, Recipe, find, parse_recipe
+from ..plan import Plan, resolve
 from ..scheme import EMBEDDING_MODULE, HEAD_MODULE, Scheme, linear_shapes
 from ..sizes import overhead, sizes
 from .losses import Losses, measure
@@ -151,7 +152,7 @@ def allocate(
     if tables:
         assert not measuring
         scheme = replace(scheme, embedding=None, head=None)
-    space = _Space(checkpoint, stored_config(checkpoint.config, scheme, recipe), scheme, candidates, tables)
+    space = _Space(checkpoint, plan_for(checkpoint.config, scheme, recipe), candidates, tables)
     budget = space.budget(bits, nbytes)
     ranked = space.nearest(budget)
     windows = Tokens(checkpoint.config, calibration, calibration_mask, device)
@@ -176,7 +177,8 @@ def allocate(
     start = 0.0 if base is decoder else divergence(exact, predictions(base, sample), sample)
     formats = {module: {name: space.formats[name] for name in row} for module, row in ranked.items()}
     if measuring:
-        losses = measure(transformed, base, sample, scheme, formats, rounding, windows if rounding.stats else None)
+        plan, read = resolve(base.config, scheme), windows if rounding.stats else None
+        losses = measure(transformed, base, sample, plan, formats, rounding, read)
     else:
         losses = estimate(transformed, windows, formats, rounding, seed)
     allocation = space.allocation(losses, budget, start)
@@ -233,8 +235,7 @@ class _Space:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        config: ModelConfig,
-        scheme: Scheme,
+        plan: Plan,
         candidates: Sequence[str] | None,
         tables: bool,
     ) -> None:
@@ -242,12 +243,13 @@ class _Space:
         self.formats = {name: None if name == FLOAT else choose_format(name) for name in names}
         if not any(self.formats.values()):
             raise DiffbitError(f"the candidates {', '.join(names) or 'none'} contain no format; name two or more")
+        config, scheme = plan.config, plan.scheme
         self.scheme = scheme
-        whole = sizes(config, scheme, stored=getattr(torch, checkpoint.dtype))
+        whole = sizes(plan, stored=getattr(torch, checkpoint.dtype))
         tensors = {tensor.module: tensor for tensor in whole.tensors}
         fixed = [tensors[module] for module in scheme.overridden(config) if module in tensors]  # not a tied head
         free = [tensors[module] for module in scheme.without_override(config)]
-        self.tied = scheme.keeps_tied(config)
+        self.tied = config.tie_embeddings
         if tables:
             free += [tensors[module] for module in scheme.tables_without_override(config) if module in tensors]
         if not free:

@@ -109,9 +109,7 @@ class Passes:
         sums: dict[int, dict[str, Tensor]] = {}  # by the batch's first window: to add them up in one order
 
         def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-            rounding = layer.formats[name].rounding(
-                name, layer.tensors[f"{name}.weight"].shape[1], layer.scheme.activations
-            )
+            rounding = layer.rounding(name)
 
             def add(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
                 x = spread(inputs[0][batch.counted].float(), rounding)

@@ -55,7 +55,7 @@ def _probe(
 ) -> tuple[Tensor, ...]:
     """Return what the layer with these tensors, whose residual stream is x R, adds to hidden [1, T, E], and the
     tensors that it passes to later layers."""
-    module = Layer(layer.config, layer.index, layer.scheme, {}, tensors).module()
+    module = Layer(layer.plan, layer.index, {}, tensors).module()
     rope = rope_for(layer.config, torch.arange(PROBE_TOKENS, device=hidden.device)[None])
     mask, carried = causal_mask(PROBE_TOKENS), layer.stand_in(PROBE_TOKENS)
     x = hidden if stream is None else stream.right(hidden[0])[None]

@@ -136,7 +136,7 @@ class Problem:
         module: Any
         for name, module in self.module.named_modules():
             format = layer.formats.get(layer.prefix + name)
-            rounding = format and format.rounding(name, module.in_features, layer.scheme.activations)
+            rounding = format and format.rounding(name, module.in_features, layer.plan.scheme.activations)
             if rounding is not None:
                 module.register_forward_pre_hook(lambda _, inputs, rounding=rounding: _straight(rounding, inputs[0]))
             if getattr(module, "logits_hook", None) is not None:

@@ -19,7 +19,7 @@ from diffbit.formats import Format, QTensor, parse_format
 from diffbit.io import plugins
 from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, Decoder, ModelConfig
-from diffbit.quantize import Scheme, apply, layerwise, load, quantize_checkpoint, read_weight
+from diffbit.quantize import Scheme, apply, layerwise, load, quantize_checkpoint, read_weight, resolve
 from diffbit.quantize import layer as layer_module
 from diffbit.quantize.calibration import CalibStats, Passes, Tokens
 from diffbit.quantize.layer import FINAL_NORM, Layer
@@ -362,7 +362,9 @@ def test_text_unlike_that_of_the_training_is_told(trained: Any) -> None:
     warnings = []
     for ids in (code, shuffled, shuffled[:4]):
         tokens = Tokens(decoder.config, ids, compared_windows=8)
-        for _ in quantize_layers(decoder.config, decoder.state_dict().__getitem__, Scheme(), plain, tokens):
+        for _ in quantize_layers(
+            decoder.config, decoder.state_dict().__getitem__, resolve(decoder.config), plain, tokens
+        ):
             pass
         with torch.no_grad():
             logits = decoder(tokens.exact.ids)[:, :-1].flatten(0, 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from diffbit import models
 from diffbit.formats import parse_format
 from diffbit.models import Decoder
-from diffbit.quantize import Scheme, apply, linear_shapes
+from diffbit.quantize import Scheme, apply, linear_shapes, resolve
 from diffbit.quantize.allocation.losses import Losses, measure
 from diffbit.quantize.calibration import Tokens
 from diffbit.quantize.methods import Method, find
@@ -29,7 +29,7 @@ def measured(
     formats = {
         module: {name: None if name == "none" else parse_format(name) for name in row} for module, row in names.items()
     }
-    return measure(decoder, base, sample, Scheme(), formats, rounding, tokens)
+    return measure(decoder, base, sample, resolve(base.config), formats, rounding, tokens)
 
 
 LINEARS = [name for name in linear_shapes(CONFIG) if name != "lm_head"]
@@ -88,7 +88,7 @@ def test_what_is_scaled_is_near_what_is_measured(name: str, trained: Callable[[s
 
     def losses(order: list[str]) -> Losses:
         formats = {module: {name: parse_format(name) for name in order} for module in modules}
-        return measure(decoder, decoder, sample, Scheme(), formats, find("gptq"), tokens)
+        return measure(decoder, decoder, sample, resolve(decoder.config), formats, find("gptq"), tokens)
 
     scaled = losses(names)
     for other in names[1:]:
