@@ -33,7 +33,7 @@ from ..models.checkpoint.names import layer_of
 from .calibration.states import BATCH_TOKENS
 from .calibration.tokens import LOSS_TOKENS, MEASURED_TOKENS
 from .layer import TABLE_PART
-from .methods import Recipe
+from .methods import STEP_TOKENS, Recipe
 from .methods.gptq import PRECISE
 from .plan import Plan
 from .scheme import HEAD_MODULE, linear_shapes
@@ -111,7 +111,7 @@ def _layer(
     if recipe.calibrated:
         peaks.append(count + max(map(_rounding, tensors)))
     if recipe.exact:
-        peaks.append(32 * count + 2 * activations * max(recipe.rounding.step_tokens, length))
+        peaks.append(32 * count + 2 * activations * max(STEP_TOKENS, length))
     return width * count + max(peaks)
 
 

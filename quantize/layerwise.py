@@ -214,7 +214,7 @@ def _rounding(layer: Layer, recipe: Recipe) -> Method:
         not layer.is_layer and all(format.bits >= PLAIN_BITS for format in layer.formats.values())
     )
     if plain and (recipe.rounding.stats or recipe.rounding.weighs):
-        return replace(find("rtn"), weighs=False)
+        return replace(find("rtn"), reads=None)
     tied = not layer.is_layer and layer.config.tie_embeddings
     return find("gptq") if tied and recipe.rounding.round_layer is not None else recipe.rounding
 

@@ -14,7 +14,7 @@ Learning starts from GPTQ's codes. It keeps the iterate, which may be the start,
 the calibration text.
 
 Memory for one layer: 26 bytes per weight (float weight, current and initial offset, rounded weight, its gradient and
-the gradient's terms, current and best codes), the activations of BATCH_TOKENS tokens for the backward pass, and the
+the gradient's terms, current and best codes), the activations of STEP_TOKENS tokens for the backward pass, and the
 target, one float per hidden state. For 60 million weights: 1.6 GB, 0.1 GB, and as much again as the calibration tokens'
 hidden states.
 """
@@ -38,11 +38,10 @@ from ...models.layers import Arithmetic
 from ..calibration import DiskTensor, Tokens, round_all
 from ..calibration.passes import Passes
 from ..layer import Layer
-from . import Method, find
+from . import STEP_TOKENS, Method, find
 
 SEED = 0
 STEPS = 100  # by default; the recipe learned:50 has 50
-BATCH_TOKENS = 256  # per training step; 512 is no better
 BOUND = 0.5  # of offsets: they can reach the neighbouring code on either side
 MARGIN = 0.49  # largest initial distance of a weight from its code's value, in units of the scale
 CLIP = (0.25, 4.0)  # bounds of clip factors
@@ -94,7 +93,7 @@ def _descend(
         if name.removesuffix(".weight") not in start and (tensor.dim() == 1 or "lambda" in name)
     }
     adam = torch.optim.Adam(floats.values(), lr=FLOAT_RATE)
-    batches = _batches(len(tokens.ids), max(1, BATCH_TOKENS // tokens.ids.shape[1]), SEED + layer.index)
+    batches = _batches(len(tokens.ids), max(1, STEP_TOKENS // tokens.ids.shape[1]), SEED + layer.index)
     least = float("inf")
     best = dict(start)  # kept if every loss is NaN
     best_floats: dict[str, Tensor] = {}
@@ -172,7 +171,7 @@ class Problem:
         """Return the loss on CHECK_WINDOWS evenly spread windows."""
         count = len(self.tokens.ids)
         windows = torch.linspace(0, count - 1, min(count, CHECK_WINDOWS)).round().long()
-        size = max(1, BATCH_TOKENS // self.tokens.ids.shape[1])
+        size = max(1, STEP_TOKENS // self.tokens.ids.shape[1])
         parts = [(float(self.loss(weights, floats, rows)), len(rows)) for rows in windows.split(size)]
         return sum(loss * rows for loss, rows in parts) / len(windows)
 
@@ -298,5 +297,5 @@ class _StraightArithmetic(Arithmetic):
 
 
 METHOD = Method(
-    "learned", __doc__, round_layer=quantize_layer, calibrated=True, exact=True, steps=STEPS, step_tokens=BATCH_TOKENS
+    "learned", __doc__, round_layer=quantize_layer, calibrated=True, steps=STEPS
 )

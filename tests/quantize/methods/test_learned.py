@@ -262,7 +262,7 @@ def test_it_beats_rounding_and_gptq_on_a_trained_layer(trained, monkeypatch):
     calib, held_out = (
         torch.as_tensor(eval_windows("stdlib", path, 256, 12, split=split).ids) for split in ("calib", "eval")
     )
-    monkeypatch.setattr(learned, "BATCH_TOKENS", 512)
+    monkeypatch.setattr(learned, "STEP_TOKENS", 512)
     scheme = Scheme(weights=parse_format("int2_g64"))
     errors = {}
     other = passes_of(model, held_out, scheme).tokens
