@@ -106,7 +106,7 @@ class IntFormat(Format):
         return ()
 
     @classmethod
-    def of(cls, bits: int, group_size: int = 0, symmetric: bool = True) -> IntFormat:
+    def create(cls, bits: int, group_size: int = 0, symmetric: bool = True) -> IntFormat:
         group = f"_g{group_size}" if group_size else ""
         return cls(f"int{bits}{group}{'' if symmetric else '_asym'}", bits, group_size, symmetric)
 
@@ -147,8 +147,8 @@ class IntFormat(Format):
             largest = _largest(*self._range(weight))
             levels = self.levels or range(self.lowest, -self.lowest)
             outer = [level for level in levels if self.lowest < -abs(level) <= self.lowest / 2]
-            most = self.factors[0] if self.levels else 1.0  # for integers, those of `outer` are enough
-            factors = [factor for factor in self.factors[::COARSE] if self.bits / 10 <= factor < most]
+            largest_factor = self.factors[0] if self.levels else 1.0  # for integers, those of `outer` are enough
+            factors = [factor for factor in self.factors[::COARSE] if self.bits / 10 <= factor < largest_factor]
             on_levels = outer if self.bits <= FEW_BITS else (outer[0], outer[-1])
             for place in (*on_levels, *(sign * self.lowest / factor for factor in (1, *factors) for sign in (1, -1))):
                 yield largest / place, None
@@ -202,7 +202,7 @@ class IntFormat(Format):
         bits = 8 if self.bits == 7 else self.bits
         is_whole = bits in WHOLE_BITS
         size = self.group_size or (0 if is_whole else sizes[-1])
-        return IntFormat.of(bits, size and min(max(size, sizes[0]), sizes[-1]), self.symmetric or not is_whole)
+        return IntFormat.create(bits, size and min(max(size, sizes[0]), sizes[-1]), self.symmetric or not is_whole)
 
     # a device
 
@@ -324,13 +324,13 @@ def parse(name: str) -> IntFormat | None:
             f"format {name!r} has groups of {group_size}, wanted one of "
             f"{', '.join(map(str, int4_matmul.GROUP_SIZES))}, or no _g for one scale per row"
         )
-    return IntFormat.of(bits, group_size, match[3] is None)
+    return IntFormat.create(bits, group_size, match[3] is None)
 
 
 def all_formats() -> list[IntFormat]:
     """Return all formats that `parse` accepts."""
     return [
-        IntFormat.of(bits, size, symmetric)
+        IntFormat.create(bits, size, symmetric)
         for bits in range(2, 9)
         for size in (0, *GROUP_SIZES)
         for symmetric in (True, False)

@@ -112,8 +112,8 @@ class E2M1Format(Format):
         scale = g.op("Gather", [g.const(np.where(np.isfinite(table), table, 0), dtype), g.cast(stored, np.int32)])
         if not self.tensor_scaled:
             return scale
-        whole = g.initializer("tensor_scale", (weight.whole_scale() * factor).float().numpy())
-        return g.cast(g.op("Mul", [scale, whole]), g.dtype)
+        tensor_scale = g.initializer("tensor_scale", (weight.whole_scale() * factor).float().numpy())
+        return g.cast(g.op("Mul", [scale, tensor_scale]), g.dtype)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def quantize_checkpoint(
     overwrite: bool = False,
     resume: bool = False,
     max_memory: int | None = None,
-    here: Processes = ALONE,
+    workers: Processes = ALONE,
 ) -> Report:
     """Quantize a float checkpoint into a new folder, one layer in memory at a time. Returns a report of each weight,
     which the folder holds, too.
@@ -61,29 +61,29 @@ def quantize_checkpoint(
     tokens that count; default all. calibration_text: a description of the text (source, sha256, ...) for config.json
     and the artifact's manifest, which also have the float checkpoint's name and hash. resume: continue an interrupted
     run (resume.py), if there is one. max_memory: the most bytes that this process may use; calibration states move to
-    disk if necessary. here: the processes that share the work, and this one's device; each calls this, and the first
+    disk if necessary. workers: the processes that share the work, and this one's device; each calls this, and the first
     writes. Neither resume nor the number of processes changes a bit of the result; a GPU sums in another order than a
     CPU. Raises DiffbitError for a checkpoint or scheme
     that does not fit, and if memory or disk do not suffice (memory.py).
     """
-    checkpoint = open_float(source, output if here.first else None, overwrite)
+    checkpoint = open_float(source, output if workers.first else None, overwrite)
     config = checkpoint.config
     recipe = parse_recipe(method)
     plan = plan_for(config, scheme, recipe)
     _check_quantizes(plan)
     dtype = getattr(torch, checkpoint.dtype)
-    tokens = tokens_for(recipe, config, calibration, calibration_mask, here.device, here=here)
+    tokens = tokens_for(recipe, config, calibration, calibration_mask, workers.device, workers=workers)
     entry = scheme.to_entry() | {"method": recipe.name}
     if tokens and calibration_text is not None:
         entry["calibration"] = {**calibration_text, "tokens": tokens.count}
-    if here.first:  # `diffbit compare` finds the float model by it
+    if workers.first:  # `diffbit compare` finds the float model by it
         entry["source"] = {"name": files.folder_name(checkpoint.path), "sha256": checkpoint.sha256()}
     text = None if tokens is None else (tokens.ids.shape[0], tokens.ids.shape[1])
     spilled = must_spill(checkpoint, plan, recipe, text, max_memory)
     what = f"quantizing {checkpoint.path} with method {recipe.name!r}"
     memory, disk = quantize_demand(checkpoint, plan, recipe, text, spilled)
     advice = ", or a method that needs less (--method rtn; see `diffbit plan`)"
-    require(what, memory, disk, output, processes=here.local, advice=advice)
+    require(what, memory, disk, output, processes=workers.local, advice=advice)
     if spilled and tokens is not None:
         files.make_folder(files.resolved(output).parent)
         tokens.spill(files.resolved(output).parent)
@@ -92,14 +92,14 @@ def quantize_checkpoint(
         return run(checkpoint.sha256(), scheme.to_dict(), recipe.name, tokens, entry.get("calibration"))
 
     def read(name: str) -> Tensor:
-        return checkpoint.read(name).to(here.device)
+        return checkpoint.read(name).to(workers.device)
 
     def layers_after(count: int | None) -> Iterator[Finished]:
         """The layers after the first `count`, which an earlier run finished; only the first process knows the count."""
-        skip = here.broadcast(0, count)
-        for states in (tokens.exact, tokens) if tokens is not None and skip and here.count > 1 else ():
+        skip = workers.broadcast(0, count)
+        for states in (tokens.exact, tokens) if tokens is not None and skip and workers.count > 1 else ():
             states.from_first()
-        return quantize_layers(config, read, plan, recipe, tokens, skip=skip, title="quantizing", here=here)
+        return quantize_layers(config, read, plan, recipe, tokens, skip=skip, title="quantizing", workers=workers)
 
     writer = partial(
         CheckpointWriter, output, plan.config, quantization=entry, dtype=checkpoint.dtype,
@@ -107,7 +107,7 @@ def quantize_checkpoint(
     )  # fmt: skip
     unfinished = partial(Unfinished, output, about, tokens, resume=resume, overwrite=overwrite)
     keeps = recipe.name != "rtn" or tokens is not None  # plain rounding is too fast to be worth resuming
-    if not here.first:
+    if not workers.first:
         deque(layers_after(None), maxlen=0)
 
     def report(rows: list[WeightReport]) -> Report:
@@ -120,7 +120,7 @@ def quantize_checkpoint(
             tokens.count if tokens else 0, tuple(dict.fromkeys(filter(None, warnings))),
         )  # fmt: skip
 
-    return report(here.on_first(lambda: _written(output, unfinished, keeps, layers_after, writer, report)))
+    return report(workers.on_first(lambda: _written(output, unfinished, keeps, layers_after, writer, report)))
 
 
 def _biased_keys(checkpoint: Checkpoint, scheme: Scheme) -> str | None:
@@ -168,12 +168,12 @@ def _written(
                 done.add(layer)
                 del layer
             layers = done.layers()
-        with writer() as whole:
+        with writer() as checkpoint:
             for tensors, its_rows in layers:
-                whole.add_layer(tensors)
+                checkpoint.add_layer(tensors)
                 tensors.clear()  # frees them before the next layer is made
                 rows += its_rows
-            files.write_json(whole.folder / REPORT_FILE, report(rows).to_dict())
+            files.write_json(checkpoint.folder / REPORT_FILE, report(rows).to_dict())
     return rows
 
 

@@ -132,8 +132,8 @@ class Layer:
         for name in self.formats:
             module.get_submodule(name.removeprefix(self.prefix)).register_forward_pre_hook(hook(name))
         rope = rope_for(self.config, torch.zeros(1, 1, dtype=torch.int64, device=self.device))
-        one = torch.ones(1, 1, self.config.hidden_size, device=self.device)
-        module(one, rope, None, None, self.stand_in(1)) if self.is_layer else module(one)
+        token = torch.ones(1, 1, self.config.hidden_size, device=self.device)
+        module(token, rope, None, None, self.stand_in(1)) if self.is_layer else module(token)
         return [names for _, names in readers.values()]
 
 

@@ -71,13 +71,13 @@ def quantize_layers(
     *,
     skip: int = 0,
     title: str | None = None,
-    here: Processes = ALONE,
+    workers: Processes = ALONE,
 ) -> Iterator[Finished]:
     """Quantize the float model of `config` whose parameters `read` returns, as `plan_for` says; yield the embedding,
     each layer, then the head.
 
     Only one layer and the tokens' hidden states are in memory at a time. skip: the number of layers that are already
-    done; `tokens` must be past them. title: title of the progress bar, or None for no bar. here: the processes that
+    done; `tokens` must be past them. title: title of the progress bar, or None for no bar. workers: the processes that
     share the work, the same as those of `tokens`; each yields all layers.
     """
     formats, shapes_of = plan.formats, weight_shapes(config)
@@ -107,7 +107,7 @@ def quantize_layers(
                     Layer(plan, place - 1, chosen, _read(config, read, names[place])),
                     tokens,
                     progress,
-                    here,
+                    workers,
                 ),
                 recipe,
                 late,
@@ -142,10 +142,10 @@ def _finish(passes: Passes, recipe: Recipe, late: bool = False) -> Finished:
     quantized = quantize_one(passes, recipe)
     if layer.config.tie_embeddings and any(layer.tensors[name] is not tensor for name, tensor in tied.items()):
         raise DiffbitError(f"method {recipe.name!r} changes the embedding that the head shares; it must untie them")
-    for kept in (layer.tensors, layer.refitted):  # methods compute in fp32; float parameters keep their stored dtype
-        for name, tensor in kept.items():
+    for tensors in (layer.tensors, layer.refitted):  # methods compute in fp32; float parameters keep their stored dtype
+        for name, tensor in tensors.items():
             if name.removesuffix(".weight") not in quantized and not stays_float32(name):
-                kept[name] = tensor.to(dtypes[name])
+                tensors[name] = tensor.to(dtypes[name])
     errors = passes.advance(quantized)
     floats = {
         name: tensor
@@ -226,7 +226,7 @@ def tokens_for(
     mask: Any,
     device: torch.device | str = "cpu",
     measure: bool = True,
-    here: Processes = ALONE,
+    workers: Processes = ALONE,
 ) -> Tokens | None:
     """Return calibration tokens for `quantize_layers`; raises DiffbitError if the recipe needs tokens and has none.
 
@@ -237,7 +237,7 @@ def tokens_for(
         length = max(1, torch.as_tensor(ids).shape[-1])
         weighs = recipe.rounding.weighs
         windows = max(1, (LOSS_TOKENS if weighs else MEASURED_TOKENS) // length) if measure else 0
-        return Tokens(config, ids, mask, device, None if recipe.exact else windows, here, rounded=not weighs)
+        return Tokens(config, ids, mask, device, None if recipe.exact else windows, workers, rounded=not weighs)
     if recipe.calibrated:
         raise DiffbitError(
             f"method {recipe.name!r} needs calibration text: pass --calibrate TEXT, or token ids as `calibration`"

@@ -108,8 +108,8 @@ class AttentionScheme:
                     )
             return ()
 
-        own = [mixer.buffers(kv) for mixer in {layer.mixer for layer in config.layers}]
-        if self.states and not any(map(len, own)):
+        fixed = [mixer.buffers(kv) for mixer in {layer.mixer for layer in config.layers}]
+        if self.states and not any(map(len, fixed)):
             raise DiffbitError(
                 f"states cannot be {self.states}: the model has none of a fixed size; use --kv for its cache"
             )

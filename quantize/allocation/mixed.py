@@ -245,8 +245,8 @@ class _Space:
             raise DiffbitError(f"the candidates {', '.join(names) or 'none'} contain no format; name two or more")
         config, scheme = plan.config, plan.scheme
         self.scheme = scheme
-        whole = sizes(plan, stored=getattr(torch, checkpoint.dtype))
-        tensors = {tensor.module: tensor for tensor in whole.tensors}
+        table = sizes(plan, stored=getattr(torch, checkpoint.dtype))
+        tensors = {tensor.module: tensor for tensor in table.tensors}
         fixed = [tensors[module] for module in scheme.overridden(config) if module in tensors]  # not a tied head
         free = [tensors[module] for module in scheme.without_override(config)]
         self.tied = config.tie_embeddings
@@ -271,7 +271,7 @@ class _Space:
                 )
         self.weights = sum(tensor.weights for tensor in (*free, *fixed))
         self.fixed = sum(tensor.device_bytes for tensor in fixed)
-        self.rest = whole.nbytes + overhead(checkpoint, config) - sum(tensor.device_bytes for tensor in free)
+        self.rest = table.nbytes + overhead(checkpoint, config) - sum(tensor.device_bytes for tensor in free)
 
     def budget(self, bits: float | None, nbytes: int | None) -> int:
         """Return the bytes available to the layers to choose for; one of the two budgets is None."""
@@ -338,9 +338,9 @@ class _Space:
         share = {name: 0 for name in self.formats}
         for module, name in layers.items():
             share[name] += math.prod(self.shapes[module])
-        most = max(share, key=share.__getitem__)
-        exceptions = tuple((module, self.formats[name]) for module, name in layers.items() if name != most)
-        scheme = replace(self.scheme, weights=self.formats[most], overrides=(*self.scheme.overrides, *exceptions))
+        common = max(share, key=share.__getitem__)
+        exceptions = tuple((module, self.formats[name]) for module, name in layers.items() if name != common)
+        scheme = replace(self.scheme, weights=self.formats[common], overrides=(*self.scheme.overrides, *exceptions))
         if EMBEDDING_MODULE in choice:
             scheme = replace(scheme, embedding=self.formats[choice[EMBEDDING_MODULE]])
         if self.tied and EMBEDDING_MODULE in choice:

@@ -160,7 +160,7 @@ def fisher(decoder: Decoder, text: Tokens, modules: Collection[str], seed: int =
     finally:
         handle.remove()
     sums |= {EMBEDDING_MODULE: embedding, HEAD_MODULE: head}
-    return {name: Fisher(one.rows / text.count, one.columns / text.count) for name, one in sums.items()}
+    return {name: Fisher(total.rows / text.count, total.columns / text.count) for name, total in sums.items()}
 
 
 def _zeros(weight: Tensor) -> Fisher:

@@ -41,7 +41,7 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
     _version(checkpoint)
     setting(checkpoint, _first(checkpoint, "bits", "w_bit"), Annotated[int, one_of(BITS)])
     group_size = setting(checkpoint, _first(checkpoint, "group_size", "q_group_size"), GroupSize)
-    return scheme_of_packed(checkpoint, IntFormat.of(BITS, max(group_size, 0), symmetric=False))
+    return scheme_of_packed(checkpoint, IntFormat.create(BITS, max(group_size, 0), symmetric=False))
 
 
 def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:

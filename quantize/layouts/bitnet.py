@@ -97,8 +97,8 @@ def settings(config: ModelConfig, scheme: Scheme) -> dict[str, Any]:
         )
     entry = {"quant_method": METHOD, "linear_class": "autobitlinear", "quantization_mode": "offline"}
     floats = (module for module in linear_shapes(config) if module not in formats and module != HEAD_MODULE)
-    kept = [HEAD_MODULE, *floats]
-    return entry | ({"modules_to_not_convert": kept} if len(kept) > 1 else {})
+    float_modules = [HEAD_MODULE, *floats]
+    return entry | ({"modules_to_not_convert": float_modules} if len(float_modules) > 1 else {})
 
 
 def pack_parts(weight: QTensor, entry: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -75,7 +75,7 @@ def learn(layer: Layer, passes: Passes, tokens: Tokens, start: Mapping[str, QTen
     Each step needs the one before it: one process takes them, and others wait.
     """
     problem = Problem(layer, passes, tokens)
-    best, floats = tokens.here.on_first(lambda: _descend(problem, start, steps))
+    best, floats = tokens.workers.on_first(lambda: _descend(problem, start, steps))
     for name, tensor in floats.items():
         layer.refitted[name] = tensor.to(layer.tensors[name].dtype)
     return best
@@ -152,7 +152,8 @@ class Problem:
                 return passes.run(true, tokens.exact.batch(rows))
 
             with torch.no_grad():
-                for rows, output in zip(tokens.exact.slices, tokens.here.share(tokens.exact.slices, aim), strict=True):
+                outputs = tokens.workers.share(tokens.exact.slices, aim)
+                for rows, output in zip(tokens.exact.slices, outputs, strict=True):
                     self.target[rows] = output
 
     def loss(self, weights: Mapping[str, Tensor], floats: Mapping[str, Tensor], rows: Tensor) -> Tensor:
@@ -265,9 +266,9 @@ class LearnedWeight:
             offset, first = self.offset[rows], self.first[rows]
             offset.sub_(to_offset.sign_(), alpha=rate * self.unit)
             torch.clamp(offset, first.clamp(max=-bound), first.clamp(min=bound), out=offset)
-            for whole, part in zip(grads, to_ends, strict=False):
+            for total, part in zip(grads, to_ends, strict=False):
                 assert part is not None
-                whole[rows] = part
+                total[rows] = part
         ends = [end for end in (self.upper, self.lower) if end is not None]
         grads = [grad.sum_to_size(values.shape) for grad, values in zip(grads, scale_and_zero, strict=True)]
         for end, grad in zip(ends, torch.autograd.grad(scale_and_zero, ends, grads), strict=True):
@@ -296,6 +297,4 @@ class _StraightArithmetic(Arithmetic):
         return exact + (self.low.mix(probabilities.detach(), value.detach(), head_dim) - exact.detach())
 
 
-METHOD = Method(
-    "learned", __doc__, round_layer=quantize_layer, calibrated=True, steps=STEPS
-)
+METHOD = Method("learned", __doc__, round_layer=quantize_layer, calibrated=True, steps=STEPS)
