@@ -109,8 +109,8 @@ class Format(ABC):
 
     @property
     def better(self) -> Format | None:
-        """The format to choose in place of this one, which is only read where a published checkpoint has it; None: this
-        one can be chosen."""
+        """Return the format to choose in place of this one, which is only read where a published checkpoint has it;
+        None: this one can be chosen."""
         return None
 
     def check_offered(self) -> None:
@@ -168,7 +168,7 @@ class Format(ABC):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the tensors of a weight in a checkpoint (`QTensor.parts`)."""
+        """Return the names of the tensors of a weight in a checkpoint (`QTensor.parts`)."""
         tensor_scale, zero = ("tensor_scale",) * self.tensor_scaled, ("zero",) * (not self.symmetric)
         return "codes", "scale", *tensor_scale, *zero
 
@@ -186,7 +186,7 @@ class Format(ABC):
 
     @property
     def spacing(self) -> float:
-        """Mean distance between neighbouring values at scale 1."""
+        """Return the mean distance between neighbouring values at scale 1."""
         return 1.0
 
     @abstractmethod
@@ -297,8 +297,8 @@ class Format(ABC):
     def check_table(self, shape: tuple[int, int]) -> None:
         """Refuse an embedding [V, E] if the device has no operator that reads single rows of this format."""
         raise DiffbitError(
-            f"an embedding cannot be {self}: wanted int8, another format of 5 to 8 bits, or one of 2 to 6 bits in "
-            "groups of 32, 64 or 128 (int4_g32, int6_g32_s8, ...), or none"
+            f"an embedding cannot be {self}: wanted int8, a format in groups of 32, 64 or 128 (int4_g32, "
+            "int6_g32_s8, ...), or none"
         )
 
     def store(self, g: Builder, weight: QTensor) -> StoredWeight:
@@ -417,7 +417,7 @@ class QTensor:
 
     @property
     def bits_per_weight(self) -> float:
-        """nbytes * 8 / number of weights, scales included: 4.5 for int4_g32, not 4."""
+        """Return nbytes * 8 / number of weights, scales included: 4.5 for int4_g32, not 4."""
         return self.nbytes * 8 / (self.shape[0] * self.shape[1])
 
     def rows(self, rows: slice | Tensor) -> QTensor:

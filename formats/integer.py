@@ -102,7 +102,7 @@ class IntFormat(Format):
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """The values of the codes at scale 1, if they are those of a table."""
+        """Return the values of the codes at scale 1, if they are those of a table."""
         return ()
 
     @classmethod
@@ -174,7 +174,7 @@ class IntFormat(Format):
 
     @property
     def lowest(self) -> int:
-        """The weight of code 0 at scale 1, in symmetric formats."""
+        """Return the weight of code 0 at scale 1, in symmetric formats."""
         return -(2 ** (self.bits - 1))
 
     def bounds(self, zero: Tensor | None) -> tuple[Tensor | float, Tensor | float]:
@@ -195,7 +195,7 @@ class IntFormat(Format):
 
     @property
     def better(self) -> IntFormat | None:
-        """A format that a device stores in as many bits as it says, in groups that diffbit's operators read."""
+        """Return a format that a device stores in as many bits as it says, in groups that diffbit's operators read."""
         sizes = int4_matmul.GROUP_SIZES
         if self.device_bits == self.bits and self.group_size in (0, *sizes):
             return None

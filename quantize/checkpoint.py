@@ -95,7 +95,8 @@ def quantize_checkpoint(
         return checkpoint.read(name).to(workers.device)
 
     def layers_after(count: int | None) -> Iterator[Finished]:
-        """The layers after the first `count`, which an earlier run finished; only the first process knows the count."""
+        """Quantize the layers after the first `count`, which an earlier run finished; only the first process knows
+        the count."""
         skip = workers.broadcast(0, count)
         for states in (tokens.exact, tokens) if tokens is not None and skip and workers.count > 1 else ():
             states.from_first()

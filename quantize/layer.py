@@ -63,12 +63,12 @@ class Layer:
 
     @property
     def spec(self) -> LayerSpec:
-        """This decoder layer's part of the model's configuration."""
+        """Return this decoder layer's part of the model's configuration."""
         return self.config.layers[self.index]
 
     @property
     def symmetries(self) -> Symmetries:
-        """Symmetries of this decoder layer at its place in the model."""
+        """Return the symmetries of this decoder layer at its place in the model."""
         return self.config.symmetries(self.index)
 
     @property

@@ -75,12 +75,12 @@ class AttentionScheme:
 
     @property
     def query_bits(self) -> int:
-        """Bits of a query; 0: it is not rounded."""
+        """Return the bits of a query; 0: it is not rounded."""
         return 0 if self.qk is None else BITS[self.qk]
 
     @property
     def key_format(self) -> str:
-        """ "float" or one of CACHED: the smaller of the cache's format and the product's."""
+        """Return "float" or one of CACHED: the smaller of the cache's format and the product's."""
         return min((self.keys or "float", self.qk or "float"), key=BITS.__getitem__)
 
     @property
@@ -253,7 +253,7 @@ class Scheme:
         }
 
     def _packages(self) -> dict[str, str]:
-        """{format: the installed package that adds it}"""
+        """Return {format: the installed package that adds it}."""
         packages = {_name(format): plugins.package_of(format) for format in self._all_formats()}
         return {name: package for name, package in packages.items() if package is not None}
 

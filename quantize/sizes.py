@@ -104,7 +104,7 @@ class Sizes:
 
     @property
     def bits_per_weight(self) -> float:
-        """Average bits on the device, float weights included."""
+        """Return the average bits on the device, float weights included."""
         return 8 * self.nbytes / self.parameters
 
     @property

@@ -115,7 +115,7 @@ class Allocation:
     stand_in: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return the allocation as plain JSON."""
         return asdict(replace(self, scheme=Scheme())) | {"scheme": self.scheme.to_dict()}
 
 

@@ -53,7 +53,7 @@ class Passes:
 
     @property
     def batches(self) -> int:
-        """The number of batches of a pass; 1 without tokens. A weight takes about as long to round as a pass."""
+        """Return the number of batches of a pass; 1 without tokens. A weight takes about as long to round as a pass."""
         return 1 if self.tokens is None else len(self.tokens.slices)
 
     def expect(self, steps: int) -> None:

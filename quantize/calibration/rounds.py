@@ -65,7 +65,7 @@ def round_all(
 
 
 def _parts(layer: Layer, weight: Tensor, format: Format) -> list[slice]:
-    """Slices of rows to round at a time, which limits the memory of methods, because they compute in float32."""
+    """Return slices of rows to round at a time. They limit the memory of methods, which compute in float32."""
     rows = len(weight)
     limit = rows if format.per_tensor else ROWS if layer.is_layer else table_rows(weight.shape[1])
     size = -(-rows // -(-rows // limit))

@@ -88,7 +88,7 @@ def _quick_search(
         return (products if weighting is None else products.mul_(weighting)).sum(-1)  # [n, G]
 
     def values(scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The weight at scale 1, and the nearest values."""
+        """Return the weight at scale 1, and the nearest values."""
         place = part / divisor(scale)[..., None]
         return place, format.values_each(place, None if zero is None else zero[..., None])
 

@@ -128,7 +128,7 @@ class _Enough(Exception):
 
 
 def gather(linears: dict[str, nn.Module], passes: Sequence[Pass], workers: Processes = ALONE) -> dict[str, CalibStats]:
-    """{name: CalibStats of the input} of each of these linear layers.
+    """Return {name: CalibStats of the input} of these linear layers.
 
     passes: one function per batch; it returns a function that runs the layers on the batch, the mask bool [n, S] of the
     tokens that count, and their weights [n, S] for some of the layers, whose inputs are multiplied by the square roots.
@@ -153,7 +153,7 @@ def gather(linears: dict[str, nn.Module], passes: Sequence[Pass], workers: Proce
         return keep
 
     def inputs(begin: Pass) -> dict[str, Tensor]:
-        """{name: input [T, K]} of a batch."""
+        """Return {name: input [T, K]} of a batch."""
         nonlocal counted, weights, inputs_by_name
         inputs_by_name = {}
         run, counted, weights = begin()
@@ -180,7 +180,7 @@ def gather(linears: dict[str, nn.Module], passes: Sequence[Pass], workers: Proce
 
 
 def proxy_loss(weight: Tensor, quantized: QTensor, gram: Tensor, workers: Processes = ALONE) -> float:
-    """mean ||x (W - Wq)^T||^2 / mean ||x W^T||^2 over the calibration tokens: tr(D G D^T) / tr(W G W^T)."""
+    """Return mean ||x (W - Wq)^T||^2 / mean ||x W^T||^2 over the calibration tokens: tr(D G D^T) / tr(W G W^T)."""
 
     def squares(start: int) -> tuple[float, float]:
         rows = slice(start, start + ROWS)

@@ -76,7 +76,7 @@ class Tokens(States):
         return len(self.exact.ids) > 0
 
     def entropy(self) -> float:
-        """Entropy of the token frequencies in nats, corrected by Miller and Madow: the loss of a unigram model."""
+        """Return the entropy of token frequencies in nats, corrected (Miller, Madow): the loss of a unigram model."""
         counts = self.ids[self.mask].unique(return_counts=True)[1].double()
         shares = counts / counts.sum()
         return float(-(shares * shares.log()).sum() + (len(counts) - 1) / (2 * counts.sum()))

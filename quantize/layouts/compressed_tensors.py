@@ -264,7 +264,7 @@ def _matches(module: str, target: str) -> bool:
 
 
 def _signed(codes: Tensor) -> Tensor:
-    """The inverse of `_unsigned` for 8 bits."""
+    """Invert `_unsigned` for 8 bits."""
     return (codes.short() - 128).to(torch.int8)
 
 

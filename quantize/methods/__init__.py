@@ -73,7 +73,7 @@ class Method:
 
     @property
     def when(self) -> str:
-        """When it runs, for the list of methods."""
+        """Return when it runs, for the list of methods."""
         rounds = "rounds a weight" if self.round is not None else "rounds a layer"
         return "before rounding" if self.transform is not None else rounds
 

@@ -23,7 +23,7 @@ PROBE_ERROR = 1e-2  # fp32 arithmetic stays a thousand times below, large attent
 
 @contextmanager
 def unchanged(layer: Layer, stream: Rotation | None = None) -> Iterator[None]:
-    """Context manager: checks that changes to `layer.tensors` made inside it leave the layer's function unchanged.
+    """Check that changes to `layer.tensors` within this context leave the layer's function unchanged.
 
     Inside, replace tensors and never modify them in place: others use them too. Tensors in float64 become fp32 at the
     end unless the old ones were float64. The check runs the layer on random hidden states, which `stream` rotates; it

@@ -84,7 +84,7 @@ def learn(layer: Layer, passes: Passes, tokens: Tokens, start: Mapping[str, QTen
 def _descend(
     problem: Problem, start: Mapping[str, QTensor], steps: int
 ) -> tuple[dict[str, QTensor], dict[str, Tensor]]:
-    """The best iterate: weights; norms, biases and lambdas."""
+    """Return the best iterate: weights; norms, biases and lambdas."""
     layer, passes, tokens = problem.layer, problem.passes, problem.tokens
     weights = {name: LearnedWeight(layer.tensors[f"{name}.weight"], quantized) for name, quantized in start.items()}
     floats = {

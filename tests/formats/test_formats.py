@@ -57,7 +57,7 @@ def slow_int(row: list[float], bits: int, group: int, symmetric: bool) -> tuple[
 
 @pytest.mark.parametrize("name", INTS)
 @pytest.mark.parametrize("columns", [192, 200, 7])
-def test_the_range_is_the_slow_version(name, columns):
+def test_rounding_by_the_range_matches_a_slow_version(name, columns):
     format = parse_format(name)
     w = weight(5, columns)
     quantized = by_range(w, format)
@@ -287,13 +287,13 @@ def test_unknown_formats_are_refused(name, words):
 
 
 @pytest.mark.parametrize("name", names())
-def test_a_chosen_format_is_stored_in_the_bits_that_it_says(name):
+def test_offered_formats_are_stored_in_their_bits(name):
     format = choose_format(name)
     assert format == parse_format(name) and format.device_bits == format.bits
 
 
 @pytest.mark.parametrize("name", NOT_OFFERED)
-def test_a_format_for_other_libraries_names_the_one_to_choose(name):
+def test_refused_format_names_its_replacement(name):
     better, bits = parse_format(name).better, parse_format(name).bits
     assert better is not None and better.name in names() and better.bits == {7: 8}.get(bits, bits)
     with pytest.raises(DiffbitError, match=f"^{name} is only read .*; use {better}$"):

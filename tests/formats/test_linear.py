@@ -37,7 +37,7 @@ def test_ternary_sums_are_exact_at_their_largest():
     assert QuantLinear(weight)(torch.full((1, columns), 127.0)).item() == 127.0 * columns
 
 
-def test_int4_ternary_is_the_op_behind_the_hadamard_to_the_last_bit():
+def test_int4_ternary_equals_the_operator_after_a_hadamard_transform():
     weight = rtn(normal(16, 192), parse_format("ternary"))
     x = normal(2, 3, 192, seed=1)
     turned = hadamard.reference(x, 64)

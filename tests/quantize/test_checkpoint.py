@@ -94,7 +94,7 @@ def test_weights_read_back_equal(model: Path, quantized: Path):
     assert read_scheme(checkpoint) == MIXED
 
 
-def test_rows_lie_on_disk_as_the_float_ones_do(model: Path, quantized: Path):
+def test_rows_on_disk_have_the_order_of_the_float_checkpoint(model: Path, quantized: Path):
     """diffllama's row order, for codes, scales and zero points: quantizing the rows on disk gives the parts on disk."""
     floats, parts = load_file(model / "model.safetensors"), load_file(quantized / "model.safetensors")
     for name in ("q_proj", "k_proj", "v_proj"):

@@ -58,7 +58,7 @@ def test_a_loss_is_the_divergence_of_the_model_with_that_weight_rounded() -> Non
             assert row["int4_g32_asym"] == pytest.approx(other, rel=1e-3, abs=3e-7) and row["none"] == 0, module
 
 
-def test_a_format_that_changes_nothing_says_nothing_of_the_others() -> None:
+def test_losses_are_measured_in_the_first_format_that_changes_a_weight() -> None:
     decoder, module = make(), LINEARS[4]
     weight = decoder.get_submodule(module).weight
     weight.data = rtn(weight.detach(), parse_format("int4_g32")).dequantize()
@@ -67,7 +67,7 @@ def test_a_format_that_changes_nothing_says_nothing_of_the_others() -> None:
     assert losses == {"int4_g32": 0, "int2_g64": pytest.approx(divergence(decoder, rounded), rel=1e-3)}
 
 
-def test_statistics_are_those_that_the_layer_is_rounded_with() -> None:
+def test_gptq_losses_equal_those_of_the_rounded_model() -> None:
     """Of find("gptq"), one layer in a format: the divergence of the very model that `apply` makes of that scheme."""
     decoder = make()
     formats = {module: ["int2_g64"] for module in LINEARS}

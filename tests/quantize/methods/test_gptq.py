@@ -98,7 +98,7 @@ def loss(weight: Tensor, back: Tensor, gram: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_descent_is_the_slow_version_and_never_errs_more(name):
+def test_descent_matches_the_slow_version_and_lowers_the_error(name):
     """Each column in turn to the code of least loss, the others as they are: every code is tried."""
     format = parse_format(name)
     weight, stats = layer(8, columns=192 if parse_format(name).whole_groups else 200)
