@@ -63,8 +63,7 @@ def quantize_checkpoint(
     run (resume.py), if there is one. max_memory: the most bytes that this process may use; calibration states move to
     disk if necessary. workers: the processes that share the work, and this one's device; each calls this, and the first
     writes. Neither resume nor the number of processes changes a bit of the result; a GPU sums in another order than a
-    CPU. Raises DiffbitError for a checkpoint or scheme
-    that does not fit, and if memory or disk do not suffice (memory.py).
+    CPU. Raises DiffbitError for a checkpoint or scheme that does not fit, and if memory or disk do not suffice.
     """
     checkpoint = open_float(source, output if workers.first else None, overwrite)
     config = checkpoint.config
