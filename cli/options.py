@@ -23,7 +23,19 @@ if TYPE_CHECKING:
     from ..calib_data import Windows
     from ..models import Checkpoint
 
-FORMATS = ("int8", "int4_g128", "int4_g32", "int3_g64", "int2_g64", "nf4", "ternary", "none")  # common ones, for help
+# the formats to choose from first, and when to use each (docs/accuracy.md)
+FORMATS = {
+    "int8_g32": "hardly any loss",
+    "int8": "8 bits with one scale per row: the default of embedding and head",
+    "int6_g32_s8": "the least loss in 6 bits; --fast uses it for all layers",
+    "int5_g32_s8": "the least loss in 5 bits",
+    "nl4_g32_s8": "the least loss in 4 bits",
+    "int4_g32": "4 bits for programs that read GPTQ or compressed-tensors, too (diffbit export --format)",
+    "nl3_g32_s8": "the least loss in 3 bits",
+    "nl2_g32_s8": "the least loss in 2 bits; the model has to be measured",
+    "ternary": "only for models that were trained with it",
+    "nvfp4": "4-bit floats of other programs; a CPU multiplies them as 8-bit integers",
+}
 
 ArtifactPath = Annotated[
     Path, typer.Argument(help="Folder written by `diffbit export`, or a checkpoint (needs torch).")
@@ -193,7 +205,7 @@ def completion(names: Callable[[], Iterable[str]], joined_by: str = " ") -> Call
 
 def of_formats(help: str) -> Any:
     """An option whose value is a number format."""
-    return typer.Option(metavar="FORMAT", autocompletion=completion(lambda: FORMATS), help=help)
+    return typer.Option(metavar="FORMAT", autocompletion=completion(lambda: (*FORMATS, "none")), help=help)
 
 
 def read_windows(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..io.processes import speaks
-from .options import Adapter, Json, Overwrite, Quiet, TorchDevice, with_settings
+from .options import FORMATS, Adapter, Json, Overwrite, Quiet, TorchDevice, with_settings
 from .output import attention_name, print_json, print_table, remark
 from .scheme_options import MaxMemory, MethodOptions, Model, SchemeOptions
 
@@ -41,9 +41,50 @@ def _list_methods(is_given: bool) -> None:
         raise typer.Exit
 
 
+def _list_formats(is_given: bool) -> None:
+    if is_given:
+        _show_formats(FORMATS)
+
+
+def _list_all_formats(is_given: bool) -> None:
+    if is_given:
+        from ..formats import names
+
+        _show_formats(names())
+
+
+def _show_formats(names: Iterable[str]) -> None:
+    """Print a row per format, and exit."""
+    from ..formats import parse_format
+
+    shape = 4096, 4096
+    print_table(
+        {
+            "format": name,
+            "bits/weight on a device": f"{8 * parse_format(name).device_nbytes(shape, 4) / math.prod(shape):.2f}",
+            "use": FORMATS.get(name, ""),
+        }
+        for name in names
+    )
+    raise typer.Exit
+
+
 Output = Annotated[Path, typer.Option("--output", "-o", help="Output folder for the quantized checkpoint.")]
 ListMethods = Annotated[
     bool, typer.Option("--list-methods", is_eager=True, callback=_list_methods, help="List the methods and exit.")
+]
+ListFormats = Annotated[
+    bool,
+    typer.Option(
+        "--list-formats",
+        is_eager=True,
+        callback=_list_formats,
+        help="List the formats that lose least for their bytes, with the use of each, and exit.",
+    ),
+]
+ListAllFormats = Annotated[
+    bool,
+    typer.Option("--list-all-formats", is_eager=True, callback=_list_all_formats, help="List all formats and exit."),
 ]
 Layers = Annotated[
     bool, typer.Option("--layers", help="Print a row for each weight instead of one for all q_proj, all down_proj, ...")
@@ -85,6 +126,8 @@ def quantize(
     fast: Fast = False,
     measure: Measure = True,
     list_methods: ListMethods = False,
+    list_formats: ListFormats = False,
+    list_all_formats: ListAllFormats = False,
     layers: Layers = False,
     device: TorchDevice = "cpu",
     resume: Resume = False,

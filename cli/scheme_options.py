@@ -49,8 +49,8 @@ class SchemeOptions:
     weights: Annotated[
         str | None,
         of_formats(
-            "One format for the weights of all layers: int8_g32 (hardly a loss), int4_g32, int3_g64, nf4, ternary, "
-            "..., or none (float)."
+            "One format for the weights of all layers: int8_g32 (hardly a loss), int4_g32, nl3_g32_s8, ternary, ..., "
+            "or none (float); see --list-formats."
         ),
     ] = None
     embedding: Annotated[
@@ -129,7 +129,7 @@ class SchemeOptions:
             activations=self.activations,
             attention=self._attention(),
             overrides=tuple(parse_override(text) for text in self.override or ()),
-        )
+        ).check_offered()
 
     def _attention(self) -> AttentionScheme:
         from ..quantize import AttentionScheme

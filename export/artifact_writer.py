@@ -25,7 +25,7 @@ from ..models.checkpoint.names import EMBEDDING, HEAD
 from ..models.families import loader_config
 from ..ops.cache import CacheSpec
 from ..ops.kv_cache import BLOCK
-from ..quantize import AttentionScheme, Scheme, read_scheme, sizes
+from ..quantize import AttentionScheme, Plan, read_scheme, resolve, sizes
 from ..quantize.device_cache import cache_spec
 from ..quantize.forecast import SLACK, Demand
 from ..quantize.sizes import TensorSize
@@ -37,7 +37,7 @@ from ..version import __version__
 from .decoder_graph import DecoderGraph
 from .onnx_graph import DATA, FLOATS, MODEL, TRANSFORMERS_JS_DATA
 from .parts import parts
-from .reference import Stream, check_scheme
+from .reference import Stream, check_plan
 from .webgpu import WebGPUGraph, webgpu_cache
 
 DTYPE_NAMES = {"fp32": "float32", "fp16": "float16"}
@@ -92,26 +92,26 @@ def export_artifact(
             f"{source.path}: pools hidden states by {source.config.pooling}, wanted {' or '.join(POOLINGS)}"
         )
     files.check_apart(out, source.path, *([] if tokenizer is None else [tokenizer]))
-    check_scheme(source, target)
+    plan = resolve(source.config, read_scheme(source))
+    check_plan(source.path, plan, target)
     config, length = source.config, _context_length(source, context_length)
     _check_tokens(source)
     contents = _tokenizer_files(source, tokenizer)
-    scheme = read_scheme(source)
     webgpu, quantized = target == "webgpu", source.quantization is not None
-    attention = _attention(scheme, kv or dtype, dtype)
+    attention = _attention(plan, kv or dtype, dtype)
     cache = (webgpu_cache if webgpu else cache_spec)(config, attention, DTYPE_NAMES[dtype])
     kernels = _library(cache, embeddings) if library else None
     js = _for_transformers_js(layout, cache, embeddings)
     prompt = golden_prompt(config, length, attention)
     kind = dtype, quantized and not webgpu
-    require(f"exporting {source.path}", *export_demand(source, scheme, dtype), out)
+    require(f"exporting {source.path}", *export_demand(source, plan, dtype), out)
     with files.new_folder(out := Path(out), overwrite=overwrite) as folder:
         where, data = (folder / ONNX, TRANSFORMERS_JS_DATA) if js else (folder, DATA)
         where.mkdir(exist_ok=True)
         graph = (WebGPUGraph if webgpu else DecoderGraph)(where, dtype, config, length, attention, cache, target, data)
         stream = Stream(source, prompt, NOISE[kind], target)
         logits = _write_graph(graph, stream, embeddings)
-        _check_half(source.path, cache, stream.largest, dtype, scheme)
+        _check_half(source.path, cache, stream.largest, dtype, plan)
         _check_logits(source.path, logits)
         loader = _loader(config, dtype, length, cache)
         _write_configs(folder, source, contents, loader, len(graph.files) * js)
@@ -126,7 +126,7 @@ def export_artifact(
             "model": config.to_dict(),
             "dtype": dtype,
             **({} if target == "cpu" else {"target": target}),
-            "scheme": None if scheme is None else scheme.to_dict(),
+            "scheme": plan.scheme.to_dict() if quantized else None,
             "source": _source(source),
             **{name: (source.quantization or {}).get(name) for name in ("method", "calibration")},
             "cache": {"layers": [{"buffers": [asdict(buffer) for buffer in layer]} for layer in cache.layers]},
@@ -137,7 +137,7 @@ def export_artifact(
             "files": _hashed(folder),
             "golden": _golden(prompt, logits, LEAST_TOLERANCE[kind]),
         }
-        manifest["parts"] = [asdict(part) for part in parts(folder, manifest["files"], config, scheme)]
+        manifest["parts"] = [asdict(part) for part in parts(folder, manifest["files"], plan)]
         manifest["sha256"] = manifest_sha256(manifest)
         files.write_json(folder / MANIFEST, manifest)
     return out
@@ -147,13 +147,13 @@ class HalfOverflow(DiffbitError):
     """Keys or values are too large for a cache in float16."""
 
 
-def _check_half(path: Path, cache: CacheSpec, largest: float, dtype: str, scheme: Scheme | None) -> None:
+def _check_half(path: Path, cache: CacheSpec, largest: float, dtype: str, plan: Plan) -> None:
     """Raise HalfOverflow for keys or values of a test prompt that the cache cannot hold: they would become infinite,
     and all logits NaN."""
     halves = [name for name, buffer in cache.buffers.items() if buffer.dtype == "float16" and "scale" not in name]
     if not halves or largest <= HALF:
         return
-    low = scheme is not None and scheme.attention.has_window
+    low = plan.scheme.attention.has_window
     advice = "quantize with --kv int8" if low else "export with " + ("--kv fp32" if dtype == "fp32" else "--dtype fp32")
     raise HalfOverflow(
         f"{path}: keys or values reach {largest:.3g} in a test prompt, more than {HALF}, the largest number that a "
@@ -161,7 +161,7 @@ def _check_half(path: Path, cache: CacheSpec, largest: float, dtype: str, scheme
     )
 
 
-def export_demand(checkpoint: Checkpoint, scheme: Scheme | None, dtype: str = "fp32") -> Demand:
+def export_demand(checkpoint: Checkpoint, plan: Plan, dtype: str = "fp32") -> Demand:
     """Return what `export_artifact` takes at most, from shapes alone. The largest table or layer determines the memory:
     a float matrix in fp32, twice, and transposed for MatMul; a quantized one as codes, and packed. The golden prompt
     multiplies the head some rows at a time."""
@@ -174,14 +174,14 @@ def export_demand(checkpoint: Checkpoint, scheme: Scheme | None, dtype: str = "f
             return tensor.checkpoint_bytes + (tensor.device_bytes if tensor.device_width > 2 else 0)
         return 12 * tensor.weights
 
-    table = sizes(checkpoint.config, scheme, dtype, getattr(torch, checkpoint.dtype))
+    table = sizes(plan, dtype, getattr(torch, checkpoint.dtype))
     memory = max(sum(map(nbytes, tensors)) for tensors in table.layers())
     return Demand(memory + min(SLACK, memory), table.nbytes)
 
 
-def _attention(scheme: Scheme | None, kv: str, dtype: str) -> AttentionScheme:
+def _attention(plan: Plan, kv: str, dtype: str) -> AttentionScheme:
     """Return the scheme of attention, with `kv` for keys and values that it leaves in float."""
-    attention = AttentionScheme() if scheme is None else scheme.attention
+    attention = plan.scheme.attention
     return attention if kv == dtype else replace(attention, keys=attention.keys or kv, values=attention.values or kv)
 
 

@@ -26,8 +26,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from ..models import ModelConfig
-from ..quantize import Scheme, sizes
+from ..quantize import Plan, sizes
 from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE
 from ..runtime.artifact import Part
 from .onnx_graph import DATA, MODEL, TRANSFORMERS_JS_DATA
@@ -49,9 +48,9 @@ TABLES = {EMBEDDING_MODULE: "embedding ", HEAD_MODULE: "head "}
 FILES = {"tokenizer": "tokenizer", "special_tokens": "tokenizer", "chat_template": "tokenizer"}
 
 
-def parts(folder: Path, files: Iterable[str], config: ModelConfig, scheme: Scheme | None) -> list[Part]:
+def parts(folder: Path, files: Iterable[str], plan: Plan) -> list[Part]:
     """Return the parts of the named files of an artifact's folder, largest first."""
-    tensors = {tensor.module: tensor for tensor in sizes(config, scheme).tensors}
+    tensors = {tensor.module: tensor for tensor in sizes(plan).tensors}
     sums: dict[str, tuple[int, int]] = {}
 
     def add(part: str, nbytes: int, count: int = 0) -> None:

@@ -17,7 +17,7 @@ from ..io.errors import DiffbitError
 from ..models import Block, Checkpoint, Decoder, rope_for
 from ..models.checkpoint.names import EMBEDDING, HEAD
 from ..models.layers.state import Carried, FixedState, LayerCache, State
-from ..quantize import Scheme, Weights, as_exported, load, load_block, read_scheme
+from ..quantize import Plan, Scheme, Weights, as_exported, load, load_block, read_scheme, resolve
 from ..quantize.layer import assemble
 from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE
 
@@ -27,7 +27,7 @@ COPIES = 3
 def reference_model(checkpoint: str | Path | Checkpoint, target: str = "cpu") -> Decoder:
     """Load the whole model of a checkpoint, with the arithmetic of its artifact for a target."""
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-    check_scheme(checkpoint)
+    check_plan(checkpoint.path, resolve(checkpoint.config, read_scheme(checkpoint)))
     decoder = load(checkpoint).eval()
     as_exported(decoder, target)
     return decoder
@@ -119,39 +119,39 @@ def _joined(before: Tensor, last: Tensor) -> Tensor:
     return torch.cat((before, last), 1)
 
 
-def check_scheme(checkpoint: Checkpoint, target: str = "cpu") -> None:
-    """Raise DiffbitError for a scheme that ONNX Runtime has no operator for."""
-    scheme = read_scheme(checkpoint) or Scheme()
+def check_plan(path: Path, plan: Plan, target: str = "cpu") -> None:
+    """Raise DiffbitError for a checkpoint whose plan ONNX Runtime has no operator for."""
+    scheme = plan.scheme
     if (bits := scheme.attention.logits) is not None:
         raise DiffbitError(
-            f"{checkpoint.path}: its scheme rounds attention logits to {bits} bits, which no artifact does; `diffbit "
+            f"{path}: its scheme rounds attention logits to {bits} bits, which no artifact does; `diffbit "
             "compare` shows what that costs; quantize again with logits in float"
         )
     if target == "webgpu":
-        return _check_blocks(checkpoint, scheme)
+        return _check_blocks(path, plan)
     if scheme.activations is not None:
-        for module, format in scheme.formats(checkpoint.config).items():
+        for module, format in plan.formats.items():
             # an integer head always uses int8 activations, whatever the layers use; the embedding has none
             activations = "int8" if module == HEAD_MODULE else scheme.activations
             if module != EMBEDDING_MODULE and activations not in format.activations:
                 raise DiffbitError(
-                    f"{checkpoint.path}: {module} has {format} weights and the scheme asks for {scheme.activations} "
+                    f"{path}: {module} has {format} weights and the scheme asks for {scheme.activations} "
                     "activations, but ONNX Runtime multiplies those in float; choose another format, or leave "
                     "activations out"
                 )
 
 
-def _check_blocks(checkpoint: Checkpoint, scheme: Scheme) -> None:
+def _check_blocks(path: Path, plan: Plan) -> None:
     """Refuse int4 activations and formats that no operator for WebGPU has. These operators take float inputs, which
     approximate int8 activations only; a model for int4 needs the clipping."""
-    if scheme.activations == "int4":
+    if plan.scheme.activations == "int4":
         raise DiffbitError(
-            f"{checkpoint.path}: the scheme asks for int4 activations, which no operator for WebGPU computes; export "
+            f"{path}: the scheme asks for int4 activations, which no operator for WebGPU computes; export "
             "for another target"
         )
-    for module, format in scheme.formats(checkpoint.config).items():
+    for module, format in plan.formats.items():
         if not format.in_blocks:
             raise DiffbitError(
-                f"{checkpoint.path}: {module} has {format} weights, which no operator for WebGPU multiplies by; choose "
+                f"{path}: {module} has {format} weights, which no operator for WebGPU multiplies by; choose "
                 "int2 to int8, mxfp4 or ternary, or export for another target"
             )

@@ -44,9 +44,9 @@ KINDS: tuple[ModuleType, ...] = tuple(
 
 __all__ = [
     "BLOCK", "GROUP_SIZES", "TABLES", "CodebookFormat", "Format", "IntFormat", "MXFormat", "QTensor", "QuantEmbedding",
-    "QuantLinear", "Rounding", "TernaryFormat", "divisor", "finite", "names", "pack_bits", "parse_format",
-    "quantize_per_block_int8", "quantize_per_token_int8", "rounded_input", "row_blocks", "row_bytes", "spread",
-    "straight_through", "unpack_bits",
+    "QuantLinear", "Rounding", "TernaryFormat", "choose_format", "divisor", "finite", "names", "pack_bits",
+    "parse_format", "quantize_per_block_int8", "quantize_per_token_int8", "rounded_input", "row_blocks", "row_bytes",
+    "spread", "straight_through", "unpack_bits",
 ]  # fmt: skip
 
 
@@ -60,6 +60,13 @@ def parse_format(name: str) -> Format:
     raise DiffbitError(f"{name!r} is not a number format; wanted one of: {grammars}")
 
 
+def choose_format(name: str) -> Format:
+    """Return the format that a user names; refuse one that only other libraries' checkpoints need."""
+    format = parse_format(name)
+    format.check_offered()
+    return format
+
+
 def names() -> list[str]:
-    """Return all names that `parse_format` accepts."""
+    """Return the names of the formats that a user can choose; `parse_format` accepts those of other libraries' too."""
     return [name for kind in KINDS for name in kind.names()]

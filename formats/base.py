@@ -105,11 +105,23 @@ class Format(ABC):
 
     def warning(self) -> str | None:
         """Return a warning for users who choose this format, or None."""
+        return None
+
+    @property
+    def better(self) -> Format | None:
+        """Return the format to choose in place of this one, which is only read where a published checkpoint has it;
+        None: this one can be chosen."""
+        return None
+
+    def check_offered(self) -> None:
+        """Refuse a format that a user should not choose."""
+        if self.better is None:
+            return
+        reason = f"a device stores its {self.bits}-bit codes in {self.device_bits} bits"
         if self.device_bits == self.bits:
-            return None
-        return (
-            f"{self} is stored in {self.device_bits} bits on a device, which has no {self.bits}-bit matrix product, so "
-            f"it has fewer levels than int{self.device_bits} in the same number of bytes"
+            reason = f"no operator of diffbit's reads groups of {self.group_size}"
+        raise DiffbitError(
+            f"{self} is only read from other libraries' checkpoints, because {reason}; use {self.better}"
         )
 
     def groups(self, columns: int) -> int:
@@ -156,9 +168,9 @@ class Format(ABC):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the tensors of a weight in a checkpoint (`QTensor.parts`)."""
-        whole, zero = ("tensor_scale",) * self.tensor_scaled, ("zero",) * (not self.symmetric)
-        return "codes", "scale", *whole, *zero
+        """Return the names of the tensors of a weight in a checkpoint (`QTensor.parts`)."""
+        tensor_scale, zero = ("tensor_scale",) * self.tensor_scaled, ("zero",) * (not self.symmetric)
+        return "codes", "scale", *tensor_scale, *zero
 
     @property
     def stacked(self) -> Format:
@@ -174,7 +186,7 @@ class Format(ABC):
 
     @property
     def spacing(self) -> float:
-        """Mean distance between neighbouring values at scale 1."""
+        """Return the mean distance between neighbouring values at scale 1."""
         return 1.0
 
     @abstractmethod
@@ -229,8 +241,8 @@ class Format(ABC):
 
         Where two values are about as near, it may be the other one than that of `encode_each`.
         """
-        one = torch.ones((), device=place.device)
-        return self.decode_each(self.encode_each(place, one, zero), one, zero)
+        unit = torch.ones((), device=place.device)
+        return self.decode_each(self.encode_each(place, unit, zero), unit, zero)
 
     # a checkpoint
 
@@ -262,8 +274,8 @@ class Format(ABC):
         """Map x [..., K] to round(x) W^T [..., N] in x's dtype."""
         rows, columns = weight.shape
         x = x if rounding is None else rounding(x)
-        some = rows if rows * columns <= LARGE else LARGE // columns
-        parts = [weight.rows(slice(start, start + some)) for start in range(0, rows, some)]
+        count = rows if rows * columns <= LARGE else LARGE // columns
+        parts = [weight.rows(slice(start, start + count)) for start in range(0, rows, count)]
         products = [F.linear(x, part.dequantize(x.dtype)) for part in parts]
         return products[0] if len(products) == 1 else torch.cat(products, -1)
 
@@ -285,8 +297,8 @@ class Format(ABC):
     def check_table(self, shape: tuple[int, int]) -> None:
         """Refuse an embedding [V, E] if the device has no operator that reads single rows of this format."""
         raise DiffbitError(
-            f"an embedding cannot be {self}: wanted int8, another format of 5 to 8 bits, or one of 2 to 6 bits in "
-            "groups of 32, 64 or 128 (int4_g32, int6_g32_s8, ...), or none"
+            f"an embedding cannot be {self}: wanted int8, a format in groups of 32, 64 or 128 (int4_g32, "
+            "int6_g32_s8, ...), or none"
         )
 
     def store(self, g: Builder, weight: QTensor) -> StoredWeight:
@@ -393,8 +405,8 @@ class QTensor:
         if tensor_scale is None:
             return cls(format, shape, codes, scale, zero)
         if tensor_scale.shape != (1, 1) or not 0 < tensor_scale < torch.inf:
-            found = tensor_scale.item() if tensor_scale.numel() == 1 else tuple(tensor_scale.shape)
-            raise DiffbitError(f"a {format} weight {shape} has tensor_scale {found}, wanted one number above 0")
+            shown = tensor_scale.item() if tensor_scale.numel() == 1 else tuple(tensor_scale.shape)
+            raise DiffbitError(f"a {format} weight {shape} has tensor_scale {shown}, wanted one number above 0")
         tensor_scale = tensor_scale.float()
         return cls(format, shape, codes, scale * tensor_scale, zero, tensor_scale)
 
@@ -405,7 +417,7 @@ class QTensor:
 
     @property
     def bits_per_weight(self) -> float:
-        """nbytes * 8 / number of weights, scales included: 4.5 for int4_g32, not 4."""
+        """Return nbytes * 8 / number of weights, scales included: 4.5 for int4_g32, not 4."""
         return self.nbytes * 8 / (self.shape[0] * self.shape[1])
 
     def rows(self, rows: slice | Tensor) -> QTensor:
@@ -413,10 +425,10 @@ class QTensor:
         codes = self.codes[rows]
         scale = self.scale if self.format.per_tensor else self.scale[rows]
         zero = None if self.zero is None else self.zero[rows]
-        whole = (
+        tensor_scale = (
             self.tensor_scale if self.tensor_scale is None or len(self.tensor_scale) == 1 else self.tensor_scale[rows]
         )
-        return QTensor(self.format, (codes.shape[0], codes.shape[1]), codes, scale, zero, whole)
+        return QTensor(self.format, (codes.shape[0], codes.shape[1]), codes, scale, zero, tensor_scale)
 
     @staticmethod
     def stack(weights: Sequence[QTensor]) -> QTensor:
@@ -425,14 +437,15 @@ class QTensor:
         codes = torch.cat([weight.codes for weight in weights])
         zero = None if first.zero is None else torch.cat([weight.zero for weight in weights if weight.zero is not None])
         scale = torch.cat([weight.scale.expand(weight.shape[0], -1) for weight in weights])
-        whole = None
+        tensor_scale = None
         if first.format.tensor_scaled:
-            whole = torch.cat([weight.whole_scale().expand(weight.shape[0], 1) for weight in weights])
-        return QTensor(first.format.stacked, (codes.shape[0], codes.shape[1]), codes, scale, zero, whole)
+            tensor_scale = torch.cat([weight.whole_scale().expand(weight.shape[0], 1) for weight in weights])
+        return QTensor(first.format.stacked, (codes.shape[0], codes.shape[1]), codes, scale, zero, tensor_scale)
 
     def to(self, device: torch.device | str) -> QTensor:
-        zero, whole = (None if tensor is None else tensor.to(device) for tensor in (self.zero, self.tensor_scale))
-        return QTensor(self.format, self.shape, self.codes.to(device), self.scale.to(device), zero, whole)
+        zero = None if self.zero is None else self.zero.to(device)
+        tensor_scale = None if self.tensor_scale is None else self.tensor_scale.to(device)
+        return QTensor(self.format, self.shape, self.codes.to(device), self.scale.to(device), zero, tensor_scale)
 
 
 def row_blocks(weight: Tensor) -> Iterator[slice]:

@@ -34,7 +34,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from types import ModuleType
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -61,9 +62,32 @@ from .rounding import Rounding
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
 INPUT_BLOCK = 32  # block size of Int8MatMul's input for weights with one scale per row
+WHOLE_BITS = (2, 4, 8)  # that fill a byte: of codes with one scale per row, or with zero points, on a device
 FEW_BITS = 4  # up to which a quick search tries more than the outermost levels for the largest weight
 HALF_TINY = 2.0**-24  # the smallest positive fp16
-GRAMMAR = "int2 ... int8, each with _g16, _g32, _g64, _g128 or _g256 and with _asym if wanted"
+GRAMMAR = "int2, int4, int8, also with _g32, _g64, _g128 and with _asym; int3, int5, int6 with _g32, _g64 or _g128"
+
+
+class Storage(NamedTuple):
+    """How a device stores codes."""
+
+    operator: ModuleType | None  # diffbit's, that multiplies them; None: ONNX Runtime's
+    bits: int  # of a code
+    block: int  # columns of the weight, and of the input, that share a scale
+    wide_bits: int  # of a code in ONNX Runtime's operators, which GPUs have: 2, 4 or 8
+
+
+def storage(bits: int, group_size: int, symmetric: bool, byte_scales: bool, levels: bool) -> Storage:
+    """Return the row of the table above for integers, or for codes of a table of levels."""
+    sizes = int4_matmul.GROUP_SIZES
+    is_packed = byte_scales or (symmetric and bits in (2, 3, 5, 6) and group_size in sizes)
+    wide = 8 if bits > 4 or levels else 4 if bits > 2 or is_packed or group_size == 16 else 2
+    if is_packed:
+        return Storage(lowbit_matmul, bits, group_size, wide)
+    block = group_size or (INPUT_BLOCK if wide == 8 else ROW_BLOCK)
+    is_tiled = block in sizes and (wide == 8 or group_size > 0)
+    operator = {8: int8_matmul, 4: int4_matmul}.get(wide) if is_tiled else None
+    return Storage(operator, wide, min(block, ROW_BLOCK) if wide == 2 else block, wide)
 
 
 @dataclass(frozen=True)
@@ -78,11 +102,11 @@ class IntFormat(Format):
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """The values of the codes at scale 1, if they are those of a table."""
+        """Return the values of the codes at scale 1, if they are those of a table."""
         return ()
 
     @classmethod
-    def of(cls, bits: int, group_size: int = 0, symmetric: bool = True) -> IntFormat:
+    def create(cls, bits: int, group_size: int = 0, symmetric: bool = True) -> IntFormat:
         group = f"_g{group_size}" if group_size else ""
         return cls(f"int{bits}{group}{'' if symmetric else '_asym'}", bits, group_size, symmetric)
 
@@ -123,8 +147,8 @@ class IntFormat(Format):
             largest = _largest(*self._range(weight))
             levels = self.levels or range(self.lowest, -self.lowest)
             outer = [level for level in levels if self.lowest < -abs(level) <= self.lowest / 2]
-            most = self.factors[0] if self.levels else 1.0  # for integers, those of `outer` are enough
-            factors = [factor for factor in self.factors[::COARSE] if self.bits / 10 <= factor < most]
+            largest_factor = self.factors[0] if self.levels else 1.0  # for integers, those of `outer` are enough
+            factors = [factor for factor in self.factors[::COARSE] if self.bits / 10 <= factor < largest_factor]
             on_levels = outer if self.bits <= FEW_BITS else (outer[0], outer[-1])
             for place in (*on_levels, *(sign * self.lowest / factor for factor in (1, *factors) for sign in (1, -1))):
                 yield largest / place, None
@@ -150,7 +174,7 @@ class IntFormat(Format):
 
     @property
     def lowest(self) -> int:
-        """The weight of code 0 at scale 1, in symmetric formats."""
+        """Return the weight of code 0 at scale 1, in symmetric formats."""
         return -(2 ** (self.bits - 1))
 
     def bounds(self, zero: Tensor | None) -> tuple[Tensor | float, Tensor | float]:
@@ -169,6 +193,17 @@ class IntFormat(Format):
         offset = 2 ** (self.bits - 1) if zero is None else zero.float()
         return codes.float().sub(offset).mul_(scale)  # `sub` copies: codes may be float, and belong to the caller
 
+    @property
+    def better(self) -> IntFormat | None:
+        """Return a format that a device stores in as many bits as it says, in groups that diffbit's operators read."""
+        sizes = int4_matmul.GROUP_SIZES
+        if self.device_bits == self.bits and self.group_size in (0, *sizes):
+            return None
+        bits = 8 if self.bits == 7 else self.bits
+        is_whole = bits in WHOLE_BITS
+        size = self.group_size or (0 if is_whole else sizes[-1])
+        return IntFormat.create(bits, size and min(max(size, sizes[0]), sizes[-1]), self.symmetric or not is_whole)
+
     # a device
 
     def scale_parts(self, scale: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -176,45 +211,22 @@ class IntFormat(Format):
         return scale, None
 
     @property
+    def storage(self) -> Storage:
+        return storage(self.bits, self.group_size, self.symmetric, bool(self.row_nbytes), bool(self.levels))
+
+    @property
     def device_bits(self) -> int:
-        return self._container[0]
-
-    @property
-    def _is_packed(self) -> bool:
-        """Whether LowBitMatMul computes with this format."""
-        return self.symmetric and self.bits in (2, 3, 5, 6) and self.group_size in int4_matmul.GROUP_SIZES
-
-    @property
-    def _container(self) -> tuple[int, int]:
-        """Return (bits, block size) of the codes in an artifact; all have integer kernels (ONNX Runtime 1.31, CPU)."""
-        return (self.bits, self.group_size) if self._is_packed else self._in_blocks
-
-    @property
-    def _in_blocks(self) -> tuple[int, int]:
-        """Return (bits, block size) of the codes for ONNX Runtime's operators and for tiles of 4 and 8 bits."""
-        bits = 8 if self.bits > 4 or self.levels else 4 if self.bits > 2 or self._is_packed else 2
-        block = self.group_size or (INPUT_BLOCK if bits == 8 else ROW_BLOCK)
-        if bits == 2 and block == 16:
-            bits = 4
-        return bits, min(block, ROW_BLOCK) if bits == 2 else block
-
-    @property
-    def _is_tiled(self) -> bool:
-        """Whether one of diffbit's operators computes with this format."""
-        bits, block = self._container
-        return self._is_packed or (
-            block in int4_matmul.GROUP_SIZES and (bits == 8 or (bits == 4 and self.group_size > 0))
-        )
+        return self.storage.bits
 
     def check_table(self, shape: tuple[int, int]) -> None:
-        if not self._is_tiled:
+        if self.storage.operator is None:
             super().check_table(shape)
         self.check(shape)
 
     def device_nbytes(self, shape: tuple[int, int], width: int) -> int:
-        (rows, columns), (bits, block) = shape, self._container
+        (rows, columns), (operator, bits, block, _) = shape, self.storage
         blocks = -(-columns // block)
-        if self._is_tiled:
+        if operator is not None:
             rows += -rows % int4_matmul.TILE
             groups = self.groups(columns) * (self.scale_dtype.itemsize + (not self.symmetric))
             return rows * (blocks * block * bits // 8 + groups + self.row_nbytes)
@@ -222,11 +234,11 @@ class IntFormat(Format):
         return rows * blocks * (block * bits // 8 + width) + zero
 
     def device_rounding(self, rounding: Rounding | None) -> Rounding | None:
-        return Rounding(block=self._container[1])
+        return Rounding(block=self.storage.block)
 
     def store(self, g: Builder, weight: QTensor) -> StoredWeight:
-        bits, block = self._container
-        if self._is_packed:
+        operator, bits, block, _ = self.storage
+        if operator is lowbit_matmul:
             levels = torch.tensor(self.levels).add(lowbit_matmul.MIDDLE).to(torch.uint8) if self.levels else None
             low = lowbit_matmul.pack(weight.codes, *self.scale_parts(weight.scale), levels, block, bits)
             rows = low.row_scales.numpy()
@@ -236,7 +248,7 @@ class IntFormat(Format):
                 g.const(rows, np.float16) if rows.size == 1 else g.initializer("row_scale", rows),
                 g.const(low.levels.numpy(), np.uint8),
             )
-        packed = int4_matmul.pack(self._contained(weight), weight.scale, weight.zero, block, bits)
+        packed = int4_matmul.pack(self._wide_codes(weight), weight.scale, weight.zero, block, bits)
         zeros = packed.zeros.numpy()
         return (
             g.initializer("codes", packed.codes.numpy()),
@@ -245,29 +257,30 @@ class IntFormat(Format):
         )
 
     def gather(self, g: Builder, ids: Value, stored: StoredWeight, shape: tuple[int, int]) -> Value:
-        (rows, columns), (bits, block) = shape, self._container
-        op = gather_lowbit if self._is_packed else gather_quantized
+        (rows, columns), (operator, bits, block, _) = shape, self.storage
+        is_packed = operator is lowbit_matmul
+        op = gather_lowbit if is_packed else gather_quantized
+        kind = (bits, bool(self.levels)) if is_packed else (bits,)
+        inputs = [ids, *stored, g.const([self.scale_unit], g.dtype)]
         attributes = {"K": columns, "N": rows, "group_size": block, "bits": bits}
-        kind = (bits, bool(self.levels)) if self._is_packed else (bits,)
-        (y,) = g.customs(
-            op, [ids, *stored, g.const([self.scale_unit], g.dtype)], 1, lambda name: op.function(*kind), **attributes
-        )
+        (y,) = g.customs(op, inputs, 1, lambda name: op.function(*kind), **attributes)
         return y
 
     def product(self, g: Builder, x: Value, stored: StoredWeight, shape: tuple[int, int], factor: float) -> Value:
-        (rows, columns), (bits, block) = shape, self._container
+        (rows, columns), (operator, bits, block, _) = shape, self.storage
         inputs = [x, *stored, g.const([factor * self.scale_unit], np.float32)]
         attributes = {"K": columns, "N": rows, "group_size": block}
-        if not self._is_packed:
-            return g.custom(int4_matmul if bits == 4 else int8_matmul, inputs, **attributes)
+        assert operator is not None
+        if operator is not lowbit_matmul:
+            return g.custom(operator, inputs, **attributes)
         kind = bits, bool(self.levels)
         body = partial(lowbit_matmul.function, *kind)
         (y,) = g.customs(lowbit_matmul, inputs, 1, body, variant=kind, bits=bits, **attributes)
         return y
 
-    def _contained(self, weight: QTensor) -> Tensor:
-        """Return the codes of ONNX Runtime's operators: shifted to the implicit zero point of the wider container."""
-        bits = self._in_blocks[0]
+    def _wide_codes(self, weight: QTensor) -> Tensor:
+        """Return codes of `storage.wide_bits`, shifted to their implicit zero point."""
+        bits = self.storage.wide_bits
         if self.levels:
             return torch.tensor(self.levels).add(128).to(torch.uint8)[weight.codes.int()]
         if not self.symmetric or bits == self.bits:
@@ -275,13 +288,13 @@ class IntFormat(Format):
         return weight.codes + (2 ** (bits - 1) - 2 ** (self.bits - 1))
 
     def onnx(self, g: Builder, x: Value, weight: QTensor, factor: float, rounding: Rounding | None) -> Value:
-        if self._is_tiled:
+        if self.storage.operator is not None:
             return self.product(g, x, self.store(g, weight), weight.shape, factor)
         blocks = self.blocks(weight)
         return blocks.multiply(g, x, blocks.store(g, factor), ACCURACY_LEVEL)
 
     def blocks(self, weight: QTensor) -> Blocks:
-        bits, block = self._in_blocks
+        _, _, block, bits = self.storage
         if bits == 8 and not self.group_size:  # the input's block size does not matter here
             block = shared_block(weight.shape[1])
         blocks = -(-weight.shape[1] // block)
@@ -291,7 +304,7 @@ class IntFormat(Format):
             return values.repeat_interleave(repeat, 1)[:, :blocks]
 
         zero = None if weight.zero is None else repeated(weight.zero)
-        return Blocks(bits, block, self._contained(weight), repeated(weight.scale), zero)
+        return Blocks(bits, block, self._wide_codes(weight), repeated(weight.scale), zero)
 
 
 def _largest(low: Tensor, high: Tensor) -> Tensor:
@@ -308,16 +321,21 @@ def parse(name: str) -> IntFormat | None:
         raise DiffbitError(f"format {name!r} has {bits} bits, wanted 2 to 8")
     if match[2] and group_size not in GROUP_SIZES:
         raise DiffbitError(
-            f"format {name!r} has groups of {group_size}, wanted one of {', '.join(map(str, GROUP_SIZES))}, or no _g "
-            "for one scale per row"
+            f"format {name!r} has groups of {group_size}, wanted one of "
+            f"{', '.join(map(str, int4_matmul.GROUP_SIZES))}, or no _g for one scale per row"
         )
-    return IntFormat.of(bits, group_size, match[3] is None)
+    return IntFormat.create(bits, group_size, match[3] is None)
 
 
-def names() -> list[str]:
+def all_formats() -> list[IntFormat]:
+    """Return all formats that `parse` accepts."""
     return [
-        IntFormat.of(bits, size, symmetric).name
+        IntFormat.create(bits, size, symmetric)
         for bits in range(2, 9)
         for size in (0, *GROUP_SIZES)
         for symmetric in (True, False)
     ]
+
+
+def names() -> list[str]:
+    return [format.name for format in all_formats() if format.better is None]

@@ -49,10 +49,6 @@ class LowBitFormat(IntFormat):
     row_nbytes = 2
     scale_unit = 1 / 128
 
-    @property
-    def _is_packed(self) -> bool:
-        return True
-
     def stored(self, scale: Tensor) -> Tensor:
         """Round scales [n, G] to steps of each row's scale."""
         scale = finite(scale)
@@ -139,9 +135,9 @@ def parse(name: str) -> LowBitFormat | None:
     if match is None:
         return None
     kind, bits, group_size = match[1], int(match[2]), int(match[3])
-    most = 6 if kind == "int" else max(LEVELS)
-    if not 2 <= bits <= most:
-        raise DiffbitError(f"format {name!r} has {bits} bits, wanted 2 to {most}")
+    most_bits = 6 if kind == "int" else max(LEVELS)
+    if not 2 <= bits <= most_bits:
+        raise DiffbitError(f"format {name!r} has {bits} bits, wanted 2 to {most_bits}")
     if group_size not in int4_matmul.GROUP_SIZES:
         sizes = ", ".join(map(str, int4_matmul.GROUP_SIZES))
         raise DiffbitError(f"format {name!r} has groups of {group_size}, wanted one of {sizes}")
@@ -151,7 +147,7 @@ def parse(name: str) -> LowBitFormat | None:
 def names() -> list[str]:
     return [
         f"{kind}{bits}_g{size}_s8"
-        for kind, most in (("int", 6), ("nl", max(LEVELS)))
-        for bits in range(2, most + 1)
+        for kind, most_bits in (("int", 6), ("nl", max(LEVELS)))
+        for bits in range(2, most_bits + 1)
         for size in int4_matmul.GROUP_SIZES
     ]

@@ -47,7 +47,7 @@ class E2M1Format(Format):
 
     @property
     def byte_scales(self) -> Tensor:
-        """The scale of each byte, fp32 [256]; that of a byte without meaning is NaN or infinite."""
+        """Return the scale of each byte, fp32 [256]; that of a byte without meaning is NaN or infinite."""
         raise NotImplementedError
 
     def fit(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -81,7 +81,7 @@ class E2M1Format(Format):
         return Rounding(block=self.group_size)
 
     def blocks(self, weight: QTensor) -> Blocks:
-        """Eight bits: 2 E2M1 is an integer from -12 to 12."""
+        """Return 8-bit blocks: 2 E2M1 is an integer from -12 to 12."""
         integers = (128 + 2 * _table(weight.codes.device)).to(torch.uint8)
         return Blocks(8, self.group_size, integers[weight.codes.int()], weight.scale / 2)
 
@@ -112,8 +112,8 @@ class E2M1Format(Format):
         scale = g.op("Gather", [g.const(np.where(np.isfinite(table), table, 0), dtype), g.cast(stored, np.int32)])
         if not self.tensor_scaled:
             return scale
-        whole = g.initializer("tensor_scale", (weight.whole_scale() * factor).float().numpy())
-        return g.cast(g.op("Mul", [scale, whole]), g.dtype)
+        tensor_scale = g.initializer("tensor_scale", (weight.whole_scale() * factor).float().numpy())
+        return g.cast(g.op("Mul", [scale, tensor_scale]), g.dtype)
 
 
 @dataclass(frozen=True)

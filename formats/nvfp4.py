@@ -59,9 +59,9 @@ class NVFormat(E2M1Format):
         return torch.ldexp(torch.ones(1, 1, device=scale.device), exponent)
 
     def stored(self, scale: Tensor) -> Tensor:
-        whole = self.tensor_scale(finite(scale))
-        relative = (scale / whole).clamp(max=LARGEST)
-        return torch.where(scale > 0, relative.clamp(min=SMALLEST).to(E4M3).float(), 0) * whole
+        tensor_scale = self.tensor_scale(finite(scale))
+        relative = (scale / tensor_scale).clamp(max=LARGEST)
+        return torch.where(scale > 0, relative.clamp(min=SMALLEST).to(E4M3).float(), 0) * tensor_scale
 
     def write_scale(self, scale: Tensor) -> Tensor:
         return scale.to(E4M3).view(torch.uint8)

@@ -108,7 +108,7 @@ class TernaryFormat(Format):
         return y if factor == 1 else g.op("Mul", [y, g.const(factor, g.dtype)])
 
     def blocks(self, weight: QTensor) -> Blocks:
-        """Two bits: code - 1 is (code + 1) - 2."""
+        """Return 2-bit blocks: code - 1 is (code + 1) - 2."""
         rows, columns = weight.shape
         block = shared_block(columns)
         return Blocks(2, block, weight.codes + 1, weight.scale.expand(rows, -(-columns // block)))
@@ -124,7 +124,7 @@ class StackedTernaryFormat(TernaryFormat):
     per_tensor = False
 
     def _scale(self, g: Builder, weight: QTensor) -> Value:
-        """The file holds one scale for each of the weights. ONNX Runtime repeats it for its rows once, at load."""
+        """Add one scale for each of the weights, which ONNX Runtime repeats for its rows once, at load."""
         values, counts = weight.scale.view(-1).unique_consecutive(return_counts=True)
         scales = zip(values.split(1), counts.tolist(), strict=True)
         parts = [

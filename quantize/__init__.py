@@ -13,6 +13,7 @@ from .format_name import average_bits, format_name
 from .layer import as_exported, quant_linear
 from .layerwise import apply
 from .layouts import Weights, read_scheme, read_weight
+from .plan import Plan, resolve
 from .report import REPORT_FILE, Report, WeightReport
 from .scheme import (
     EMBEDDING_MODULE,
@@ -28,8 +29,8 @@ from .scheme import (
 from .sizes import Sizes, sizes
 
 __all__ = [
-    "EMBEDDING_MODULE", "HEAD_MODULE", "KV", "LOGIT_BITS", "QK", "REPORT_FILE", "AttentionScheme", "Report", "Scheme",
-    "Sizes", "WeightReport", "Weights", "apply", "as_exported", "average_bits", "format_name", "linear_shapes", "load",
-    "load_block", "quant_linear", "quantize_checkpoint", "read_scheme", "read_weight", "save", "sizes", "step_bytes",
-    "table_formats",
+    "EMBEDDING_MODULE", "HEAD_MODULE", "KV", "LOGIT_BITS", "QK", "REPORT_FILE", "AttentionScheme", "Plan", "Report",
+    "Scheme", "Sizes", "WeightReport", "Weights", "apply", "as_exported", "average_bits", "format_name",
+    "linear_shapes", "load", "load_block", "quant_linear", "quantize_checkpoint", "read_scheme", "read_weight",
+    "resolve", "save", "sizes", "step_bytes", "table_formats",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import models
-from ..formats import Format, QTensor
+from ..formats import QTensor
 from ..io import files
 from ..io.errors import DiffbitError
 from ..io.processes import Processes
@@ -25,9 +25,10 @@ from ..models.checkpoint.names import shapes, stays_float32
 from .calibration.states import ALONE
 from .forecast import in_shards, must_spill, quantize_demand
 from .layer import Round, assemble
-from .layerwise import Finished, quantize_layers, stored_config, tokens_for
+from .layerwise import Finished, plan_for, quantize_layers, tokens_for
 from .layouts import Weights
 from .methods import parse_recipe
+from .plan import Plan, resolve
 from .report import REPORT_FILE, Report, WeightReport
 from .resume import StoredLayer, Unfinished, run
 from .scheme import KV, Scheme
@@ -48,7 +49,7 @@ def quantize_checkpoint(
     overwrite: bool = False,
     resume: bool = False,
     max_memory: int | None = None,
-    here: Processes = ALONE,
+    workers: Processes = ALONE,
 ) -> Report:
     """Quantize a float checkpoint into a new folder, one layer in memory at a time. Returns a report of each weight,
     which the folder holds, too.
@@ -60,29 +61,28 @@ def quantize_checkpoint(
     tokens that count; default all. calibration_text: a description of the text (source, sha256, ...) for config.json
     and the artifact's manifest, which also have the float checkpoint's name and hash. resume: continue an interrupted
     run (resume.py), if there is one. max_memory: the most bytes that this process may use; calibration states move to
-    disk if necessary. here: the processes that share the work, and this one's device; each calls this, and the first
+    disk if necessary. workers: the processes that share the work, and this one's device; each calls this, and the first
     writes. Neither resume nor the number of processes changes a bit of the result; a GPU sums in another order than a
-    CPU. Raises DiffbitError for a checkpoint or scheme
-    that does not fit, and if memory or disk do not suffice (memory.py).
+    CPU. Raises DiffbitError for a checkpoint or scheme that does not fit, and if memory or disk do not suffice.
     """
-    checkpoint = open_float(source, output if here.first else None, overwrite)
+    checkpoint = open_float(source, output if workers.first else None, overwrite)
     config = checkpoint.config
     recipe = parse_recipe(method)
-    stored = stored_config(config, scheme, recipe)
-    formats = _formats(scheme, stored)
+    plan = plan_for(config, scheme, recipe)
+    _check_quantizes(plan)
     dtype = getattr(torch, checkpoint.dtype)
-    tokens = tokens_for(recipe, config, calibration, calibration_mask, here.device, here=here)
+    tokens = tokens_for(recipe, config, calibration, calibration_mask, workers.device, workers=workers)
     entry = scheme.to_entry() | {"method": recipe.name}
     if tokens and calibration_text is not None:
         entry["calibration"] = {**calibration_text, "tokens": tokens.count}
-    if here.first:  # `diffbit compare` finds the float model by it
+    if workers.first:  # `diffbit compare` finds the float model by it
         entry["source"] = {"name": files.folder_name(checkpoint.path), "sha256": checkpoint.sha256()}
     text = None if tokens is None else (tokens.ids.shape[0], tokens.ids.shape[1])
-    spilled = must_spill(checkpoint, scheme, recipe, text, max_memory)
+    spilled = must_spill(checkpoint, plan, recipe, text, max_memory)
     what = f"quantizing {checkpoint.path} with method {recipe.name!r}"
-    memory, disk = quantize_demand(checkpoint, scheme, recipe, text, spilled)
+    memory, disk = quantize_demand(checkpoint, plan, recipe, text, spilled)
     advice = ", or a method that needs less (--method rtn; see `diffbit plan`)"
-    require(what, memory, disk, output, processes=here.local, advice=advice)
+    require(what, memory, disk, output, processes=workers.local, advice=advice)
     if spilled and tokens is not None:
         files.make_folder(files.resolved(output).parent)
         tokens.spill(files.resolved(output).parent)
@@ -91,35 +91,36 @@ def quantize_checkpoint(
         return run(checkpoint.sha256(), scheme.to_dict(), recipe.name, tokens, entry.get("calibration"))
 
     def read(name: str) -> Tensor:
-        return checkpoint.read(name).to(here.device)
+        return checkpoint.read(name).to(workers.device)
 
     def layers_after(count: int | None) -> Iterator[Finished]:
-        """The layers after the first `count`, which an earlier run finished; only the first process knows the count."""
-        skip = here.broadcast(0, count)
-        for states in (tokens.exact, tokens) if tokens is not None and skip and here.count > 1 else ():
+        """Quantize the layers after the first `count`, which an earlier run finished; only the first process knows
+        the count."""
+        skip = workers.broadcast(0, count)
+        for states in (tokens.exact, tokens) if tokens is not None and skip and workers.count > 1 else ():
             states.from_first()
-        return quantize_layers(config, read, scheme, recipe, tokens, skip=skip, title="quantizing", here=here)
+        return quantize_layers(config, read, plan, recipe, tokens, skip=skip, title="quantizing", workers=workers)
 
     writer = partial(
-        CheckpointWriter, output, stored, quantization=entry, dtype=checkpoint.dtype,
+        CheckpointWriter, output, plan.config, quantization=entry, dtype=checkpoint.dtype,
         shard_layers=in_shards(config, dtype), tokenizer_from=checkpoint.tokenizer_files, overwrite=overwrite,
     )  # fmt: skip
     unfinished = partial(Unfinished, output, about, tokens, resume=resume, overwrite=overwrite)
     keeps = recipe.name != "rtn" or tokens is not None  # plain rounding is too fast to be worth resuming
-    if not here.first:
+    if not workers.first:
         deque(layers_after(None), maxlen=0)
 
     def report(rows: list[WeightReport]) -> Report:
-        warnings = [format.warning() for format in formats.values()] + recipe.warnings(config)
+        warnings = [format.warning() for format in plan.formats.values()] + recipe.warnings(config)
         warnings += [_biased_keys(checkpoint, scheme)]
         if tokens is not None and recipe.calibrated:
             warnings.append(tokens.unlike())
         return Report(
-            scheme, recipe.name, tuple(rows), sizes(config, stored=dtype), sizes(stored, scheme, stored=dtype),
+            scheme, recipe.name, tuple(rows), sizes(resolve(config), stored=dtype), sizes(plan, stored=dtype),
             tokens.count if tokens else 0, tuple(dict.fromkeys(filter(None, warnings))),
         )  # fmt: skip
 
-    return report(here.on_first(lambda: _written(output, unfinished, keeps, layers_after, writer, report)))
+    return report(workers.on_first(lambda: _written(output, unfinished, keeps, layers_after, writer, report)))
 
 
 def _biased_keys(checkpoint: Checkpoint, scheme: Scheme) -> str | None:
@@ -139,15 +140,14 @@ def _biased_keys(checkpoint: Checkpoint, scheme: Scheme) -> str | None:
     )
 
 
-def _formats(scheme: Scheme, config: ModelConfig) -> Mapping[str, Format]:
-    """{module: format} of the weights that the scheme quantizes. Raises DiffbitError if it quantizes nothing."""
-    formats = scheme.formats(config)
-    if not formats and not scheme.attention.is_low_bit and scheme.attention.states is None:
+def _check_quantizes(plan: Plan) -> None:
+    """Refuse a plan that quantizes nothing."""
+    attention = plan.scheme.attention
+    if not plan.formats and not attention.is_low_bit and attention.states is None:
         raise DiffbitError(
             "the scheme quantizes nothing; name a format for the weights, such as --weights int4_g32, or for the KV "
             "cache, such as --kv int4"
         )
-    return formats
 
 
 def _written(
@@ -168,12 +168,12 @@ def _written(
                 done.add(layer)
                 del layer
             layers = done.layers()
-        with writer() as whole:
+        with writer() as checkpoint:
             for tensors, its_rows in layers:
-                whole.add_layer(tensors)
+                checkpoint.add_layer(tensors)
                 tensors.clear()  # frees them before the next layer is made
                 rows += its_rows
-            files.write_json(whole.folder / REPORT_FILE, report(rows).to_dict())
+            files.write_json(checkpoint.folder / REPORT_FILE, report(rows).to_dict())
     return rows
 
 

@@ -33,9 +33,10 @@ from ..models.checkpoint.names import layer_of
 from .calibration.states import BATCH_TOKENS
 from .calibration.tokens import LOSS_TOKENS, MEASURED_TOKENS
 from .layer import TABLE_PART
-from .methods import Recipe
+from .methods import STEP_TOKENS, Recipe
 from .methods.gptq import PRECISE
-from .scheme import HEAD_MODULE, Scheme, linear_shapes
+from .plan import Plan
+from .scheme import HEAD_MODULE, linear_shapes
 from .sizes import TensorSize, sizes
 
 SLACK = 32 << 20  # upper bound of what the allocator keeps of blocks that it does not map separately
@@ -61,14 +62,14 @@ def in_shards(config: ModelConfig, dtype: torch.dtype) -> bool:
 
 
 def quantize_demand(
-    checkpoint: Checkpoint, scheme: Scheme, recipe: Recipe, text: tuple[int, int] | None, spilled: bool = False
+    checkpoint: Checkpoint, plan: Plan, recipe: Recipe, text: tuple[int, int] | None, spilled: bool = False
 ) -> Demand:
     """Return what `quantize_checkpoint` takes at most.
 
     text: windows of calibration text, and their length. spilled: whether the tokens' hidden states are on disk.
     """
     config, dtype = checkpoint.config, getattr(torch, checkpoint.dtype)
-    table = sizes(config, scheme, stored=dtype)
+    table = sizes(plan, stored=dtype)
     memory = max(_layer(config, tensors, dtype.itemsize, recipe, text) for tensors in table.layers())
     output = table.checkpoint_bytes
     if not in_shards(config, dtype):  # all of it is in memory before it is written
@@ -110,7 +111,7 @@ def _layer(
     if recipe.calibrated:
         peaks.append(count + max(map(_rounding, tensors)))
     if recipe.exact:
-        peaks.append(32 * count + 2 * activations * max(recipe.rounding.step_tokens, length))
+        peaks.append(32 * count + 2 * activations * max(STEP_TOKENS, length))
     return width * count + max(peaks)
 
 
@@ -134,14 +135,14 @@ def _rounding(tensor: TensorSize) -> int:
 
 
 def must_spill(
-    checkpoint: Checkpoint, scheme: Scheme, recipe: Recipe, text: tuple[int, int] | None, limit: int | None
+    checkpoint: Checkpoint, plan: Plan, recipe: Recipe, text: tuple[int, int] | None, limit: int | None
 ) -> bool:
     """Return whether hidden states must be on disk for this process to keep within `limit` bytes of memory.
 
     Raises DiffbitError if that does not suffice.
     """
     in_memory, on_disk = (
-        MARGIN * quantize_demand(checkpoint, scheme, recipe, text, spilled).memory + resident_memory()
+        MARGIN * quantize_demand(checkpoint, plan, recipe, text, spilled).memory + resident_memory()
         for spilled in (False, True)
     )
     if limit is not None and on_disk > limit:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..formats import Format, QTensor, QuantLinear, spread
+from ..formats import Format, QTensor, QuantLinear, Rounding, spread
 from ..formats.linear import QuantEmbedding
 from ..io.fields import located
 from ..models import Block, Decoder, LayerSpec, ModelConfig, rope_for
@@ -20,6 +20,7 @@ from ..models.layers.state import Carried
 from ..models.mixers import Symmetries
 from ..ops.cache import TOKENS
 from .attention import set_attention
+from .plan import Plan
 from .scheme import EMBEDDING_MODULE, HEAD_MODULE, Scheme
 
 MEASURED_ROWS = 8192  # rows of a table on which its output error is measured, spread evenly
@@ -42,12 +43,15 @@ class Layer:
               model's
     """
 
-    config: ModelConfig
+    plan: Plan
     index: int
-    scheme: Scheme
     formats: dict[str, Format]
     tensors: dict[str, Tensor]
     refitted: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.plan.config
 
     @property
     def is_layer(self) -> bool:
@@ -59,12 +63,12 @@ class Layer:
 
     @property
     def spec(self) -> LayerSpec:
-        """This decoder layer's part of the model's configuration."""
+        """Return this decoder layer's part of the model's configuration."""
         return self.config.layers[self.index]
 
     @property
     def symmetries(self) -> Symmetries:
-        """Symmetries of this decoder layer at its place in the model."""
+        """Return the symmetries of this decoder layer at its place in the model."""
         return self.config.symmetries(self.index)
 
     @property
@@ -73,8 +77,12 @@ class Layer:
 
     def weight(self, name: str) -> Tensor:
         """Return the weight to round for a linear layer: W, or W H if its input will be x H (formats/rounding.py)."""
-        weight = self.tensors[f"{name}.weight"]
-        return spread(weight, self.formats[name].rounding(name, weight.shape[1], self.scheme.activations))
+        return spread(self.tensors[f"{name}.weight"], self.rounding(name))
+
+    def rounding(self, name: str) -> Rounding | None:
+        """Return how the quantized linear layer will round its input."""
+        columns = self.tensors[f"{name}.weight"].shape[1]
+        return self.formats[name].rounding(name, columns, self.plan.scheme.activations)
 
     def local(self, name: str) -> str:
         """Return the name of a parameter or linear layer within `module()`."""
@@ -89,7 +97,7 @@ class Layer:
             self.local(name): (quantized or {}).get(name.removesuffix(".weight"), tensor)
             for name, tensor in tensors.items()
         }
-        return assemble(module, state, Scheme() if quantized is None else self.scheme, torch.float32)
+        return assemble(module, state, Scheme() if quantized is None else self.plan.scheme, torch.float32)
 
     def probe(self) -> Layer:
         """Return this layer, with only MEASURED_ROWS rows of a large head; its input is the same."""
@@ -124,8 +132,8 @@ class Layer:
         for name in self.formats:
             module.get_submodule(name.removeprefix(self.prefix)).register_forward_pre_hook(hook(name))
         rope = rope_for(self.config, torch.zeros(1, 1, dtype=torch.int64, device=self.device))
-        one = torch.ones(1, 1, self.config.hidden_size, device=self.device)
-        module(one, rope, None, None, self.stand_in(1)) if self.is_layer else module(one)
+        token = torch.ones(1, 1, self.config.hidden_size, device=self.device)
+        module(token, rope, None, None, self.stand_in(1)) if self.is_layer else module(token)
         return [names for _, names in readers.values()]
 
 

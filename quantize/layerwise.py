@@ -30,6 +30,7 @@ from .calibration.tokens import LOSS_TOKENS, MEASURED_TOKENS, Tokens
 from .deviation import weight_error
 from .layer import Layer, Round, assemble
 from .methods import Method, Recipe, find, parse_recipe
+from .plan import Plan, resolve
 from .reorder import Read, reordered
 from .report import WeightReport
 from .scheme import EMBEDDING_MODULE, HEAD_MODULE, Scheme, weight_shapes
@@ -48,40 +49,38 @@ class Finished:
     rows: tuple[WeightReport, ...]
 
 
-def stored_config(config: ModelConfig, scheme: Scheme, recipe: Recipe) -> ModelConfig:
-    """Return the config of the quantized model: a transform may change it, and a tied head is untied if its format
-    differs from the embedding's.
+def plan_for(config: ModelConfig, scheme: Scheme, recipe: Recipe) -> Plan:
+    """Return the plan to quantize a model: a transform may change its config.
 
-    Raises DiffbitError if the scheme has int4 activations and the method does not support them.
+    Raises DiffbitError if the scheme does not fit, or has int4 activations and the method does not support them.
     """
     if scheme.activations == "int4" and recipe.name != "rtn":
         raise DiffbitError(
             f"method {recipe.name!r} does not support int4 activations, whose Hadamard transform changes the weights; "
             "use method 'rtn', or train with them"
         )
-    config = recipe.config(config)
-    return replace(config, tie_embeddings=scheme.keeps_tied(config))
+    return resolve(recipe.config(config), scheme)
 
 
 def quantize_layers(
     config: ModelConfig,
     read: Read,
-    scheme: Scheme,
+    plan: Plan,
     recipe: Recipe,
     tokens: Tokens | None = None,
     *,
     skip: int = 0,
     title: str | None = None,
-    here: Processes = ALONE,
+    workers: Processes = ALONE,
 ) -> Iterator[Finished]:
-    """Quantize the model of `config` whose parameters `read` returns; yield the embedding, each layer, then the head.
+    """Quantize the float model of `config` whose parameters `read` returns, as `plan_for` says; yield the embedding,
+    each layer, then the head.
 
     Only one layer and the tokens' hidden states are in memory at a time. skip: the number of layers that are already
-    done; `tokens` must be past them. title: title of the progress bar, or None for no bar. here: the processes that
+    done; `tokens` must be past them. title: title of the progress bar, or None for no bar. workers: the processes that
     share the work, the same as those of `tokens`; each yields all layers.
     """
-    stored, shapes_of = stored_config(config, scheme, recipe), weight_shapes(config)
-    formats = scheme.formats(stored)
+    formats, shapes_of = plan.formats, weight_shapes(config)
     names = [_names(config, index) for index in range(-1, config.num_layers + 1)]
     by_layer = [
         {module: formats[module] for name in layer if (module := name.removesuffix(".weight")) in formats}
@@ -90,7 +89,7 @@ def quantize_layers(
     counts = [sum(math.prod(shapes_of[module]) for module in layer) for layer in by_layer]
     if tokens is not None and recipe.rounding.token_weights is not None:
         tokens.weights = recipe.rounding.token_weights(config, read, tokens)
-    late = _rounds_late(stored, by_layer[0], recipe, tokens)
+    late = _rounds_late(plan.config, by_layer[0], recipe, tokens)
     if late:
         by_layer[-1][HEAD_MODULE] = by_layer[0][EMBEDDING_MODULE]
     before = [sum(counts[:place]) / max(1, sum(counts)) for place in range(len(counts) + 1)]  # shares of all work
@@ -105,10 +104,10 @@ def quantize_layers(
             # keep no reference to a layer here, so that only one is in memory at a time
             yield _finish(
                 Passes(
-                    Layer(stored, place - 1, scheme, chosen, _read(config, read, names[place])),
+                    Layer(plan, place - 1, chosen, _read(config, read, names[place])),
                     tokens,
                     progress,
-                    here,
+                    workers,
                 ),
                 recipe,
                 late,
@@ -143,10 +142,10 @@ def _finish(passes: Passes, recipe: Recipe, late: bool = False) -> Finished:
     quantized = quantize_one(passes, recipe)
     if layer.config.tie_embeddings and any(layer.tensors[name] is not tensor for name, tensor in tied.items()):
         raise DiffbitError(f"method {recipe.name!r} changes the embedding that the head shares; it must untie them")
-    for kept in (layer.tensors, layer.refitted):  # methods compute in fp32; float parameters keep their stored dtype
-        for name, tensor in kept.items():
+    for tensors in (layer.tensors, layer.refitted):  # methods compute in fp32; float parameters keep their stored dtype
+        for name, tensor in tensors.items():
             if name.removesuffix(".weight") not in quantized and not stays_float32(name):
-                kept[name] = tensor.to(dtypes[name])
+                tensors[name] = tensor.to(dtypes[name])
     errors = passes.advance(quantized)
     floats = {
         name: tensor
@@ -215,7 +214,7 @@ def _rounding(layer: Layer, recipe: Recipe) -> Method:
         not layer.is_layer and all(format.bits >= PLAIN_BITS for format in layer.formats.values())
     )
     if plain and (recipe.rounding.stats or recipe.rounding.weighs):
-        return replace(find("rtn"), weighs=False)
+        return replace(find("rtn"), reads=None)
     tied = not layer.is_layer and layer.config.tie_embeddings
     return find("gptq") if tied and recipe.rounding.round_layer is not None else recipe.rounding
 
@@ -227,7 +226,7 @@ def tokens_for(
     mask: Any,
     device: torch.device | str = "cpu",
     measure: bool = True,
-    here: Processes = ALONE,
+    workers: Processes = ALONE,
 ) -> Tokens | None:
     """Return calibration tokens for `quantize_layers`; raises DiffbitError if the recipe needs tokens and has none.
 
@@ -238,7 +237,7 @@ def tokens_for(
         length = max(1, torch.as_tensor(ids).shape[-1])
         weighs = recipe.rounding.weighs
         windows = max(1, (LOSS_TOKENS if weighs else MEASURED_TOKENS) // length) if measure else 0
-        return Tokens(config, ids, mask, device, None if recipe.exact else windows, here, rounded=not weighs)
+        return Tokens(config, ids, mask, device, None if recipe.exact else windows, workers, rounded=not weighs)
     if recipe.calibrated:
         raise DiffbitError(
             f"method {recipe.name!r} needs calibration text: pass --calibrate TEXT, or token ids as `calibration`"
@@ -294,8 +293,9 @@ def apply(
     tokens = tokens_for(recipe, decoder.config, calibration, calibration_mask, device, measure=False)
     read = reordered(decoder.config, source.__getitem__, order)
     weights: dict[str, Tensor | QTensor] = {}
-    for layer in quantize_layers(decoder.config, read, scheme, recipe, tokens):
+    plan = plan_for(decoder.config, scheme, recipe)
+    for layer in quantize_layers(decoder.config, read, plan, recipe, tokens):
         weights |= layer.floats | {f"{module}.weight": weight for module, weight in layer.quantized.items()}
     with torch.device("meta"):
-        copy = Decoder(stored_config(decoder.config, scheme, recipe))
+        copy = Decoder(plan.config)
     return assemble(copy, weights, scheme, None).train(decoder.training)

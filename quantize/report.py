@@ -38,7 +38,7 @@ class WeightReport:
 
     @property
     def error(self) -> float:
-        """The error of its outputs, or without calibration its own."""
+        """Return the error of its outputs, or without calibration its own."""
         return self.weight_error if self.output_error is None else self.output_error
 
 
@@ -86,7 +86,7 @@ class Report:
         return f"largest {kind} errors: {errors}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return the report as plain JSON."""
         return {
             "scheme": self.scheme.to_dict(),
             "method": self.method,

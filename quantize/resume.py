@@ -104,10 +104,10 @@ class Unfinished:
             for name, states in self._travelling().items():
                 states.fill(lambda rows, entry=entries[name]: entry.rows(rows.start, rows.stop))  # type: ignore[misc]
                 for key in sorted(key for key in entries if key.startswith(f"{name}.")):  # "hidden.16.0"
-                    giver, whole = int(key.split(".")[1]), states.space(*entries[key].shape[1:])
+                    giver, values = int(key.split(".")[1]), states.space(*entries[key].shape[1:])
                     for rows in states.slices:
-                        whole[rows] = entries[key].rows(rows.start, rows.stop)
-                    states.carried[giver] = (*states.carried.get(giver, ()), whole)
+                        values[rows] = entries[key].rows(rows.start, rows.stop)
+                    states.carried[giver] = (*states.carried.get(giver, ()), values)
 
     def add(self, layer: StoredLayer) -> None:
         """Store the next layer, and the tokens' states after it."""
@@ -157,9 +157,9 @@ class Unfinished:
         return files.read_sealed(self._about(index), ANEW)
 
 
-def _parts(whole: Tensor | DiskTensor, states: States) -> Parts:
+def _parts(values: Tensor | DiskTensor, states: States) -> Parts:
     """Return the shape and the rows of a tensor, some windows at a time."""
-    return tuple(whole.shape), (whole[rows].cpu() for rows in states.slices)
+    return tuple(values.shape), (values[rows].cpu() for rows in states.slices)
 
 
 def _write(file: Path, tensors: dict[str, Tensor]) -> str:

@@ -28,7 +28,6 @@ import tomllib
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -76,12 +75,12 @@ class AttentionScheme:
 
     @property
     def query_bits(self) -> int:
-        """Bits of a query; 0: it is not rounded."""
+        """Return the bits of a query; 0: it is not rounded."""
         return 0 if self.qk is None else BITS[self.qk]
 
     @property
     def key_format(self) -> str:
-        """ "float" or one of CACHED: the smaller of the cache's format and the product's."""
+        """Return "float" or one of CACHED: the smaller of the cache's format and the product's."""
         return min((self.keys or "float", self.qk or "float"), key=BITS.__getitem__)
 
     @property
@@ -109,8 +108,8 @@ class AttentionScheme:
                     )
             return ()
 
-        own = [mixer.buffers(kv) for mixer in {layer.mixer for layer in config.layers}]
-        if self.states and not any(map(len, own)):
+        fixed = [mixer.buffers(kv) for mixer in {layer.mixer for layer in config.layers}]
+        if self.states and not any(map(len, fixed)):
             raise DiffbitError(
                 f"states cannot be {self.states}: the model has none of a fixed size; use --kv for its cache"
             )
@@ -173,6 +172,13 @@ class Scheme:
                     "quantized weights, or activations 'int8'"
                 )
 
+    def check_offered(self) -> Scheme:
+        """Return the scheme that a user chose, unless it has a format that only other libraries' checkpoints need."""
+        for format in self._all_formats():
+            if format is not None:
+                format.check_offered()
+        return self
+
     def format_for(self, module: str, float_linears: Container[str] = ()) -> Format | None:
         """Return the format of a linear layer, such as "model.layers.0.self_attn.q_proj", or of the embedding; None:
         float. float_linears: the model's linear layers that are quantized only by name."""
@@ -212,7 +218,6 @@ class Scheme:
         """Whether the model ties embedding and head, and the scheme keeps them tied."""
         return config.tie_embeddings and self.format_for(EMBEDDING_MODULE) == self.format_for(HEAD_MODULE)
 
-    @lru_cache(maxsize=16)  # noqa: B019 (a scheme is a value, so equal ones share an entry)
     def formats(self, config: ModelConfig) -> Mapping[str, Format]:
         """Return {module: format} of all quantized weights of a model, in the model's order: the embedding, the linear
         layers, and the head unless it is tied.
@@ -248,9 +253,12 @@ class Scheme:
         }
 
     def _packages(self) -> dict[str, str]:
-        """{format: the installed package that adds it}"""
-        used = (self.weights, self.embedding, self.head, *(format for _, format in self.overrides))
-        return {_name(format): package for format in used if (package := plugins.package_of(format)) is not None}
+        """Return {format: the installed package that adds it}."""
+        packages = {_name(format): plugins.package_of(format) for format in self._all_formats()}
+        return {name: package for name, package in packages.items() if package is not None}
+
+    def _all_formats(self) -> tuple[Format | None, ...]:
+        return self.weights, self.embedding, self.head, *(format for _, format in self.overrides)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Scheme:
@@ -295,7 +303,7 @@ class Scheme:
             scheme = cls.from_dict(values)
             low_bit = scheme.weights is not None
             embedding, head = table_formats(low_bit, values.get("embedding"), values.get("head"), scheme.weights)
-            return replace(scheme, embedding=embedding, head=head)
+            return replace(scheme, embedding=embedding, head=head).check_offered()
 
 
 def table_formats(

@@ -22,10 +22,11 @@ import torch
 
 from ..formats import Format
 from ..models import Checkpoint, ModelConfig
-from ..models.checkpoint.names import EMBEDDING, HEAD, layer_of, shapes, stays_float32
+from ..models.checkpoint.names import EMBEDDING, layer_of, shapes, stays_float32
 from ..ops.cache import CacheSpec
 from .device_cache import cache_spec
-from .scheme import Scheme, linear_shapes
+from .plan import Plan
+from .scheme import linear_shapes
 
 FLOAT32 = 4  # bytes
 # bytes of an artifact's graph and configuration, and of each layer's part of them: typical, and at most
@@ -103,7 +104,7 @@ class Sizes:
 
     @property
     def bits_per_weight(self) -> float:
-        """Average bits on the device, float weights included."""
+        """Return the average bits on the device, float weights included."""
         return 8 * self.nbytes / self.parameters
 
     @property
@@ -128,28 +129,23 @@ class Sizes:
         return {name: getattr(self, name) for name in names}
 
 
-def sizes(
-    config: ModelConfig, scheme: Scheme | None = None, dtype: str = "fp32", stored: torch.dtype = torch.float32
-) -> Sizes:
-    """Return the sizes of a model under a scheme (None: float).
+def sizes(plan: Plan, dtype: str = "fp32", stored: torch.dtype = torch.float32) -> Sizes:
+    """Return the sizes of a model.
 
     dtype: "fp32" or "fp16", the artifact's type of everything that is not quantized, the KV cache included. stored: the
     checkpoint's dtype. A float32 artifact keeps an embedding of 16 bits that is not the head, too, as it is.
-    Raises DiffbitError if the scheme does not fit the model.
     """
-    scheme = scheme or Scheme()
-    formats, tied = scheme.formats(config), scheme.keeps_tied(config)
-    head = {} if tied else {HEAD: (config.vocab_size, config.hidden_size)}
-    tensors = []
-    for name, shape in (shapes(config) | head).items():
-        format, is_looked_up = formats.get(name.removesuffix(".weight")), name == EMBEDDING and not tied
+    config, tensors = plan.config, []
+    for name, shape in shapes(config).items():
+        format = plan.formats.get(name.removesuffix(".weight"))
+        is_looked_up = name == EMBEDDING and not config.tie_embeddings
         stored_width, device_width = stored.itemsize, WIDTHS[dtype]
         if stays_float32(name):
             stored_width, device_width = FLOAT32, 0 if ".lambda_" in name else FLOAT32
         elif is_looked_up and format is None:
             device_width = min(stored_width, device_width)
         tensors.append(TensorSize(name, shape, format, stored_width, device_width, not is_looked_up))
-    return Sizes(tuple(tensors), cache_spec(config, scheme.attention, "float32" if dtype == "fp32" else "float16"))
+    return Sizes(tuple(tensors), cache_spec(config, plan.scheme.attention, "float32" if dtype == "fp32" else "float16"))
 
 
 def overhead(checkpoint: Checkpoint, config: ModelConfig, graph: tuple[int, int] = LARGEST_GRAPH) -> int:

@@ -215,6 +215,10 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
         ["export", "{checkpoint}", "--format", "bitnet", "-o", "{out}/a"],
         ["diff_v1", "bitnet", "softmax"],
     ),
+    "wide format": (
+        ["quantize", "{checkpoint}", "--weights", "int5", "-o", "{out}/q"],
+        ["int5", "8 bits", "int5_g128"],
+    ),
     "dtype": (["export", "{checkpoint}", "--dtype", "int7", "-o", "{out}/a"], ["int7", "fp16"]),
     "context length": (["export", "{checkpoint}", "--context-length", "0", "-o", "{out}/a"], ["context", "0"]),
     "unknown preset": (["train", "--preset", "giant", "-o", "{out}/t"], ["giant", "tiny"]),

@@ -21,7 +21,8 @@ import pytest
 from typer.main import get_command
 
 from diffbit.cli.app import app, main
-from diffbit.formats import parse_format
+from diffbit.cli.options import FORMATS
+from diffbit.formats import names, parse_format
 from diffbit.models import Checkpoint
 from diffbit.quantize import Scheme, quantize_checkpoint
 from diffbit.runtime import Session, SessionOptions
@@ -140,7 +141,7 @@ def completions(line: str) -> list[str]:
         ("diffbit run x --device open", ["openvino", "openvino:cpu", "openvino:gpu", "openvino:npu"]),
         ("diffbit train --preset t", ["tiny"]),
         ("diffbit train --attention diff", ["diff_v1", "diff_v2"]),
-        ("diffbit quantize x --weights int4_g", ["int4_g128", "int4_g32"]),
+        ("diffbit quantize x --weights int8", ["int8_g32", "int8"]),
         ("diffbit quantize x --kv int8,int", ["int8,int8", "int8,int4", "int8,int2"]),
         ("diffbit quantize x --method gp", ["gptq"]),
         ("diffbit quantize x --method rotate+gp", ["rotate+gptq"]),
@@ -448,6 +449,15 @@ def test_the_methods_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
     lines = capfd.readouterr().out.splitlines()
     for name in methods():
         assert any(line.split()[1:2] == [name] for line in lines), name
+
+
+def test_formats_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
+    for option, listed in (("--list-formats", FORMATS), ("--list-all-formats", names())):
+        with pytest.raises(SystemExit) as stopped:
+            main(["quantize", option])
+        assert stopped.value.code == 0
+        rows = capfd.readouterr().out.splitlines()
+        assert set(listed) == {row.split()[1] for row in rows if row.startswith("│")} and set(FORMATS) <= set(names())
 
 
 def test_a_log_names_the_layer_and_its_weights(

@@ -69,7 +69,7 @@ def plan(
     """
     from ...io.resources import available_memory
     from ...models import Checkpoint
-    from ...quantize import read_scheme
+    from ...quantize import read_scheme, resolve
     from ...quantize.methods import parse_recipe
     from .plan import plan_export, plan_quantize
 
@@ -80,16 +80,17 @@ def plan(
             raise DiffbitError(
                 "options of `quantize`, such as --method, need a scheme: pass --weights or --scheme, too"
             )
-        scheme = read_scheme(checkpoint)
+        resolved = resolve(checkpoint.config, read_scheme(checkpoint))
     elif checkpoint.quantization is not None:
         raise DiffbitError(f"{model}: is quantized already; leave out the options of a scheme, or pass the float model")
     else:
         scheme = options.scheme()
         limit = None if max_memory is None else parse_size(max_memory)
+        resolved = resolve(checkpoint.config, scheme)
         recipe = parse_recipe(resolve_method(checkpoint, scheme, rounding, limit))
         text = _text_shape(model, checkpoint.config.max_position, rounding, recipe.calibrated)
-        steps["quantize"] = plan_quantize(checkpoint, scheme, recipe, text, limit)
-    steps["export"] = plan_export(checkpoint, scheme, dtype or dtype_for(device))
+        steps["quantize"] = plan_quantize(checkpoint, resolved, recipe, text, limit)
+    steps["export"] = plan_export(checkpoint, resolved, dtype or dtype_for(device))
     free = available_memory()
     if as_json:
         values = {name: asdict(step) for name, step in steps.items()}

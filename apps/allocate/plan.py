@@ -13,7 +13,7 @@ import torch
 from ...export import export_demand
 from ...io.resources import resident_memory
 from ...models import Checkpoint, num_parameters
-from ...quantize import Scheme, sizes
+from ...quantize import Plan, sizes
 from ...quantize.forecast import must_spill, quantize_demand, quantize_seconds
 from ...quantize.methods import Recipe
 from ...quantize.sizes import TYPICAL_GRAPH, overhead, tokenizer_bytes
@@ -37,7 +37,7 @@ class Forecast:
 
 def plan_quantize(
     checkpoint: Checkpoint,
-    scheme: Scheme,
+    plan: Plan,
     recipe: Recipe,
     text: tuple[int, int] | None,
     max_memory: int | None,
@@ -46,17 +46,17 @@ def plan_quantize(
 
     Raises DiffbitError if it takes more than `max_memory` bytes at least.
     """
-    spilled = must_spill(checkpoint, scheme, recipe, text, max_memory)
-    memory, disk = quantize_demand(checkpoint, scheme, recipe, text, spilled)
-    weights = sizes(checkpoint.config, scheme, stored=getattr(torch, checkpoint.dtype)).checkpoint_bytes
+    spilled = must_spill(checkpoint, plan, recipe, text, max_memory)
+    memory, disk = quantize_demand(checkpoint, plan, recipe, text, spilled)
+    weights = sizes(plan, stored=getattr(torch, checkpoint.dtype)).checkpoint_bytes
     others = CONFIGURATION + tokenizer_bytes(checkpoint)
     seconds = quantize_seconds(checkpoint.config, recipe, text)
     return Forecast(resident_memory() + memory, disk + others, weights + others, seconds, spilled)
 
 
-def plan_export(checkpoint: Checkpoint, scheme: Scheme | None, dtype: str) -> Forecast:
-    """Predict what `export_artifact` takes for a checkpoint that is, or will be, quantized by the scheme."""
-    memory, weights = export_demand(checkpoint, scheme, dtype)
+def plan_export(checkpoint: Checkpoint, plan: Plan, dtype: str) -> Forecast:
+    """Predict what `export_artifact` takes for a checkpoint that is, or will be, quantized by the plan."""
+    memory, weights = export_demand(checkpoint, plan, dtype)
     output = weights + overhead(checkpoint, checkpoint.config, TYPICAL_GRAPH)
     seconds = output / WRITTEN + num_parameters(checkpoint.config) / COMPUTED
     return Forecast(resident_memory() + memory, output, output, seconds)

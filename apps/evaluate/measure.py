@@ -33,7 +33,7 @@ from ...calib_data import NeedleWindows, Windows
 from ...io.errors import DiffbitError
 from ...io.progress import Progress
 from ...models import Decoder, ModelConfig
-from ...quantize import AttentionScheme, Scheme, apply, as_exported, average_bits, load, sizes
+from ...quantize import AttentionScheme, Scheme, apply, as_exported, average_bits, load, resolve, sizes
 from ...runtime import Artifact, Session
 from .cost import Cost, token_cost
 from .given import Quantized
@@ -178,7 +178,7 @@ def _show(bar: Progress, done: int, name: str, share: float) -> None:
 def _measurement(
     variant: Variant, config: ModelConfig, length: int, scores: Sequence[Scores], answers: tuple[np.ndarray, ...] = ()
 ) -> Measurement:
-    size, cost = sizes(config, variant.scheme, "fp16"), token_cost(config, variant.scheme, length)
+    size, cost = sizes(resolve(config, variant.scheme), "fp16"), token_cost(config, variant.scheme, length)
     bits, cache_bytes = average_bits(config, variant.scheme), size.kv_bytes_per_1k_tokens / 1000
     return Measurement(
         variant, Scores.of_repeats(scores), size.nbytes, bits, cache_bytes, cost, repeats=len(scores), answers=answers

@@ -1,7 +1,7 @@
 """What is measured of a model: the model as it is, its weights in a number format, or a part of its attention; and the
 quantized checkpoints and artifacts that were made of it.
 
-A number of bits stands for a format: 8 for int8 (one scale per row), 7 to 2 for int7_g64 ... int2_g64. Parts of
+A number of bits stands for a format: 8 for int8 (one scale per row), 6 to 2 for int6_g64 ... int2_g64. Parts of
 attention (quantize/attention.py) take the widths that they have a format for and leave out the others:
 
     logits          2 to 8, dynamic absmax per query row (arXiv 2410.05258, Figure 8); in torch, not in artifacts
@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ...formats import Format, parse_format
+from ...formats import Format, choose_format
 from ...io.errors import DiffbitError
 from ...models import Checkpoint, ModelConfig
 from ...quantize import (
@@ -160,7 +160,7 @@ def _attention(part: str, entries: Iterable[str]) -> list[Variant]:
 
 def _format(entry: str) -> Format:
     if not entry.isdigit():
-        return parse_format(entry)
+        return choose_format(entry)
     if not 2 <= int(entry) <= 8:
-        raise DiffbitError(f"{entry} bits: wanted 16 (the model as it is), 8 to 2, or a format such as int4_g32 or nf4")
-    return parse_format("int8" if entry == "8" else f"int{entry}_g{GROUP_SIZE}")
+        raise DiffbitError(f"{entry} bits: wanted 16 (the model as it is), 8, 6 to 2, or a format such as int4_g32")
+    return choose_format("int8" if entry == "8" else f"int{entry}_g{GROUP_SIZE}")

@@ -24,7 +24,7 @@ from transformers.exporters.configs import ExportConfigMixin
 from transformers.exporters.metadata import ExportMetadata
 
 from ...export import export_artifact
-from ...formats import parse_format
+from ...formats import choose_format
 from ...io.errors import DiffbitError
 from ...io.tokenizer_files import tokenizer_files
 from ...quantize import Scheme, quantize_checkpoint, table_formats
@@ -66,7 +66,7 @@ class DiffbitExporter(HfExporter):
         source = checkpoint
         if config.weights is not None:
             embedding, head = table_formats(True, None, None)
-            scheme = Scheme(weights=parse_format(config.weights), embedding=embedding, head=head)
+            scheme = Scheme(weights=choose_format(config.weights), embedding=embedding, head=head)
             source = Path(folder.name, "low")
             quantize_checkpoint(checkpoint, source, scheme)
         export_artifact(source, artifact)

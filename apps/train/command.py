@@ -248,6 +248,7 @@ def train(
     Runs with the same preset, data and seed see the same batches, whatever their attention. Under torchrun each
     process trains on its share of every batch.
     """
+    from ...formats import choose_format
     from .presets import train_config
     from .trainer import train as run_training
 
@@ -255,6 +256,8 @@ def train(
         if trainable == "scales":
             raise DiffbitError("--lora trains adapters, and --trainable scales does not; leave out one of them")
         trainable = "lora"
+    if qat is not None and trainable == "all":  # else the quantized weights of --init may have any format
+        choose_format(qat)
     changes: dict[str, Any] = dict(
         context=context, init=init, mlp=mlp, sub_norms=sub_norms, head_norm=head_norm, lambda_bias=lambda_bias,
         noise_ratio=noise_ratio, source=data, field=field, tokenizer=tokenizer, needles=needles, qat=qat,

@@ -13,7 +13,7 @@ import torch
 
 from ...models import Decoder, num_parameters
 from ...models.checkpoint import shapes
-from ...quantize import sizes
+from ...quantize import resolve, sizes
 from .config import TrainConfig
 
 LOG_LINE = 300  # bytes
@@ -28,7 +28,7 @@ def disk_demand(model: Decoder, config: TrainConfig, tokenizer: int = 0) -> int:
     checkpoint = floats + extra + moments
     result = floats + extra
     if config.scheme is not None:
-        result += sizes(model.config, config.scheme, stored=torch.float32).checkpoint_bytes + tokenizer + SMALL
+        result += sizes(resolve(model.config, config.scheme), stored=torch.float32).checkpoint_bytes + tokenizer + SMALL
     checkpoints = (config.steps - 1) // config.checkpoint_every if config.checkpoint_every else 0
     return max(min(checkpoints, 2) * checkpoint, min(checkpoints, 1) * checkpoint + result) + LOG_LINE * config.steps
 

@@ -25,7 +25,7 @@ from ..calibration import CalibStats, Passes, Tokens
 from ..calibration.gradients import forward
 from ..calibration.predictions import divergence, predictions
 from ..methods import Layer, Method, find, quantize_weight
-from ..scheme import Scheme
+from ..plan import Plan
 
 Losses = dict[str, dict[str, float]]  # {linear layer: {candidate: nats per token that the model loses with it}}
 Formats = Mapping[str, Mapping[str, Format | None]]  # {linear layer: {candidate: format, None: float}}
@@ -36,7 +36,7 @@ def measure(
     source: Decoder,
     base: Decoder,
     sample: Tokens,
-    scheme: Scheme,
+    plan: Plan,
     formats: Formats,
     rounding: Method,
     tokens: Tokens | None,
@@ -57,7 +57,7 @@ def measure(
         fixed = {prefix + n: linear.weight for n, linear in block.named_modules() if isinstance(linear, QuantLinear)}
         rows = {module: row for module, row in formats.items() if module.startswith(prefix)}
         rounded = {module: format for module, row in rows.items() for format in row.values() if format is not None}
-        layer = Layer(base.config, index, scheme, rounded, tensors)
+        layer = Layer(plan, index, rounded, tensors)
         stats = Passes(layer, tokens).stats(fixed) if tokens is not None and rounded else {}
         for module, row in rows.items():
             weight, inputs = tensors[f"{module}.weight"], stats.get(module)

@@ -32,15 +32,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...formats import parse_format
+from ...formats import choose_format
 from ...io.errors import DiffbitError
 from ...io.files import size_text
 from ...io.resources import available_memory
 from ...models import Checkpoint, Decoder, ModelConfig, load, num_parameters
 from ..calibration import Tokens
 from ..calibration.predictions import divergence, predictions
-from ..layerwise import apply, stored_config
+from ..layerwise import apply, plan_for
 from ..methods import Method, Recipe, find, parse_recipe
+from ..plan import Plan, resolve
 from ..scheme import EMBEDDING_MODULE, HEAD_MODULE, Scheme, linear_shapes
 from ..sizes import overhead, sizes
 from .losses import Losses, measure
@@ -114,7 +115,7 @@ class Allocation:
     stand_in: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return the allocation as plain JSON."""
         return asdict(replace(self, scheme=Scheme())) | {"scheme": self.scheme.to_dict()}
 
 
@@ -151,7 +152,7 @@ def allocate(
     if tables:
         assert not measuring
         scheme = replace(scheme, embedding=None, head=None)
-    space = _Space(checkpoint, stored_config(checkpoint.config, scheme, recipe), scheme, candidates, tables)
+    space = _Space(checkpoint, plan_for(checkpoint.config, scheme, recipe), candidates, tables)
     budget = space.budget(bits, nbytes)
     ranked = space.nearest(budget)
     windows = Tokens(checkpoint.config, calibration, calibration_mask, device)
@@ -176,7 +177,8 @@ def allocate(
     start = 0.0 if base is decoder else divergence(exact, predictions(base, sample), sample)
     formats = {module: {name: space.formats[name] for name in row} for module, row in ranked.items()}
     if measuring:
-        losses = measure(transformed, base, sample, scheme, formats, rounding, windows if rounding.stats else None)
+        plan, read = resolve(base.config, scheme), windows if rounding.stats else None
+        losses = measure(transformed, base, sample, plan, formats, rounding, read)
     else:
         losses = estimate(transformed, windows, formats, rounding, seed)
     allocation = space.allocation(losses, budget, start)
@@ -233,30 +235,21 @@ class _Space:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        config: ModelConfig,
-        scheme: Scheme,
+        plan: Plan,
         candidates: Sequence[str] | None,
         tables: bool,
     ) -> None:
         names = list(dict.fromkeys(name.strip() for name in candidates or CANDIDATES))
-        self.formats = {name: None if name == FLOAT else parse_format(name) for name in names}
-        for name, format in list(self.formats.items()):
-            if format and format.device_bits != format.bits:
-                if candidates is None:
-                    del self.formats[name]
-                    continue
-                raise DiffbitError(
-                    f"candidate {format} is stored in {format.device_bits} bits on a device, and int"
-                    f"{format.device_bits} loses less in the same bytes; leave it out"
-                )
+        self.formats = {name: None if name == FLOAT else choose_format(name) for name in names}
         if not any(self.formats.values()):
             raise DiffbitError(f"the candidates {', '.join(names) or 'none'} contain no format; name two or more")
+        config, scheme = plan.config, plan.scheme
         self.scheme = scheme
-        whole = sizes(config, scheme, stored=getattr(torch, checkpoint.dtype))
-        tensors = {tensor.module: tensor for tensor in whole.tensors}
+        table = sizes(plan, stored=getattr(torch, checkpoint.dtype))
+        tensors = {tensor.module: tensor for tensor in table.tensors}
         fixed = [tensors[module] for module in scheme.overridden(config) if module in tensors]  # not a tied head
         free = [tensors[module] for module in scheme.without_override(config)]
-        self.tied = scheme.keeps_tied(config)
+        self.tied = config.tie_embeddings
         if tables:
             free += [tensors[module] for module in scheme.tables_without_override(config) if module in tensors]
         if not free:
@@ -278,7 +271,7 @@ class _Space:
                 )
         self.weights = sum(tensor.weights for tensor in (*free, *fixed))
         self.fixed = sum(tensor.device_bytes for tensor in fixed)
-        self.rest = whole.nbytes + overhead(checkpoint, config) - sum(tensor.device_bytes for tensor in free)
+        self.rest = table.nbytes + overhead(checkpoint, config) - sum(tensor.device_bytes for tensor in free)
 
     def budget(self, bits: float | None, nbytes: int | None) -> int:
         """Return the bytes available to the layers to choose for; one of the two budgets is None."""
@@ -345,9 +338,9 @@ class _Space:
         share = {name: 0 for name in self.formats}
         for module, name in layers.items():
             share[name] += math.prod(self.shapes[module])
-        most = max(share, key=share.__getitem__)
-        exceptions = tuple((module, self.formats[name]) for module, name in layers.items() if name != most)
-        scheme = replace(self.scheme, weights=self.formats[most], overrides=(*self.scheme.overrides, *exceptions))
+        common = max(share, key=share.__getitem__)
+        exceptions = tuple((module, self.formats[name]) for module, name in layers.items() if name != common)
+        scheme = replace(self.scheme, weights=self.formats[common], overrides=(*self.scheme.overrides, *exceptions))
         if EMBEDDING_MODULE in choice:
             scheme = replace(scheme, embedding=self.formats[choice[EMBEDDING_MODULE]])
         if self.tied and EMBEDDING_MODULE in choice:

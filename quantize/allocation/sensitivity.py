@@ -41,7 +41,8 @@ from ...models import Decoder
 from ..calibration import Passes, Tokens, search
 from ..calibration.gradients import backward, forward, watching
 from ..methods import Layer, Method, quantize_weight
-from ..scheme import EMBEDDING_MODULE, HEAD_MODULE, Scheme
+from ..plan import resolve
+from ..scheme import EMBEDDING_MODULE, HEAD_MODULE
 from .losses import Formats, Losses
 
 ROWS = 64
@@ -104,10 +105,10 @@ def remaining(
     Errors are those of the layer's output by the shrunk Gram matrix (`CalibStats.shrunk`), which knows how much better
     the method fits the tokens that it calibrates on than others.
     """
-    config, weights, shares = decoder.config, decoder.state_dict(), dict[str, float]()
+    plan, weights, shares = resolve(decoder.config), decoder.state_dict(), dict[str, float]()
     weights.setdefault(f"{HEAD_MODULE}.weight", weights[f"{EMBEDDING_MODULE}.weight"])
     tried = {module: format for module, row in formats.items() for format in reversed(list(row.values())) if format}
-    if config.tie_embeddings and EMBEDDING_MODULE in tried:
+    if plan.config.tie_embeddings and EMBEDDING_MODULE in tried:
         tried[HEAD_MODULE] = tried[EMBEDDING_MODULE]
     blocks = list(decoder.model.layers)
     text.embed(decoder.embed)
@@ -115,7 +116,7 @@ def remaining(
         place = f"model.layers.{index}." if index < len(blocks) else ("model.norm.", HEAD_MODULE)
         tensors = {name: tensor for name, tensor in weights.items() if name.startswith(place)}
         chosen = {module: format for module, format in tried.items() if f"{module}.weight" in tensors}
-        stats = Passes(Layer(config, index, Scheme(), chosen, tensors), text).stats() if chosen else {}
+        stats = Passes(Layer(plan, index, chosen, tensors), text).stats() if chosen else {}
         for module, format in chosen.items():
             part, gram = matrices[module].sample(tensors[f"{module}.weight"]), stats[module].shrunk()
             plain = format.nearest(part, *search(part, format, gram.diagonal())).dequantize() - part
@@ -159,7 +160,7 @@ def fisher(decoder: Decoder, text: Tokens, modules: Collection[str], seed: int =
     finally:
         handle.remove()
     sums |= {EMBEDDING_MODULE: embedding, HEAD_MODULE: head}
-    return {name: Fisher(one.rows / text.count, one.columns / text.count) for name, one in sums.items()}
+    return {name: Fisher(total.rows / text.count, total.columns / text.count) for name, total in sums.items()}
 
 
 def _zeros(weight: Tensor) -> Fisher:

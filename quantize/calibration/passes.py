@@ -34,7 +34,7 @@ class Passes:
 
     tokens        calibration tokens in front of the layer, or None
     progress      called with the name of the current linear layer and the finished share of this layer, 0 to 1
-    here          the processes that share the work
+    workers       the processes that share the work
     proxy_losses  {linear layer: loss on the statistics that it was rounded with}, if there were any
     """
 
@@ -43,9 +43,9 @@ class Passes:
         layer: Layer,
         tokens: Tokens | None = None,
         progress: Callable[[str, float], None] = lambda at, share: None,
-        here: Processes = ALONE,
+        workers: Processes = ALONE,
     ) -> None:
-        self.layer, self.tokens, self.progress, self.here = layer, tokens, progress, here
+        self.layer, self.tokens, self.progress, self.workers = layer, tokens, progress, workers
         self.proxy_losses: dict[str, float] = {}
         self._replay = _Replay(layer.index)
         self._steps = self._taken = 0
@@ -53,7 +53,7 @@ class Passes:
 
     @property
     def batches(self) -> int:
-        """The number of batches of a pass; 1 without tokens. A weight takes about as long to round as a pass."""
+        """Return the number of batches of a pass; 1 without tokens. A weight takes about as long to round as a pass."""
         return 1 if self.tokens is None else len(self.tokens.slices)
 
     def expect(self, steps: int) -> None:
@@ -71,7 +71,7 @@ class Passes:
         if not self.layer.is_layer:
             return module(batch.hidden)
         inputs = (batch.hidden, batch.rope, batch.mask, None, batch.carried)
-        return module(*inputs) if replay is None else module(*inputs, replay=replay.of(batch))
+        return module(*inputs) if replay is None else module(*inputs, replay=replay.for_batch(batch))
 
     @torch.no_grad()
     def stats(
@@ -84,20 +84,20 @@ class Passes:
         layer, tokens = self.layer, self.tokens
         assert tokens is not None
         module = with_float_weights(layer.probe().module(quantized))
-        replay = self._kept(quantized)
+        replay = self._replay_for(quantized)
         chosen = [name for name in layer.formats if name not in quantized] if names is None else names
         linears = {name: module.get_submodule(name.removeprefix(layer.prefix)) for name in chosen}
         self.expect(self.batches)
 
         def begin(rows: slice) -> tuple[Callable[[], object], Tensor, Weights]:
             batch = tokens.batch(rows)
-            self.step(next(iter(linears), layer.prefix), tokens.here.count)
+            self.step(next(iter(linears), layer.prefix), tokens.workers.count)
             shared = {name: tokens.weights[name] for name in linears if name in tokens.weights}
-            parts = {id(whole): whole[rows] for whole in shared.values()}  # layers with the same weights share a part
-            weights = {name: parts[id(whole)] for name, whole in shared.items()}
+            parts = {id(weight): weight[rows] for weight in shared.values()}  # some layers share their weights
+            weights = {name: parts[id(weight)] for name, weight in shared.items()}
             return partial(self.run, module, batch, replay), batch.counted, weights
 
-        return gather(linears, [partial(begin, rows) for rows in tokens.slices], tokens.here)
+        return gather(linears, [partial(begin, rows) for rows in tokens.slices], tokens.workers)
 
     @torch.no_grad()
     def importance(self) -> dict[str, Tensor]:
@@ -109,9 +109,7 @@ class Passes:
         sums: dict[int, dict[str, Tensor]] = {}  # by the batch's first window: to add them up in one order
 
         def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-            rounding = layer.formats[name].rounding(
-                name, layer.tensors[f"{name}.weight"].shape[1], layer.scheme.activations
-            )
+            rounding = layer.rounding(name)
 
             def add(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
                 x = spread(inputs[0][batch.counted].float(), rounding)
@@ -122,23 +120,23 @@ class Passes:
         for name in layer.formats:
             module.get_submodule(layer.local(name)).register_forward_pre_hook(keep(name))
 
-        def run(of: Batch) -> Tensor:
+        def run(current: Batch) -> Tensor:
             nonlocal batch
-            batch = of
-            self.step(layer.prefix, tokens.here.count)
+            batch = current
+            self.step(layer.prefix, tokens.workers.count)
             return self.run(module, batch)
 
         self.expect(self.batches)
         if layer.is_layer:
             tokens.take_past(layer.index, run)
         elif layer.formats:
-            for rows in tokens.here.mine(tokens.slices):
+            for rows in tokens.workers.mine(tokens.slices):
                 run(tokens.batch(rows))
-        every: dict[int, dict[str, Tensor]] = {}
-        for part in tokens.here.share(range(tokens.here.count), lambda _: sums):
-            every |= part
+        by_window: dict[int, dict[str, Tensor]] = {}
+        for part in tokens.workers.share(range(tokens.workers.count), lambda _: sums):
+            by_window |= part
         return {
-            name: torch.stack([every[first][name] for first in sorted(every)]).sum(0) / tokens.count
+            name: torch.stack([by_window[first][name] for first in sorted(by_window)]).sum(0) / tokens.count
             for name in layer.formats
         }
 
@@ -161,10 +159,10 @@ class Passes:
         rounded = with_float_weights(layer.probe().module(layer.probed(quantized)))
         errors = self._advance_exact(rounded, layer.probed(quantized)) if tokens.measuring else {}
         if layer.is_layer and tokens.rounded:
-            replay = self._kept(quantized)
+            replay = self._replay_for(quantized)
 
             def run(batch: Batch) -> Tensor:
-                self.step(f"{layer.prefix}output", tokens.here.count)
+                self.step(f"{layer.prefix}output", tokens.workers.count)
                 return self.run(rounded, batch, replay)
 
             tokens.take_past(layer.index, run)
@@ -192,15 +190,15 @@ class Passes:
         if layer.is_layer:
             tokens.exact.take_past(layer.index, run)
         else:
-            for rows in tokens.here.mine(tokens.exact.slices):
+            for rows in tokens.workers.mine(tokens.exact.slices):
                 run(tokens.exact.batch(rows))
         totals = {name: OutputError() for name in errors}
-        for part in tokens.here.share(range(tokens.here.count), lambda _: errors):
+        for part in tokens.workers.share(range(tokens.workers.count), lambda _: errors):
             for name, total in totals.items():
                 total.join(part[name])
         return {name: total.value for name, total in totals.items()}
 
-    def _kept(self, quantized: Mapping[str, QTensor]) -> _Replay | None:
+    def _replay_for(self, quantized: Mapping[str, QTensor]) -> _Replay | None:
         """Return the heads that earlier passes kept, once all projections before o_proj are quantized; emptied if the
         weights that they depend on have changed. None: a pass computes them anew."""
         layer, mixer = self.layer, f"{self.layer.prefix}self_attn."
@@ -212,7 +210,7 @@ class Passes:
             return None
         weights = layer.tensors | layer.refitted | {f"{name}.weight": weight for name, weight in quantized.items()}
         ahead = (mixer, f"{layer.prefix}input_layernorm.")
-        self._replay.keep_for(
+        self._replay.keep_heads_of(
             [weight for name, weight in weights.items() if name.startswith(ahead) and not name.startswith(behind)]
         )
         return self._replay
@@ -226,12 +224,12 @@ class _Replay:
         self.weights: list[Tensor | QTensor] = []  # that `heads` were computed from
         self.heads: dict[int, tuple[Tensor, tuple[Tensor, ...] | None]] = {}  # by the batch's first window
 
-    def keep_for(self, weights: list[Tensor | QTensor]) -> None:
+    def keep_heads_of(self, weights: list[Tensor | QTensor]) -> None:
         """Forget the heads unless they were computed from these very tensors."""
         if len(weights) != len(self.weights) or any(a is not b for a, b in zip(weights, self.weights, strict=True)):
             self.weights, self.heads = weights, {}
 
-    def of(self, batch: Batch) -> Callable[[Callable[[], Tensor], Carried], Tensor]:
+    def for_batch(self, batch: Batch) -> Callable[[Callable[[], Tensor], Carried], Tensor]:
         """Return a `Replay` (models/mixers/_mixer.py) for this batch."""
 
         def replay(compute: Callable[[], Tensor], carried: Carried) -> Tensor:

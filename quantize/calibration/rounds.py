@@ -22,14 +22,14 @@ def round_stages(layer: Layer, passes: Passes, method: Callable[[str], Round]) -
     for stage in layer.stages():
         weighed = any(name in passes.tokens.weights for name in stage)
         stats = passes.stats(quantized, stage if weighed else stage[:1])
-        of = {name: stats.get(name, stats[stage[0]]) for name in stage}
-        for shared in dict.fromkeys(of.values()):
-            names = [name for name in stage if of[name] is shared]
+        stats_of = {name: stats.get(name, stats[stage[0]]) for name in stage}
+        for shared in dict.fromkeys(stats_of.values()):
+            names = [name for name in stage if stats_of[name] is shared]
             quantized |= round_all(layer, passes, method, names, shared)
         if passes.tokens.measuring:
             for name in stage:
                 exact, rounded = layer.probe().tensors[f"{name}.weight"], layer.probed(quantized)[name]
-                passes.proxy_losses[name] = proxy_loss(exact, rounded, of[name].gram, passes.here)
+                passes.proxy_losses[name] = proxy_loss(exact, rounded, stats_of[name].gram, passes.workers)
     return quantized
 
 
@@ -49,7 +49,7 @@ def round_all(
         return quantize_weight(method(name), f"{name}.weight", weights[name][rows], layer.formats[name], stats)
 
     quantized: dict[str, QTensor] = {}
-    for (name, rows), part in zip(parts, passes.here.share(parts, rounded), strict=True):
+    for (name, rows), part in zip(parts, passes.workers.share(parts, rounded), strict=True):
         count, width = weights[name].shape
         if len(part.codes) == count:
             quantized[name] = part
@@ -65,10 +65,10 @@ def round_all(
 
 
 def _parts(layer: Layer, weight: Tensor, format: Format) -> list[slice]:
-    """Slices of rows to round at a time, which limits the memory of methods, because they compute in float32."""
+    """Return slices of rows to round at a time. They limit the memory of methods, which compute in float32."""
     rows = len(weight)
-    most = rows if format.per_tensor else ROWS if layer.is_layer else table_rows(weight.shape[1])
-    size = -(-rows // -(-rows // most))
+    limit = rows if format.per_tensor else ROWS if layer.is_layer else table_rows(weight.shape[1])
+    size = -(-rows // -(-rows // limit))
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 

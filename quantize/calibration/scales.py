@@ -67,10 +67,10 @@ def quick_search(weight: Tensor, format: Format, importance: Tensor | None = Non
     blocks, weight = list(row_blocks(weight)), weight.detach()
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # blocks are too small for torch's own threads
         search_block = partial(_quick_search, format=format, weighting=weighting, weighed=importance is not None)
-        for some, (found, point) in zip(blocks, pool.map(lambda some: search_block(weight[some]), blocks), strict=True):
-            scale[some] = found
-            if zero is not None and point is not None:
-                zero[some] = point
+        for block, result in zip(blocks, pool.map(lambda block: search_block(weight[block]), blocks), strict=True):
+            scale[block], points = result
+            if zero is not None and points is not None:
+                zero[block] = points
     return scale, zero
 
 
@@ -88,7 +88,7 @@ def _quick_search(
         return (products if weighting is None else products.mul_(weighting)).sum(-1)  # [n, G]
 
     def values(scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The weight at scale 1, and the nearest values."""
+        """Return the weight at scale 1, and the nearest values."""
         place = part / divisor(scale)[..., None]
         return place, format.values_each(place, None if zero is None else zero[..., None])
 
@@ -182,9 +182,9 @@ def solve(
     groups, width = format.groups(columns), format.group_size or columns
     solved = scale.expand(len(weight), groups).clone()
     matrix = vector = torch.zeros((), dtype=torch.float64)
-    some = max(1, columns * columns // (groups * groups))  # rows whose systems are no larger than the Gram matrix
-    for start in range(0, len(weight), some):
-        rows = slice(start, start + some)
+    count = max(1, columns * columns // (groups * groups))  # rows whose systems are no larger than the Gram matrix
+    for start in range(0, len(weight), count):
+        rows = slice(start, start + count)
         old = solved[rows].double()  # [n, G]
         unit = format.decode(codes[rows], torch.ones_like(solved[rows]), None if zero is None else zero[rows])
         normal = old.new_empty(len(old), groups, groups)  # C^T H C, symmetric

@@ -24,12 +24,12 @@ class DiskTensor:
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (open as long as this is)
         self._bytes = 4 * math.prod(shape[1:])
 
-    def _places(self, some: slice | Tensor) -> list[int]:
-        indices = range(*some.indices(self.shape[0])) if isinstance(some, slice) else some.tolist()
+    def _places(self, rows: slice | Tensor) -> list[int]:
+        indices = range(*rows.indices(self.shape[0])) if isinstance(rows, slice) else rows.tolist()
         return [index * self._bytes for index in indices]
 
-    def __getitem__(self, some: slice | Tensor) -> Tensor:
-        places = self._places(some)
+    def __getitem__(self, rows: slice | Tensor) -> Tensor:
+        places = self._places(rows)
         result = torch.empty(len(places), *self.shape[1:])
         for row, place in zip(result.numpy(), places, strict=True):
             buffer, done = memoryview(row).cast("B"), 0
@@ -40,8 +40,8 @@ class DiskTensor:
                 done += count
         return result.to(self.device)
 
-    def __setitem__(self, some: slice | Tensor, values: Tensor) -> None:
-        for row, place in zip(values.cpu().contiguous().numpy(), self._places(some), strict=True):
+    def __setitem__(self, rows: slice | Tensor, values: Tensor) -> None:
+        for row, place in zip(values.cpu().contiguous().numpy(), self._places(rows), strict=True):
             buffer, done = memoryview(row).cast("B"), 0
             while done < self._bytes:
                 done += os.pwrite(self._file.fileno(), buffer[done:], place + done)

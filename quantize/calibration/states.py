@@ -35,11 +35,11 @@ class Batch:
 class States:
     """Token windows that pass through a model layer by layer: ids [n, S], mask bool [n, S] of the tokens that count.
 
-    here: the processes that share the batches. Each process keeps the hidden states of all windows.
+    workers: the processes that share the batches. Each process keeps the hidden states of all windows.
     """
 
-    def __init__(self, config: ModelConfig, ids: Tensor, mask: Tensor, here: Processes = ALONE) -> None:
-        self.config, self.ids, self.mask, self.here = config, ids, mask, here
+    def __init__(self, config: ModelConfig, ids: Tensor, mask: Tensor, workers: Processes = ALONE) -> None:
+        self.config, self.ids, self.mask, self.workers = config, ids, mask, workers
         self.folder: Path | None = None  # folder of the hidden states; None: in memory
         self.hidden: Tensor | DiskTensor = torch.empty(0)  # fp32 [n, S, E], input of the next layer
         self.carried: dict[int, tuple[Tensor | DiskTensor, ...]] = {}  # {layer: fp32 [n, ...]}, read later
@@ -71,19 +71,18 @@ class States:
 
     def space(self, *shape: int) -> Tensor | DiskTensor:
         """Allocate a tensor [n, *shape] for all windows, in memory or on disk."""
-        whole = (len(self.ids), *shape)
-        device = self.ids.device
-        return torch.empty(whole, device=device) if self.folder is None else DiskTensor(self.folder, whole, device)
+        size, device = (len(self.ids), *shape), self.ids.device
+        return torch.empty(size, device=device) if self.folder is None else DiskTensor(self.folder, size, device)
 
     def take_past(self, index: int, run: Callable[[Batch], Tensor]) -> None:
         """Replace the hidden states with run(batch), the output of layer `index`, and keep the tensors it passes on."""
 
-        def past(rows: slice) -> tuple[Tensor, Carried]:
+        def output_of(rows: slice) -> tuple[Tensor, Carried]:
             batch = self.batch(rows)
             hidden = run(batch)
             return hidden, {index: batch.carried[index]} if index in self.config.last_readers else {}
 
-        for rows, output in zip(self.slices, self.here.share(self.slices, past), strict=True):
+        for rows, output in zip(self.slices, self.workers.share(self.slices, output_of), strict=True):
             self._put(rows, *output)
         for giver in [giver for giver in self.carried if self.config.last_readers[giver] <= index]:
             del self.carried[giver]
@@ -93,18 +92,18 @@ class States:
         for giver, values in passed_on.items():
             if giver not in self.carried:
                 self.carried[giver] = tuple(self.space(*value.shape[1:]) for value in values)
-            for whole, value in zip(self.carried[giver], values, strict=True):
-                whole[rows] = value
+            for target, value in zip(self.carried[giver], values, strict=True):
+                target[rows] = value
 
     def from_first(self) -> None:
         """Copy the first process's hidden states and carried tensors to all processes."""
-        if not self.here.first:
+        if not self.workers.first:
             self.hidden, self.carried = self.space(self.ids.shape[1], self.config.hidden_size), {}
         for rows in self.slices:
 
             def states(rows: slice = rows) -> tuple[Tensor, Carried]:
                 return self.hidden[rows], {giver: tuple(v[rows] for v in vs) for giver, vs in self.carried.items()}
 
-            received = self.here.on_first(states)
-            if not self.here.first:
+            received = self.workers.on_first(states)
+            if not self.workers.first:
                 self._put(rows, *received)

@@ -43,29 +43,29 @@ class CalibStats:
     absmax    fp32 [K], the largest |x| of each channel
     mean_abs  fp32 [K], the mean |x| of each channel
     tokens    T
-    kept      fp32 [K], c in the docstring above; None: nothing is shrunk
+    shrinkage fp32 [K], c in the docstring above; None: nothing is shrunk
     """
 
     gram: Tensor
     absmax: Tensor
     mean_abs: Tensor
     tokens: int
-    kept: Tensor | None = None
+    shrinkage: Tensor | None = None
 
     def shrunk(self) -> Tensor:
         """Return a copy of the Gram matrix, shrunk towards its diagonal."""
-        if self.kept is None:
+        if self.shrinkage is None:
             return self.gram.clone()
-        gram = self.gram * self.kept
-        gram.mul_(self.kept[:, None]).diagonal().copy_(self.gram.diagonal())
+        gram = self.gram * self.shrinkage
+        gram.mul_(self.shrinkage[:, None]).diagonal().copy_(self.gram.diagonal())
         return gram
 
 
 class Gatherer:
     """Accumulates CalibStats over batches. Every process adds all batches, but only its share of the Gram matrix."""
 
-    def __init__(self, here: Processes = ALONE) -> None:
-        self.here, self.tokens = here, 0
+    def __init__(self, workers: Processes = ALONE) -> None:
+        self.workers, self.tokens = workers, 0
         self._absmax = self._sum_abs = torch.zeros(())
         self._sums = [torch.zeros(()), torch.zeros(())]  # x^T x of each half, from the diagonal on
         self._counts = [0, 0]
@@ -81,7 +81,7 @@ class Gatherer:
         self.tokens += len(x)
         for half, part in enumerate(x.tensor_split(2)):
             self._counts[half] += len(part)
-            for k in self.here.mine(range(0, x.shape[1], BLOCK)):
+            for k in self.workers.mine(range(0, x.shape[1], BLOCK)):
                 self._sums[half][k : k + BLOCK, k:].addmm_(part[:, k : k + BLOCK].T, part[:, k:])
         magnitude = x.abs()
         self._sum_abs += magnitude.sum(0)
@@ -90,23 +90,23 @@ class Gatherer:
 
     def stats(self) -> CalibStats:
         count = max(1, self.tokens)
-        for half in self._sums if self.here.count > 1 and self.tokens else ():
+        for half in self._sums if self.workers.count > 1 and self.tokens else ():
             blocks = range(0, len(half), BLOCK)
-            columns = self.here.share(blocks, partial(_columns, half))
+            columns = self.workers.share(blocks, partial(_columns, half))
             for k, block in zip(blocks, columns, strict=True):
                 half[k : k + BLOCK, k:] = block
         first, second = self._sums
-        kept = kept_share(first, second, self._counts) if self.tokens else None
+        shrinkage = shrinkage_of(first, second, self._counts) if self.tokens else None
         gram = (first + second).triu_().div_(count) if self.tokens else first
         gram += gram.triu(1).T
-        return CalibStats(gram, self._absmax, self._sum_abs / count, self.tokens, kept)
+        return CalibStats(gram, self._absmax, self._sum_abs / count, self.tokens, shrinkage)
 
 
 def _columns(half: Tensor, start: int) -> Tensor:
     return half[start : start + BLOCK, start:]
 
 
-def kept_share(first: Tensor, second: Tensor, counts: Sequence[int]) -> Tensor:
+def shrinkage_of(first: Tensor, second: Tensor, counts: Sequence[int]) -> Tensor:
     """Return c [K] in the docstring above, of two halves of the tokens; first, second: x^T x of each, [K, K], of which
     only the upper triangle is read. counts: their numbers of tokens."""
     first_count, second_count = (max(1, count) for count in counts)
@@ -127,13 +127,13 @@ class _Enough(Exception):
     """Ends a pass once every requested layer has received its input."""
 
 
-def gather(linears: dict[str, nn.Module], passes: Sequence[Pass], here: Processes = ALONE) -> dict[str, CalibStats]:
-    """{name: CalibStats of the input} of each of these linear layers.
+def gather(linears: dict[str, nn.Module], passes: Sequence[Pass], workers: Processes = ALONE) -> dict[str, CalibStats]:
+    """Return {name: CalibStats of the input} of these linear layers.
 
     passes: one function per batch; it returns a function that runs the layers on the batch, the mask bool [n, S] of the
     tokens that count, and their weights [n, S] for some of the layers, whose inputs are multiplied by the square roots.
-    Layers that receive the same tensor (q, k and v; gate and up) and have the same weights share one object. here: the
-    processes that share the passes.
+    Layers that receive the same tensor (q, k and v; gate and up) and have the same weights share one object.
+    workers: the processes that share the passes.
     """
     seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of this batch; holds tensors, so their ids stay unique
     inputs_by_name: dict[str, Tensor] = {}
@@ -153,7 +153,7 @@ def gather(linears: dict[str, nn.Module], passes: Sequence[Pass], here: Processe
         return keep
 
     def inputs(begin: Pass) -> dict[str, Tensor]:
-        """{name: input [T, K]} of a batch."""
+        """Return {name: input [T, K]} of a batch."""
         nonlocal counted, weights, inputs_by_name
         inputs_by_name = {}
         run, counted, weights = begin()
@@ -168,26 +168,26 @@ def gather(linears: dict[str, nn.Module], passes: Sequence[Pass], here: Processe
         return inputs_by_name
 
     gatherers: dict[str, Gatherer] = {}
-    for batch in here.share(passes, inputs):
-        of: dict[int, Gatherer] = {}
+    for batch in workers.share(passes, inputs):
+        by_input: dict[int, Gatherer] = {}
         for name, x in batch.items():
-            if id(x) not in of:
-                of[id(x)] = gatherers.setdefault(name, Gatherer(here))
-                of[id(x)].add(x)
-            gatherers[name] = of[id(x)]
+            if id(x) not in by_input:
+                by_input[id(x)] = gatherers.setdefault(name, Gatherer(workers))
+                by_input[id(x)].add(x)
+            gatherers[name] = by_input[id(x)]
     stats = {gatherer: gatherer.stats() for gatherer in dict.fromkeys(gatherers.values())}
     return {name: stats[gatherer] for name, gatherer in gatherers.items()}
 
 
-def proxy_loss(weight: Tensor, quantized: QTensor, gram: Tensor, here: Processes = ALONE) -> float:
-    """mean ||x (W - Wq)^T||^2 / mean ||x W^T||^2 over the calibration tokens: tr(D G D^T) / tr(W G W^T)."""
+def proxy_loss(weight: Tensor, quantized: QTensor, gram: Tensor, workers: Processes = ALONE) -> float:
+    """Return mean ||x (W - Wq)^T||^2 / mean ||x W^T||^2 over the calibration tokens: tr(D G D^T) / tr(W G W^T)."""
 
-    def of(start: int) -> tuple[float, float]:
+    def squares(start: int) -> tuple[float, float]:
         rows = slice(start, start + ROWS)
         exact = weight[rows].float()
         difference = exact - quantized.rows(rows).dequantize()
         lost = ((difference @ gram) * difference).sum(dtype=torch.float64).item()
         return lost, ((exact @ gram) * exact).sum(dtype=torch.float64).item()
 
-    lost, whole = map(sum, zip(*here.share(range(0, len(weight), ROWS), of), strict=True))
-    return max(0.0, lost) / whole if whole > 0 else 0.0
+    lost, total = map(sum, zip(*workers.share(range(0, len(weight), ROWS), squares), strict=True))
+    return max(0.0, lost) / total if total > 0 else 0.0

@@ -33,7 +33,7 @@ class Tokens(States):
     """Calibration tokens: ids [n, S], mask bool [n, S] (None: all count).
 
     compared_windows: the number of evenly spread windows that also pass through the float model (None: all). With 0, no
-    output errors are measured. here: the processes that share the batches. rounded: `hidden` are those behind the
+    output errors are measured. workers: the processes that share the batches. rounded: `hidden` are those behind the
     quantized layers.
     """
 
@@ -44,7 +44,7 @@ class Tokens(States):
         mask: Any = None,
         device: torch.device | str = "cpu",
         compared_windows: int | None = None,
-        here: Processes = ALONE,
+        workers: Processes = ALONE,
         rounded: bool = True,
     ) -> None:
         ids = torch.as_tensor(ids, dtype=torch.int64, device=device)
@@ -58,11 +58,11 @@ class Tokens(States):
         counted = (torch.ones_like(ids) if mask is None else torch.as_tensor(mask, device=device)).bool()
         if counted.shape != ids.shape:
             raise DiffbitError(f"the calibration mask has shape {tuple(counted.shape)}, wanted {tuple(ids.shape)}")
-        super().__init__(config, ids, counted, here)
+        super().__init__(config, ids, counted, workers)
         self.count, self.rounded = int(counted.sum()), rounded
         compared = len(ids) if compared_windows is None else min(compared_windows, len(ids))
         windows = torch.arange(compared, device=device) * len(ids) // max(1, compared)
-        self.exact = States(config, ids[windows], counted[windows], here)
+        self.exact = States(config, ids[windows], counted[windows], workers)
         self.weights: dict[str, torch.Tensor] = {}  # of the tokens, [n, S], in a linear layer's statistics; none: all 1
         self.loss: float | None = None  # of the float model, nats per token; set at its head
 
@@ -76,7 +76,7 @@ class Tokens(States):
         return len(self.exact.ids) > 0
 
     def entropy(self) -> float:
-        """Entropy of the token frequencies in nats, corrected by Miller and Madow: the loss of a unigram model."""
+        """Return the entropy of token frequencies in nats, corrected (Miller, Madow): the loss of a unigram model."""
         counts = self.ids[self.mask].unique(return_counts=True)[1].double()
         shares = counts / counts.sum()
         return float(-(shares * shares.log()).sum() + (len(counts) - 1) / (2 * counts.sum()))

@@ -23,7 +23,7 @@ SMALL_HALF = 2.0**-14  # fp16 holds smaller numbers to within 2^-25
 
 
 def scheme_of(checkpoint: Checkpoint, formats: Mapping[str, Format | None], activations: str | None = None) -> Scheme:
-    """The scheme that gives these linear layers these formats. The most common one becomes `weights`."""
+    """Return the scheme that gives these linear layers these formats, whose most common one becomes `weights`."""
     counts = Counter(format for format in formats.values() if format is not None)
     common = counts.most_common(1)[0][0] if counts else None
     default = Scheme(weights=common, activations=activations)
@@ -33,7 +33,7 @@ def scheme_of(checkpoint: Checkpoint, formats: Mapping[str, Format | None], acti
 
 
 def scheme_of_packed(checkpoint: Checkpoint, format: Format) -> Scheme:
-    """The scheme by which the linear layers that have a `qweight` have this format."""
+    """Return the scheme by which the linear layers that have a `qweight` have this format."""
     names = set(checkpoint.names)
     return scheme_of(
         checkpoint, {name: format if f"{name}.qweight" in names else None for name in linear_shapes(checkpoint.config)}
@@ -69,17 +69,17 @@ def part(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None, *shapes: 
 
 
 def words(count: int, bits: int) -> int:
-    """int32 words that hold a row of `count` codes."""
+    """Return how many int32 words hold a row of `count` codes."""
     return -(-count * bits // 32)
 
 
 def unpack_words(packed: Tensor, bits: int, columns: int) -> Tensor:
-    """int32 [N, words] -> codes uint8 [N, columns]: a little-endian bit stream in each row, as in packing.py."""
+    """Convert int32 [N, words] to codes uint8 [N, columns]: a little-endian bit stream in each row (packing.py)."""
     return unpack_bits(packed.contiguous().view(torch.uint8), bits, columns)
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
-    """The inverse of `unpack_words`; bits past a row's end are 0."""
+    """Invert `unpack_words`; bits past a row's end are 0."""
     rows, columns = codes.shape
     stream = codes.new_zeros(rows, 4 * words(columns, bits))
     stream[:, : row_bytes(columns, bits)] = pack_bits(codes, bits)
@@ -87,7 +87,7 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
 
 
 def half(scale: Tensor, where: str) -> Tensor:
-    """Scales as fp32 with values that fp16 can represent, because integer formats store fp16 scales.
+    """Return scales as fp32 with values that fp16 can represent, because integer formats store fp16 scales.
 
     bfloat16 values below fp16's normal range are rounded, by at most 2^-25. Raises DiffbitError for other values that
     fp16 cannot represent.
@@ -103,7 +103,7 @@ def half(scale: Tensor, where: str) -> Tensor:
 
 
 def one_format(config: ModelConfig, scheme: Scheme, method: str) -> tuple[Format, list[str]]:
-    """The single format of a scheme that is written as `method`, and the linear layers that stay float."""
+    """Return the single format of a scheme that is written as `method`, and the linear layers that stay float."""
     formats = weights_only(config, scheme, method)
     if len(set(formats.values())) > 1:
         names = ", ".join(sorted({format.name for format in formats.values()}))
@@ -114,7 +114,7 @@ def one_format(config: ModelConfig, scheme: Scheme, method: str) -> tuple[Format
 
 
 def weights_only(config: ModelConfig, scheme: Scheme, method: str) -> Mapping[str, Format]:
-    """{linear layer: format} of a scheme that quantizes the decoder's linear layers and nothing else."""
+    """Return {linear layer: format} of a scheme that quantizes the decoder's linear layers and nothing else."""
     formats = scheme.formats(config)
     if not formats:
         raise DiffbitError("its weights are float; quantize it first, such as with `diffbit quantize --weights int8`")

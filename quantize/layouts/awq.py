@@ -41,7 +41,7 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
     _version(checkpoint)
     setting(checkpoint, _first(checkpoint, "bits", "w_bit"), Annotated[int, one_of(BITS)])
     group_size = setting(checkpoint, _first(checkpoint, "group_size", "q_group_size"), GroupSize)
-    return scheme_of_packed(checkpoint, IntFormat.of(BITS, max(group_size, 0), symmetric=False))
+    return scheme_of_packed(checkpoint, IntFormat.create(BITS, max(group_size, 0), symmetric=False))
 
 
 def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
@@ -70,7 +70,7 @@ def _in_order(packed: Tensor, rows: int) -> Tensor:
 
 
 def _padded(groups: int, group_size: int) -> int:
-    """int32 words for a row's zero points in "gemv": a multiple of 4 for groups of 32, of 2 for groups of 64."""
+    """Return the int32 words of a row's zero points in "gemv": a multiple of 4 for groups of 32, of 2 for 64."""
     multiple = FIELDS * (max(1, 128 // group_size) if group_size else 1)
     return -(-groups // multiple) * multiple // FIELDS
 

@@ -42,7 +42,7 @@ Pattern = Annotated[str, Rule("a module's name", re.compile(r"[\w.]+(\*[\w.]+){0
 
 
 def scheme(checkpoint: Checkpoint) -> Scheme:
-    """The scheme of the checkpoint: its ternary and its float layers."""
+    """Return the scheme of the checkpoint: its ternary and its float layers."""
     _settings(checkpoint)
     names = set(checkpoint.names)
     formats: dict[str, Format | None] = {}
@@ -76,8 +76,8 @@ def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
 
 
 def settings(config: ModelConfig, scheme: Scheme) -> dict[str, Any]:
-    """The settings of microsoft/bitnet-b1.58-2B-4T. diffbit does not write "bitlinear", which stores the reciprocal of
-    the scale: in float32 the reciprocal of that is not always the scale."""
+    """Return the settings of microsoft/bitnet-b1.58-2B-4T. diffbit does not write "bitlinear", which stores the
+    reciprocal of the scale: in float32 the reciprocal of that is not always the scale."""
     mixers = [layer.mixer for layer in config.layers]
     if not all(isinstance(mixer, SOFTMAX) for mixer in mixers):
         raise _refused(f"its attention is {config.attention}", "transformers' BitNet model has softmax attention")
@@ -97,8 +97,8 @@ def settings(config: ModelConfig, scheme: Scheme) -> dict[str, Any]:
         )
     entry = {"quant_method": METHOD, "linear_class": "autobitlinear", "quantization_mode": "offline"}
     floats = (module for module in linear_shapes(config) if module not in formats and module != HEAD_MODULE)
-    kept = [HEAD_MODULE, *floats]
-    return entry | ({"modules_to_not_convert": kept} if len(kept) > 1 else {})
+    float_modules = [HEAD_MODULE, *floats]
+    return entry | ({"modules_to_not_convert": float_modules} if len(float_modules) > 1 else {})
 
 
 def pack_parts(weight: QTensor, entry: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -113,13 +113,13 @@ def online(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack(codes: Tensor) -> Tensor:
-    """uint8 codes 0, 1, 2 [N, K] -> uint8 [N/4, K]."""
+    """Pack uint8 codes 0, 1, 2 [N, K] to uint8 [N/4, K]."""
     quarters = codes.unflatten(0, (PER_BYTE, -1))  # [4, N/4, K]
     return pack_bits(quarters.flatten(1).T.contiguous(), 2).view(quarters.shape[1:])
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """The inverse of `pack`."""
+    """Invert `pack`."""
     quarters = unpack_bits(packed.view(-1, 1), 2, PER_BYTE).T  # [4, N/4 * K]
     return quarters.reshape(PER_BYTE * packed.shape[0], packed.shape[1])
 
@@ -148,7 +148,7 @@ def _codes(weight: Tensor, shape: tuple[int, int], where: str) -> Tensor:
 
 
 def _scale(checkpoint: Checkpoint, name: str) -> Tensor:
-    """The weight_scale of a linear layer, fp32."""
+    """Read the weight_scale of a linear layer, fp32."""
     if name not in checkpoint.names:
         raise DiffbitError(
             f"{checkpoint.path}: tensor {name} is missing; packed layers need it, float layers must be listed in "
@@ -168,7 +168,7 @@ def _refused(problem: str, condition: str) -> DiffbitError:
 
 
 def _settings(checkpoint: Checkpoint) -> tuple[str, str]:
-    """(linear_class, quantization_mode). Raises DiffbitError for settings that diffbit does not support."""
+    """Return (linear_class, quantization_mode). Raises DiffbitError for settings that diffbit does not support."""
     if setting(checkpoint, "use_rms_norm", bool, False):
         raise DiffbitError(
             f"{about(checkpoint)} has use_rms_norm, a norm before each linear layer, which diffbit's models do not have"

@@ -92,7 +92,7 @@ class WeightArguments:
     def format(self) -> Format:
         if self.type == "float":
             return NVFP4
-        return IntFormat.of(self.num_bits, max(self.group_size or 0, 0), self.symmetric)
+        return IntFormat.create(self.num_bits, max(self.group_size or 0, 0), self.symmetric)
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
     names = set(checkpoint.names)
     for module in linear_shapes(checkpoint.config):
         packed = f"{module}.weight_packed" in names
-        whole = f"{module}.weight" in names and not checkpoint.is_float(f"{module}.weight")
-        if not (packed or whole) and f"{module}.weight_scale" not in names:
+        is_float = f"{module}.weight" in names and not checkpoint.is_float(f"{module}.weight")
+        if not (packed or is_float) and f"{module}.weight_scale" not in names:
             formats[module] = None
             continue
         matching = [
@@ -207,10 +207,10 @@ def settings(config: ModelConfig, scheme: Scheme) -> dict[str, Any]:
     if scheme.activations not in (None, "int8"):
         raise DiffbitError(f"its activations are {scheme.activations}, wanted int8 or float")
     inputs = None if scheme.activations is None else asdict(InputArguments(8, "int", "token"))
-    whole = inputs is not None and all(format.bits == 8 for format in by_format)  # vLLM's int8 kernels read this
+    is_int8 = inputs is not None and all(format.bits == 8 for format in by_format)  # vLLM's int8 kernels read this
     return {
         "quant_method": METHOD,
-        "format": "int-quantized" if whole else "pack-quantized",
+        "format": "int-quantized" if is_int8 else "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {
             f"group_{index}": {
@@ -264,7 +264,7 @@ def _matches(module: str, target: str) -> bool:
 
 
 def _signed(codes: Tensor) -> Tensor:
-    """The inverse of `_unsigned` for 8 bits."""
+    """Invert `_unsigned` for 8 bits."""
     return (codes.short() - 128).to(torch.int8)
 
 

@@ -58,7 +58,7 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
             "does not support"
         )
     bits, group_size = setting(checkpoint, "bits", Bits), setting(checkpoint, "group_size", GroupSize, 128)
-    format = IntFormat.of(bits, max(group_size, 0), setting(checkpoint, "sym", bool, True))
+    format = IntFormat.create(bits, max(group_size, 0), setting(checkpoint, "sym", bool, True))
     return scheme_of_packed(checkpoint, format)
 
 
@@ -139,11 +139,11 @@ def _version(checkpoint: Checkpoint) -> str:
 
 def _zeros(stored: Tensor, bits: int, rows: int, version: str) -> Tensor:
     """Unpack zero points uint8 [G, N]."""
-    one = 0 if version != VERSIONS[0] else 1
+    shift = 0 if version != VERSIONS[0] else 1
     if 32 % bits == 0:  # add one in each field of a word, which wraps around
-        stored = (stored.long() + one * sum(1 << at for at in range(0, 32, bits))).to(torch.int32)
+        stored = (stored.long() + shift * sum(1 << at for at in range(0, 32, bits))).to(torch.int32)
         return unpack_words(stored, bits, rows)
-    return (unpack_words(stored, bits, rows) + one) & (2**bits - 1)
+    return (unpack_words(stored, bits, rows) + shift) & (2**bits - 1)
 
 
 LAYOUT = Layout(METHOD, PARTS, scheme, read, settings, pack)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -23,11 +23,12 @@ from ..layer import FINAL_NORM, Layer, Round, assemble, quantize_weight
 from ..reorder import Read
 
 __all__ = [
-    "FINAL_NORM", "Layer", "Method", "Passes", "Read", "Recipe", "assemble", "find", "methods", "parse_recipe",
-    "quantize_weight", "table",
+    "FINAL_NORM", "STEP_TOKENS", "Layer", "Method", "Passes", "Read", "Recipe", "assemble", "find", "methods",
+    "parse_recipe", "quantize_weight", "table",
 ]  # fmt: skip
 
 MOST_STEPS = 100_000
+STEP_TOKENS = 256  # per training step; 512 is no better
 
 
 @dataclass(frozen=True)
@@ -36,19 +37,17 @@ class Method:
 
     about         what it does: the docstring of its file, of which the list of methods shows the first line
     transform     (layer, passes): before rounding, changes layer.tensors but not the model's function
-    round         (weight [N, K], format, CalibStats of its input or None) -> QTensor; if it `weighs`, with the mean
-                  square of each input channel, fp32 [K], in their place
+    round         (weight [N, K], format, what it `reads` or None) -> QTensor
     round_large   the same, quicker, for a table of more than layerwise.LARGE rows; None: round
     round_layer   (layer, passes) -> {module: QTensor}: rounds the weights of a layer together; with `steps`, also an
                   argument
     calibrated    whether it needs calibration tokens
-    reads_stats   whether it is given statistics if there are calibration tokens; None: if it is calibrated
-    weighs        whether it is given mean squares of the float model's inputs, if there are calibration tokens
+    reads         what `round` is given if there are calibration tokens: "stats" of its input (CalibStats), the mean
+                  "squares" of the float model's input channels, fp32 [K]; None: stats if it is calibrated
     token_weights (config, read, tokens) -> {linear layer: [n, S]}: how much each token weighs in its statistics; called
                   once, before the first layer, with the float model's parameters; layers may share a tensor
-    exact         whether it needs the float model's hidden states of all calibration tokens
-    steps         the default number of its training steps; None: it does not train
-    step_tokens   tokens of a training step
+    steps         the default number of its training steps, each on STEP_TOKENS tokens, towards the float model's hidden
+                  states of all calibration tokens; None: it does not train
     config        (config) -> the config of the transformed model; a transform that changes the embedding or the head
                   must untie them there
     warning       (config) -> the layers that a transform leaves unchanged, in a sentence, or None
@@ -61,12 +60,9 @@ class Method:
     round_large: Round | None = None
     round_layer: Callable[..., dict[str, QTensor]] | None = None
     calibrated: bool = False
-    reads_stats: bool | None = None
-    weighs: bool = False
+    reads: Literal["stats", "squares"] | None = None
     token_weights: Callable[[ModelConfig, Read, Tokens], dict[str, Tensor]] | None = None
-    exact: bool = False
     steps: int | None = None
-    step_tokens: int = 0
     config: Callable[[ModelConfig], ModelConfig] = lambda config: config
     warning: Callable[[ModelConfig], str | None] = lambda config: None
 
@@ -77,14 +73,19 @@ class Method:
 
     @property
     def when(self) -> str:
-        """When it runs, for the list of methods."""
+        """Return when it runs, for the list of methods."""
         rounds = "rounds a weight" if self.round is not None else "rounds a layer"
         return "before rounding" if self.transform is not None else rounds
 
     @property
     def stats(self) -> bool:
         """Whether it is given statistics of calibration tokens, if there are any."""
-        return self.calibrated if self.reads_stats is None else self.reads_stats
+        return self.reads == "stats" or (self.reads is None and self.calibrated)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether it is given mean squares of the float model's input channels, if there are calibration tokens."""
+        return self.reads == "squares"
 
     def rounds(self, weight: Tensor, format: Format, stats: Any = None, large: bool = False) -> QTensor:
         """Round one weight. large: it is a table with a large vocabulary."""
@@ -107,8 +108,8 @@ class Recipe:
 
     @property
     def exact(self) -> bool:
-        """Whether any of its methods needs the float model's hidden states of all calibration tokens."""
-        return any(method.exact for method in (*self.transforms, self.rounding))
+        """Whether it needs the float model's hidden states of all calibration tokens."""
+        return self.rounding.steps is not None
 
     def config(self, config: ModelConfig) -> ModelConfig:
         """Return the config of a model of `config` after its transforms."""
@@ -150,7 +151,7 @@ def parse_recipe(text: str | Round | Recipe) -> Recipe:
     if isinstance(text, Recipe):
         return text
     if not isinstance(text, str):
-        return Recipe(text.__name__, (), Method(text.__name__, "", round=text, reads_stats=True))
+        return Recipe(text.__name__, (), Method(text.__name__, "", round=text, reads="stats"))
     parts = [part.strip() for part in text.split("+")]
     names = [part.partition(":")[0] for part in parts]
     for name in names:

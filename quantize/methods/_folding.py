@@ -23,7 +23,7 @@ PROBE_ERROR = 1e-2  # fp32 arithmetic stays a thousand times below, large attent
 
 @contextmanager
 def unchanged(layer: Layer, stream: Rotation | None = None) -> Iterator[None]:
-    """Context manager: checks that changes to `layer.tensors` made inside it leave the layer's function unchanged.
+    """Check that changes to `layer.tensors` within this context leave the layer's function unchanged.
 
     Inside, replace tensors and never modify them in place: others use them too. Tensors in float64 become fp32 at the
     end unless the old ones were float64. The check runs the layer on random hidden states, which `stream` rotates; it
@@ -55,7 +55,7 @@ def _probe(
 ) -> tuple[Tensor, ...]:
     """Return what the layer with these tensors, whose residual stream is x R, adds to hidden [1, T, E], and the
     tensors that it passes to later layers."""
-    module = Layer(layer.config, layer.index, layer.scheme, {}, tensors).module()
+    module = Layer(layer.plan, layer.index, {}, tensors).module()
     rope = rope_for(layer.config, torch.arange(PROBE_TOKENS, device=hidden.device)[None])
     mask, carried = causal_mask(PROBE_TOKENS), layer.stand_in(PROBE_TOKENS)
     x = hidden if stream is None else stream.right(hidden[0])[None]

@@ -40,7 +40,7 @@ SMALLEST = 1e-4  # lower bound of x and w of a channel, relative to their mean, 
 def transform(layer: Layer, passes: Passes) -> None:
     if layer.formats and layer.index >= 0:  # an embedding has no module before it
         stats = passes.stats()
-        scale_groups(layer, lambda first, w, f, channels: search(w, f, stats[first], channels, passes.here))
+        scale_groups(layer, lambda first, w, f, channels: search(w, f, stats[first], channels, passes.workers))
 
 
 def search(
@@ -48,11 +48,11 @@ def search(
     formats: Sequence[Format],
     stats: CalibStats,
     channels: Tensor | None = None,
-    here: Processes = ALONE,
+    workers: Processes = ALONE,
 ) -> Tensor:
     """Return scales fp32 [C] for weights [N, K] that read the same input.
 
-    channels: as in folding.Group; default: one per column. here: the processes that share the search.
+    channels: as in folding.Group; default: one per column. workers: the processes that share the search.
     """
     channels = torch.arange(weights[0].shape[1]) if channels is None else channels
     channels = channels.to(weights[0].device)
@@ -64,7 +64,7 @@ def search(
         return sum(rounding_loss(weight, format, stats.gram, scale[channels]) for weight, format in pairs)
 
     scales = list(candidates(weights, formats, stats, channels))
-    for scale, loss in zip(scales, here.share(scales, loss_of), strict=True):
+    for scale, loss in zip(scales, workers.share(scales, loss_of), strict=True):
         if loss < least:
             best, least = scale, loss
     return best

@@ -57,7 +57,7 @@ def quantize(weight: Tensor, format: Format, stats: Any, rounds: int = ROUNDS) -
         raise DiffbitError("gptq needs calibration tokens; pass a text, such as --calibrate mix")
     weight = weight.float()
     if stats.gram not in _FEEDBACK:
-        _FEEDBACK[stats.gram] = Feedback.of(stats.shrunk())
+        _FEEDBACK[stats.gram] = Feedback.from_gram(stats.shrunk())
     feedback = _FEEDBACK[stats.gram]
     scale, zero = scales.search(weight, format, feedback.cost)
     codes = round_columns(weight, format, scale, zero, feedback)
@@ -163,7 +163,7 @@ class Feedback:
     cost: Tensor
 
     @classmethod
-    def of(cls, gram: Tensor) -> Feedback:
+    def from_gram(cls, gram: Tensor) -> Feedback:
         order = gram.diagonal().argsort(descending=True, stable=True)
         backwards = order.flip(0)  # reversing the lower factor of the reversed matrix gives the upper factor
         matrix = gram[backwards[:, None], backwards].to(torch.float64 if len(gram) <= PRECISE else torch.float32)

@@ -43,35 +43,36 @@ def token_weights(config: ModelConfig, read: Read, tokens: Tokens) -> dict[str, 
     """
     decoder = float_model(config, read)
     names = [name for name in linear_shapes(config) if name != HEAD_MODULE]
-    text, found, place = States(config, tokens.ids, tokens.mask), dict[str, Tensor](), dict[str, int]()
+    text, squares, place = States(config, tokens.ids, tokens.mask), dict[str, Tensor](), dict[str, int]()
     text.embed(decoder.embed)
 
     def see(name: str, x: Tensor, gradients: Tensor) -> None:
-        found[name], place[name] = gradients.float().square().mean(-1)[0], x.data_ptr()
+        squares[name], place[name] = gradients.float().square().mean(-1)[0], x.data_ptr()
 
-    def of(window: int) -> tuple[dict[str, Tensor], dict[str, int]]:
-        found.clear()
+    def weights_of(window: int) -> tuple[dict[str, Tensor], dict[str, int]]:
+        squares.clear()
         rows = slice(window, window + 1)
         backward(decoder, text.batch(rows), torch.Generator(tokens.ids.device).manual_seed(SEED + window))
-        return {name: weights * text.mask[window] for name, weights in found.items()}, dict(place)
+        return {name: weights * text.mask[window] for name, weights in squares.items()}, dict(place)
 
     with watching(decoder, names, see):
         windows = range(len(text.ids))
-        every = list(track(tokens.here.share(windows, of), "weighing tokens", total=len(windows)))
+        by_window = list(track(tokens.workers.share(windows, weights_of), "weighing tokens", total=len(windows)))
     groups: dict[int, list[str]] = {}  # of layers, by the place of their input
-    for name, at in every[0][1].items():
+    for name, at in by_window[0][1].items():
         groups.setdefault(at, []).append(name)
     weights: dict[str, Tensor] = {}
     for group in groups.values():
-        of_each = torch.stack([torch.stack([one[name] for one, _ in every]) for name in group])  # [layers, n, S]
-        if not of_each.isfinite().all():
+        rows = [torch.stack([window[name] for window, _ in by_window]) for name in group]
+        costs = torch.stack(rows)  # [layers, n, S]
+        if not costs.isfinite().all():
             raise DiffbitError(
                 f"the gradients at the outputs of {group[0]} are not finite; the checkpoint is damaged, or its numbers "
                 "are too large: use --method gptq"
             )
-        means = of_each.sum((1, 2)) / tokens.count
-        of_each /= means.clamp(min=torch.finfo(torch.float32).tiny)[:, None, None]
-        weights |= dict.fromkeys(group, of_each.mean(0))
+        means = costs.sum((1, 2)) / tokens.count
+        costs /= means.clamp(min=torch.finfo(torch.float32).tiny)[:, None, None]
+        weights |= dict.fromkeys(group, costs.mean(0))
     return weights
 
 

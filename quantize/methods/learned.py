@@ -14,7 +14,7 @@ Learning starts from GPTQ's codes. It keeps the iterate, which may be the start,
 the calibration text.
 
 Memory for one layer: 26 bytes per weight (float weight, current and initial offset, rounded weight, its gradient and
-the gradient's terms, current and best codes), the activations of BATCH_TOKENS tokens for the backward pass, and the
+the gradient's terms, current and best codes), the activations of STEP_TOKENS tokens for the backward pass, and the
 target, one float per hidden state. For 60 million weights: 1.6 GB, 0.1 GB, and as much again as the calibration tokens'
 hidden states.
 """
@@ -38,11 +38,10 @@ from ...models.layers import Arithmetic
 from ..calibration import DiskTensor, Tokens, round_all
 from ..calibration.passes import Passes
 from ..layer import Layer
-from . import Method, find
+from . import STEP_TOKENS, Method, find
 
 SEED = 0
 STEPS = 100  # by default; the recipe learned:50 has 50
-BATCH_TOKENS = 256  # per training step; 512 is no better
 BOUND = 0.5  # of offsets: they can reach the neighbouring code on either side
 MARGIN = 0.49  # largest initial distance of a weight from its code's value, in units of the scale
 CLIP = (0.25, 4.0)  # bounds of clip factors
@@ -76,7 +75,7 @@ def learn(layer: Layer, passes: Passes, tokens: Tokens, start: Mapping[str, QTen
     Each step needs the one before it: one process takes them, and others wait.
     """
     problem = Problem(layer, passes, tokens)
-    best, floats = tokens.here.on_first(lambda: _descend(problem, start, steps))
+    best, floats = tokens.workers.on_first(lambda: _descend(problem, start, steps))
     for name, tensor in floats.items():
         layer.refitted[name] = tensor.to(layer.tensors[name].dtype)
     return best
@@ -85,7 +84,7 @@ def learn(layer: Layer, passes: Passes, tokens: Tokens, start: Mapping[str, QTen
 def _descend(
     problem: Problem, start: Mapping[str, QTensor], steps: int
 ) -> tuple[dict[str, QTensor], dict[str, Tensor]]:
-    """The best iterate: weights; norms, biases and lambdas."""
+    """Return the best iterate: weights; norms, biases and lambdas."""
     layer, passes, tokens = problem.layer, problem.passes, problem.tokens
     weights = {name: LearnedWeight(layer.tensors[f"{name}.weight"], quantized) for name, quantized in start.items()}
     floats = {
@@ -94,7 +93,7 @@ def _descend(
         if name.removesuffix(".weight") not in start and (tensor.dim() == 1 or "lambda" in name)
     }
     adam = torch.optim.Adam(floats.values(), lr=FLOAT_RATE)
-    batches = _batches(len(tokens.ids), max(1, BATCH_TOKENS // tokens.ids.shape[1]), SEED + layer.index)
+    batches = _batches(len(tokens.ids), max(1, STEP_TOKENS // tokens.ids.shape[1]), SEED + layer.index)
     least = float("inf")
     best = dict(start)  # kept if every loss is NaN
     best_floats: dict[str, Tensor] = {}
@@ -136,7 +135,7 @@ class Problem:
         module: Any
         for name, module in self.module.named_modules():
             format = layer.formats.get(layer.prefix + name)
-            rounding = format and format.rounding(name, module.in_features, layer.scheme.activations)
+            rounding = format and format.rounding(name, module.in_features, layer.plan.scheme.activations)
             if rounding is not None:
                 module.register_forward_pre_hook(lambda _, inputs, rounding=rounding: _straight(rounding, inputs[0]))
             if getattr(module, "logits_hook", None) is not None:
@@ -153,7 +152,8 @@ class Problem:
                 return passes.run(true, tokens.exact.batch(rows))
 
             with torch.no_grad():
-                for rows, output in zip(tokens.exact.slices, tokens.here.share(tokens.exact.slices, aim), strict=True):
+                outputs = tokens.workers.share(tokens.exact.slices, aim)
+                for rows, output in zip(tokens.exact.slices, outputs, strict=True):
                     self.target[rows] = output
 
     def loss(self, weights: Mapping[str, Tensor], floats: Mapping[str, Tensor], rows: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ class Problem:
         """Return the loss on CHECK_WINDOWS evenly spread windows."""
         count = len(self.tokens.ids)
         windows = torch.linspace(0, count - 1, min(count, CHECK_WINDOWS)).round().long()
-        size = max(1, BATCH_TOKENS // self.tokens.ids.shape[1])
+        size = max(1, STEP_TOKENS // self.tokens.ids.shape[1])
         parts = [(float(self.loss(weights, floats, rows)), len(rows)) for rows in windows.split(size)]
         return sum(loss * rows for loss, rows in parts) / len(windows)
 
@@ -266,9 +266,9 @@ class LearnedWeight:
             offset, first = self.offset[rows], self.first[rows]
             offset.sub_(to_offset.sign_(), alpha=rate * self.unit)
             torch.clamp(offset, first.clamp(max=-bound), first.clamp(min=bound), out=offset)
-            for whole, part in zip(grads, to_ends, strict=False):
+            for total, part in zip(grads, to_ends, strict=False):
                 assert part is not None
-                whole[rows] = part
+                total[rows] = part
         ends = [end for end in (self.upper, self.lower) if end is not None]
         grads = [grad.sum_to_size(values.shape) for grad, values in zip(grads, scale_and_zero, strict=True)]
         for end, grad in zip(ends, torch.autograd.grad(scale_and_zero, ends, grads), strict=True):
@@ -297,6 +297,4 @@ class _StraightArithmetic(Arithmetic):
         return exact + (self.low.mix(probabilities.detach(), value.detach(), head_dim) - exact.detach())
 
 
-METHOD = Method(
-    "learned", __doc__, round_layer=quantize_layer, calibrated=True, exact=True, steps=STEPS, step_tokens=BATCH_TOKENS
-)
+METHOD = Method("learned", __doc__, round_layer=quantize_layer, calibrated=True, steps=STEPS)

@@ -39,10 +39,10 @@ ANGLES = tuple(i * math.pi / 32 for i in range(16))  # below a quarter turn, whi
 
 
 def warning(config: ModelConfig) -> str | None:
-    kept = [str(index) for index in range(config.num_layers) if config.symmetries(index) == Symmetries()]
-    if not kept:
+    unchanged = [str(index) for index in range(config.num_layers) if config.symmetries(index) == Symmetries()]
+    if not unchanged:
         return None
-    return f"layers {', '.join(kept)} are not rotated: they have no heads, or share them with other layers"
+    return f"layers {', '.join(unchanged)} are not rotated: they have no heads, or share them with other layers"
 
 
 def transform(layer: Layer, passes: Passes) -> None:

@@ -28,4 +28,4 @@ def quantize(weight: Tensor, format: Format, importance: Tensor | None = None) -
     return format.nearest(weight, scale, zero)
 
 
-METHOD = Method("rtn", __doc__, round=quantize, weighs=True)
+METHOD = Method("rtn", __doc__, round=quantize, reads="squares")

@@ -51,7 +51,7 @@ from diffbit.io.progress import set_quiet, track
 from diffbit.models import Checkpoint, Decoder, KVCache, ModelConfig, load, num_parameters, save, variants
 from diffbit.models.attention import AttentionOptions
 from diffbit.models.layers import FixedState
-from diffbit.quantize import AttentionScheme, Scheme, sizes
+from diffbit.quantize import AttentionScheme, Scheme, resolve, sizes
 from diffbit.quantize.attention import rounded_state
 from diffbit.runtime import bench
 
@@ -106,13 +106,13 @@ def cache(config: ModelConfig) -> Row:
 
     States are int8 in all but "float"."""
     by_format: Row = {}
-    states = any(not buffer.holds_tokens for buffer in sizes(config, Scheme()).cache.buffers.values())
+    states = any(not buffer.holds_tokens for buffer in sizes(resolve(config)).cache.buffers.values())
     for format in ("float", "int8", "int4"):
         low = {} if format == "float" else {"keys": format, "values": format, "states": "int8" if states else None}
         try:
             scheme = Scheme(attention=AttentionScheme(**low))
             scheme.attention.check(config)
-            total = sizes(config, scheme)
+            total = sizes(resolve(config, scheme))
             by_format[format] = [total.kv_bytes_per_1k_tokens / 1000, total.kv_fixed_bytes]
         except DiffbitError:
             by_format[format] = None

@@ -19,7 +19,7 @@ from diffbit.cli.scheme_options import MethodOptions, SchemeOptions
 from diffbit.export import export_artifact
 from diffbit.formats import parse_format
 from diffbit.models import Checkpoint
-from diffbit.quantize import Scheme, table_formats
+from diffbit.quantize import Scheme, resolve, table_formats
 from diffbit.quantize.forecast import quantize_demand
 from diffbit.quantize.methods import parse_recipe
 
@@ -66,9 +66,10 @@ def resolved(weights: str, max_memory: int | None = None, method: str = "auto", 
 
 def test_the_method_is_the_best_that_fits() -> None:
     checkpoint, scheme = Checkpoint(PICO), SchemeOptions(weights="int4_g32").scheme()
+    plan = resolve(checkpoint.config, scheme)
     shape = automatic.text_shape(checkpoint, MethodOptions())
     guided, gptq = (
-        quantize_demand(checkpoint, scheme, parse_recipe(method), shape, True).memory for method in ("guided", "gptq")
+        quantize_demand(checkpoint, plan, parse_recipe(method), shape, True).memory for method in ("guided", "gptq")
     )
     assert resolved("int4_g32", guided + 1) == "guided"
     assert resolved("int4_g32", gptq - 1) == "rtn"

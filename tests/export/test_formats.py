@@ -15,6 +15,7 @@ import torch
 from diffbit.export import export_artifact
 from diffbit.export.onnx_graph import OnnxGraph
 from diffbit.formats import QuantLinear, names, parse_format
+from diffbit.formats.integer import all_formats
 from diffbit.quantize import Scheme, linear_shapes, quantize_checkpoint
 from diffbit.quantize.methods.rtn import quantize as rtn
 from diffbit.runtime import native, verify
@@ -231,13 +232,13 @@ def test_nodes_before_the_product_are_folded_at_load(tmp_path: Path, format: str
 def test_every_format_goes_all_the_way(tmp_path: Path) -> None:
     """A model with each format that there is in a layer of its own: quantized, read back, exported, verified, and its
     bytes are those that the format says."""
-    formats = [parse_format(name) for name in names()]
+    formats = [*map(parse_format, names()), *(format for format in all_formats() if format.better is not None)]
     config = config_of("diff_v1", num_layers=-(-len(formats) // 7), max_position=24)
     modules = [module for module in linear_shapes(config) if module != "lm_head"]
     scheme = Scheme(overrides=tuple(zip(modules, formats, strict=False)))
     source = write_model(tmp_path / "float", config)
     report = quantize_checkpoint(source, tmp_path / "all", scheme)
-    assert {row.format for row in report.weights} == set(names())
+    assert {row.format for row in report.weights} == {format.name for format in formats}
     for dtype, width in (("fp32", 4), ("fp16", 2)):
         artifact = export_artifact(tmp_path / "all", tmp_path / dtype, dtype=dtype)
         assert verify(artifact).passed

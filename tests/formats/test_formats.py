@@ -11,13 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffbit.formats import Format, QTensor, base, names, parse_format
+from diffbit.formats import Format, QTensor, base, choose_format, names, parse_format
 from diffbit.formats.codebook import NF4
+from diffbit.formats.integer import all_formats
 from diffbit.io.errors import DiffbitError
 
 INTS = [
     "int8", "int8_g64_asym", "int6_g32", "int5_g16_asym", "int4_g32", "int4_g128_asym", "int4", "int3_g64", "int2_g16",
 ]  # fmt: skip
+NOT_OFFERED = [format.name for format in all_formats() if format.better is not None]
 ALL = [*INTS, "nf4", "mxfp4", "nvfp4", "ternary"]
 
 
@@ -55,7 +57,7 @@ def slow_int(row: list[float], bits: int, group: int, symmetric: bool) -> tuple[
 
 @pytest.mark.parametrize("name", INTS)
 @pytest.mark.parametrize("columns", [192, 200, 7])
-def test_the_range_is_the_slow_version(name, columns):
+def test_rounding_by_the_range_matches_a_slow_version(name, columns):
     format = parse_format(name)
     w = weight(5, columns)
     quantized = by_range(w, format)
@@ -120,7 +122,7 @@ def test_blocks_of_rows_make_no_difference(name, dtype, monkeypatch):
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.sampled_from(names()), st.integers(1, 5), st.integers(1, 5), st.integers(0, 63))
+@given(st.sampled_from([*names(), *NOT_OFFERED]), st.integers(1, 5), st.integers(1, 5), st.integers(0, 63))
 def test_packed_comes_back(name, rows, blocks, rest):
     format = parse_format(name)
     columns = 64 * blocks + (0 if format.whole_groups else rest)
@@ -282,6 +284,20 @@ def test_names_come_back(name):
 def test_unknown_formats_are_refused(name, words):
     with pytest.raises(DiffbitError, match=words):
         parse_format(name)
+
+
+@pytest.mark.parametrize("name", names())
+def test_offered_formats_are_stored_in_their_bits(name):
+    format = choose_format(name)
+    assert format == parse_format(name) and format.device_bits == format.bits
+
+
+@pytest.mark.parametrize("name", NOT_OFFERED)
+def test_refused_format_names_its_replacement(name):
+    better, bits = parse_format(name).better, parse_format(name).bits
+    assert better is not None and better.name in names() and better.bits == {7: 8}.get(bits, bits)
+    with pytest.raises(DiffbitError, match=f"^{name} is only read .*; use {better}$"):
+        choose_format(name)
 
 
 def test_wrong_parts_are_refused():

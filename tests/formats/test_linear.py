@@ -37,7 +37,7 @@ def test_ternary_sums_are_exact_at_their_largest():
     assert QuantLinear(weight)(torch.full((1, columns), 127.0)).item() == 127.0 * columns
 
 
-def test_int4_ternary_is_the_op_behind_the_hadamard_to_the_last_bit():
+def test_int4_ternary_equals_the_operator_after_a_hadamard_transform():
     weight = rtn(normal(16, 192), parse_format("ternary"))
     x = normal(2, 3, 192, seed=1)
     turned = hadamard.reference(x, 64)
@@ -125,7 +125,7 @@ def test_matmul_nbits_computes_what_we_say(bits, block, symmetric):
     """
     rounding = Rounding(block=block) if bits > 2 or block in (32, 64, 128) else None
     for columns in (256, 296):
-        weight = rtn(normal(24, columns, seed=bits), IntFormat.of(bits, block, symmetric))
+        weight = rtn(normal(24, columns, seed=bits), IntFormat.create(bits, block, symmetric))
         for tokens in (1, 7):
             x = normal(tokens, columns, seed=block)
             got = run_matmul_nbits(x, weight, block).double()
@@ -140,7 +140,7 @@ def test_matmul_nbits_does_not_saturate(bits):
     """All codes and activations at their ends: the sums that overflow int16 where a kernel is careless."""
     for code in (0, 2**bits - 1):
         codes = torch.full((8, 512), code, dtype=torch.uint8)
-        weight = QTensor(IntFormat.of(bits, 32), (8, 512), codes, torch.full((8, 16), -0.5))
+        weight = QTensor(IntFormat.create(bits, 32), (8, 512), codes, torch.full((8, 16), -0.5))
         for sign in (1.0, -1.0):
             x = torch.full((3, 512), sign)
             torch.testing.assert_close(run_matmul_nbits(x, weight, 32), x @ weight.dequantize().T)

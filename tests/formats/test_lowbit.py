@@ -76,7 +76,7 @@ def test_stored_scales_stay_as_they_are(name):
     assert quantized.dequantize().isfinite().all() and (quantized.dequantize()[0] == 0).all()
 
 
-def test_candidates_of_other_groups_change_a_row_by_less_than_a_step():
+def test_mixed_candidates_change_a_row_by_less_than_a_step():
     format = parse_format("int4_g32_s8")
     scale, _ = format.fit(weight())
     mixed = torch.where(torch.rand(scale.shape, generator=torch.Generator().manual_seed(0)) < 0.5, scale, -0.7 * scale)
@@ -96,7 +96,7 @@ def test_every_number_gets_its_nearest_level(name):
 
 @pytest.mark.parametrize("bits, less", [(2, 0.94), (3, 0.92), (4, 0.86)])
 @pytest.mark.parametrize("tails", [torch.distributions.Normal(0.0, 1.0), torch.distributions.StudentT(6.0)])
-def test_levels_err_less_than_integers_of_as_many_bytes(bits, less, tails):
+def test_levels_have_a_smaller_error_than_integers_of_the_same_size(bits, less, tails):
     torch.manual_seed(0)
     w = tails.sample((128, 256))
     errors = []
@@ -149,7 +149,7 @@ def test_damaged_scales_are_refused():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_numbers_beyond_every_level_get_its_end_and_nan_some_code(name):
+def test_numbers_beyond_the_levels_get_the_outermost_code(name):
     format = parse_format(name)
     scale = torch.ones(1, 1)
     levels = format.decode_each(torch.arange(format.codes)[None], scale, None)[0]

@@ -18,7 +18,7 @@ from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.models.layers.rope import inverse_frequencies
 from diffbit.models.mixers import Place
-from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
+from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint, resolve
 from diffbit.runtime import Session, verify
 
 from ..export.helpers import relative_error, write_model
@@ -186,7 +186,9 @@ def test_bytes_of_the_cache() -> None:
     from diffbit.quantize import sizes
 
     config = config_of("gdla")
-    bits = {name: sizes(config, Scheme(attention=scheme)).kv_bytes_per_1k_tokens for name, scheme in CACHES.items()}
+    bits = {
+        name: sizes(resolve(config, Scheme(attention=scheme))).kv_bytes_per_1k_tokens for name, scheme in CACHES.items()
+    }
     assert bits["float"] == 2 * 1000 * (64 + 32) * 4
     assert bits["int8"] == 2 * 1000 * (64 + 32 + 2 * 4)
 

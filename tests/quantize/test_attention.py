@@ -223,7 +223,7 @@ def queries(layer: Any, x: Tensor, rope: Any) -> Tensor:
 @pytest.mark.parametrize("attention", VARIANTS)
 @pytest.mark.parametrize("name", SCHEMES)
 @torch.inference_mode()
-def test_a_prompt_in_pieces_is_the_prompt_at_once(attention: str, name: str) -> None:
+def test_a_prompt_in_pieces_gives_the_same_logits(attention: str, name: str) -> None:
     """What a query sees of the cache depends on its place alone: 97 tokens at once, in three calls, and by one."""
     decoder = one_layer(attention).double()  # the same codes in any order of summation
     set_attention(decoder, SCHEMES[name])
@@ -244,7 +244,7 @@ def test_a_prompt_in_pieces_is_the_prompt_at_once(attention: str, name: str) -> 
 @pytest.mark.parametrize("attention", VARIANTS)
 @pytest.mark.parametrize("name", ["cache int2, no window", "q int4, values int4"])
 @torch.inference_mode()
-def test_a_short_row_of_a_batch_is_the_row_alone(attention: str, name: str) -> None:
+def test_a_padded_row_gives_the_same_logits_alone(attention: str, name: str) -> None:
     """A prompt of unequal rows, padded in front, behind and within, then steps of which a row may have none."""
     decoder, long, short, steps = one_layer(attention).double(), 75, 40, 3
     set_attention(decoder, SCHEMES[name])
@@ -264,7 +264,7 @@ def test_a_short_row_of_a_batch_is_the_row_alone(attention: str, name: str) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_half_precision_comes_in_and_is_computed_with_in_float32(dtype: torch.dtype, name: str) -> None:
+def test_half_precision_is_computed_in_float32(dtype: torch.dtype, name: str) -> None:
     arithmetic = LowBitAttention(SCHEMES[name])
     query, key = torch.randn(1, 4, 3, 32).to(dtype), torch.randn(1, 2, 70, 32).to(dtype)
     value, shares = torch.randn(1, 2, 70, 64).to(dtype), torch.randn(1, 4, 3, 70).softmax(-1)

@@ -72,7 +72,7 @@ def test_a_device_gives_the_same_bytes(
 
     report = run("here")
     with Elsewhere():
-        assert run("there", here=Processes(0, 1, DEVICE)) == report
+        assert run("there", workers=Processes(0, 1, DEVICE)) == report
     assert content(tmp_path / "there") == content(tmp_path / "here")
 
 

@@ -19,7 +19,7 @@ from diffbit.formats import parse_format
 from diffbit.io import resources
 from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, Decoder, ModelConfig
-from diffbit.quantize import Scheme, forecast, quantize_checkpoint
+from diffbit.quantize import Scheme, forecast, quantize_checkpoint, resolve
 from diffbit.quantize.forecast import quantize_demand
 from diffbit.quantize.methods import parse_recipe
 from diffbit.quantize.resume import Unfinished
@@ -69,7 +69,10 @@ def peak(action: Callable[[], object], before: Callable[[], object]) -> int:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_states_on_the_disk_take_no_memory(model: Path, tmp_path: Path) -> None:
     """They are not in memory, by what is resident; and the result is the same to the bit."""
-    least = quantize_demand(Checkpoint(model), SCHEME, parse_recipe("hqq"), (WINDOWS, LENGTH), spilled=True).memory
+    source = Checkpoint(model)
+    least = quantize_demand(
+        source, resolve(source.config, SCHEME), parse_recipe("hqq"), (WINDOWS, LENGTH), spilled=True
+    ).memory
     with pytest.raises(DiffbitError, match=r"--max-memory is .* GB, but .* takes about .*; allow that much"):
         quantize(model, tmp_path / "q", max_memory=resources.resident_memory() + least // 2)
     assert list(tmp_path.iterdir()) == []
@@ -107,8 +110,9 @@ def test_weighing_tokens_takes_the_whole_model_and_a_window(tmp_path: Path) -> N
     def run(name: str, windows: Tensor) -> None:
         quantize_checkpoint(tmp_path / "float", tmp_path / name, SCHEME, method="guided", calibration=windows)
 
+    source = Checkpoint(tmp_path / "float")
     memory = {
-        method: quantize_demand(Checkpoint(tmp_path / "float"), SCHEME, parse_recipe(method), (2, 512)).memory
+        method: quantize_demand(source, resolve(source.config, SCHEME), parse_recipe(method), (2, 512)).memory
         for method in ("gptq", "guided")
     }
     taken = peak(lambda: run("whole", ids), lambda: run("small", ids[:, :8]))
@@ -120,7 +124,10 @@ def test_weighing_tokens_takes_the_whole_model_and_a_window(tmp_path: Path) -> N
 def test_a_run_stays_within_max_memory(model: Path, tmp_path: Path) -> None:
     """With --max-memory a run stays within a limit that the system enforces, in which it would fail without."""
     windows = 2 * WINDOWS
-    least = quantize_demand(Checkpoint(model), SCHEME, parse_recipe("rtn"), (windows, LENGTH), spilled=True).memory
+    source = Checkpoint(model)
+    least = quantize_demand(
+        source, resolve(source.config, SCHEME), parse_recipe("rtn"), (windows, LENGTH), spilled=True
+    ).memory
 
     def run(name: str, **options: Any) -> forks.Done:
         def limited() -> None:

@@ -19,7 +19,7 @@ from diffbit.formats import Format, QTensor, parse_format
 from diffbit.io import plugins
 from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, Decoder, ModelConfig
-from diffbit.quantize import Scheme, apply, layerwise, load, quantize_checkpoint, read_weight
+from diffbit.quantize import Scheme, apply, layerwise, load, quantize_checkpoint, read_weight, resolve
 from diffbit.quantize import layer as layer_module
 from diffbit.quantize.calibration import CalibStats, Passes, Tokens
 from diffbit.quantize.layer import FINAL_NORM, Layer
@@ -231,7 +231,7 @@ def test_a_transform_is_exact_and_may_untie(tie: bool) -> None:
 
 
 @pytest.mark.usefixtures("made_up")
-def test_what_a_transform_computes_is_finite_in_the_checkpoints_dtype() -> None:
+def test_a_transform_that_overflows_the_dtype_is_refused() -> None:
     with pytest.raises(
         DiffbitError, match=r"layers.0.input_layernorm.weight: method 'overflow' makes it NaN or infini"
     ):
@@ -245,7 +245,7 @@ def linears(kinds: str) -> list[str]:
 @pytest.mark.usefixtures("made_up")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_what_methods_see_is_what_the_whole_model_gives(attention: str, dtype: torch.dtype) -> None:
+def test_layerwise_statistics_equal_those_of_the_whole_model(attention: str, dtype: torch.dtype) -> None:
     """Hidden states and Gram matrices against forward passes of whole models, which are quantized so far; in float64
     the products."""
     exact = make(resized(CONFIG, attention=attention)).to(dtype)
@@ -313,7 +313,7 @@ def test_padding_does_not_count(attention: str) -> None:
 
 
 @pytest.mark.usefixtures("made_up")
-def test_each_stage_is_given_what_is_behind_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_stage_reads_the_output_of_the_quantized_stage_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """The recipe itself goes stage by stage: its result is that of rounding by hand with such statistics."""
     exact = make(CONFIG)
     monkeypatch.setattr(LOOKER, "rounding", by_activations)
@@ -362,7 +362,9 @@ def test_text_unlike_that_of_the_training_is_told(trained: Any) -> None:
     warnings = []
     for ids in (code, shuffled, shuffled[:4]):
         tokens = Tokens(decoder.config, ids, compared_windows=8)
-        for _ in quantize_layers(decoder.config, decoder.state_dict().__getitem__, Scheme(), plain, tokens):
+        for _ in quantize_layers(
+            decoder.config, decoder.state_dict().__getitem__, resolve(decoder.config), plain, tokens
+        ):
             pass
         with torch.no_grad():
             logits = decoder(tokens.exact.ids)[:, :-1].flatten(0, 1)

@@ -96,11 +96,11 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_the_same_bytes_as_one_process(cases: Any, sources: Path, tmp_path: Path) -> None:
     """And the same report; every process is told all of it, and the first alone writes."""
 
-    def run(here: Processes) -> None:
+    def run(workers: Processes) -> None:
         for kind, method, ids in cases:
-            folder = tmp_path / str(here.rank) / f"{kind}-{method}"
-            report = quantize(sources / kind, folder, method, ids, here=here)
-            (tmp_path / f"{here.rank}-{kind}-{method}.json").write_text(json.dumps(report))
+            folder = tmp_path / str(workers.rank) / f"{kind}-{method}"
+            report = quantize(sources / kind, folder, method, ids, workers=workers)
+            (tmp_path / f"{workers.rank}-{kind}-{method}.json").write_text(json.dumps(report))
 
     assert together(2, run) == [0, 0]
     assert [path.name for path in (tmp_path / "0").iterdir()] and not (tmp_path / "1").exists()
@@ -128,7 +128,10 @@ def test_a_run_goes_on_with_other_processes_and_states_on_the_disk(
         patched.setattr(Unfinished, "add", stops)
         quantize(sources / "diff_v1", tmp_path / "three", "gptq", IDS)
     monkeypatch.setattr("diffbit.quantize.checkpoint.must_spill", lambda *_: True)
-    run: Any = lambda here: quantize(sources / "diff_v1", tmp_path / "three", "gptq", IDS, here=here, resume=True)  # noqa: E731
+
+    def run(workers: Processes) -> object:
+        return quantize(sources / "diff_v1", tmp_path / "three", "gptq", IDS, workers=workers, resume=True)
+
     assert together(3, run) == [0, 0, 0]
     assert content(tmp_path / "three") == content(tmp_path / "one")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "three"]
@@ -139,12 +142,12 @@ def test_one_sentence_when_a_process_fails(failing: int, sources: Path, tmp_path
     """Exit code 2 of each, one of them speaks, and nothing is left."""
     messages = [tmp_path / f"{rank}.txt" for rank in (0, 1)]
 
-    def run(here: Processes) -> None:
-        sys.stderr = open(messages[here.rank], "w")  # noqa: SIM115
+    def run(workers: Processes) -> None:
+        sys.stderr = open(messages[workers.rank], "w")  # noqa: SIM115
         exact = stages.quantize_weight
 
         def fails(*arguments: Any) -> Any:
-            if here.rank == failing:
+            if workers.rank == failing:
                 raise DiffbitError("the disk of this machine is on fire")
             return exact(*arguments)
 

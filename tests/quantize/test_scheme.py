@@ -9,7 +9,7 @@ import pytest
 from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.models import ModelConfig
-from diffbit.quantize import AttentionScheme, Scheme, linear_shapes, sizes
+from diffbit.quantize import AttentionScheme, Scheme, linear_shapes, resolve, sizes
 from diffbit.quantize.scheme import parse_override
 
 INT4, INT8 = parse_format("int4_g32"), parse_format("int8")
@@ -116,7 +116,7 @@ def test_a_tied_table_is_quantized_once():
     assert once.formats(tied)["model.embed_tokens"] == INT8 and "lm_head" not in once.formats(tied)
     assert apart.formats(tied)["lm_head"] == INT4 == once.formats(CONFIG)["model.layers.0.mlp.up_proj"]
     table = INT8.device_nbytes((CONFIG.vocab_size, CONFIG.hidden_size), 4)
-    assert sizes(CONFIG, once).nbytes - sizes(tied, once).nbytes == table
+    assert sizes(resolve(CONFIG, once)).nbytes - sizes(resolve(tied, once)).nbytes == table
 
 
 @pytest.mark.parametrize("name", ["nf4", "ternary", "mxfp4", "int4", "int2_g32_asym", "int4_g16"])
@@ -131,6 +131,8 @@ def test_formats_that_an_embedding_cannot_have(name):
         ('weihgts = "int8"', ["weihgts", "weights"]),
         ('weights = "int4_g33"', ["weights", "int4_g33", "33"]),
         ("weights = 4", ["weights", "4"]),
+        ('weights = "int7_g64"', ["int7_g64", "8 bits", "int8_g64"]),
+        ('weights = "int4_g32"\n[overrides]\nlm_head = "int4_g16"', ["int4_g16", "groups of 16", "int4_g32"]),
         ('kv = "int8"', ["kv"]),
         ('activations = "int4"', ["activations", "int4"]),
         ('weights = "int4_g32"\nactivations = "int4"', ["int4_g32", "ternary", "int8"]),

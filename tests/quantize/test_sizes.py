@@ -15,7 +15,7 @@ from diffbit import models
 from diffbit.export import export_artifact
 from diffbit.formats import parse_format
 from diffbit.models import Checkpoint, Decoder, ModelConfig
-from diffbit.quantize import AttentionScheme, Scheme, linear_shapes, quantize_checkpoint, sizes
+from diffbit.quantize import AttentionScheme, Scheme, linear_shapes, quantize_checkpoint, resolve, sizes
 from diffbit.runtime import Artifact
 
 INT4, INT8 = parse_format("int4_g32"), parse_format("int8")
@@ -43,19 +43,19 @@ def test_bytes_are_those_of_the_files(
     quantize_checkpoint(tmp_path / "float", tmp_path / "q", scheme)
     config = Checkpoint(tmp_path / "q").config
     stored = sum(tensor.nbytes for tensor in load_file(tmp_path / "q" / "model.safetensors").values())
-    assert sizes(config, scheme, stored=torch.float16).checkpoint_bytes == stored
+    assert sizes(resolve(config, scheme), stored=torch.float16).checkpoint_bytes == stored
     for dtype in ("fp32", "fp16"):
         artifact = export_artifact(tmp_path / "q", tmp_path / dtype, dtype=dtype)
         initializers = ir.load(artifact / "model.onnx").graph.initializers
         tensors = {name: value.const_value for name, value in initializers.items() if name not in ("cos", "sin")}
         written = sum(tensor.nbytes for tensor in tensors.values() if isinstance(tensor, ir.ExternalTensor))
-        table = sizes(config, scheme, dtype, torch.float16)
+        table = sizes(resolve(config, scheme), dtype, torch.float16)
         assert table.nbytes == written
         assert table.cache == Artifact.open(artifact).cache
 
 
 def test_every_tensor_is_in_one_layer() -> None:
-    table = sizes(CONFIG)
+    table = sizes(resolve(CONFIG))
     layers = list(table.layers())
     assert [tensor for layer in layers for tensor in layer] == list(table.tensors)
     names = [[tensor.name for tensor in layer] for layer in layers]
@@ -68,23 +68,23 @@ def test_a_token_reads_a_row_of_the_embedding() -> None:
     """And all of it if it is the head as well."""
     scheme, row = Scheme(INT4, INT8, INT8), INT8.device_nbytes((96, 64), 4) // 96
     table = INT8.device_nbytes((96, 64), 4)
-    untied = sizes(CONFIG, scheme)
+    untied = sizes(resolve(CONFIG, scheme))
     assert untied.token_bytes == untied.nbytes - table + row
-    tied = sizes(replace(CONFIG, tie_embeddings=True), scheme)
+    tied = sizes(resolve(replace(CONFIG, tie_embeddings=True), scheme))
     assert tied.token_bytes == tied.nbytes + row == untied.token_bytes
 
 
 def test_sizes_count_every_tensor() -> None:
     linear = sum(rows * columns for rows, columns in linear_shapes(CONFIG).values())
-    floats = sizes(CONFIG)
+    floats = sizes(resolve(CONFIG))
     assert floats.parameters == linear + 96 * 64 + 5 * 64
     assert floats.nbytes == 4 * floats.parameters and floats.bits_per_weight == 32
-    assert sizes(CONFIG, dtype="fp16").bits_per_weight == 16
-    quantized = sizes(CONFIG, Scheme(weights=INT4))
+    assert sizes(resolve(CONFIG), dtype="fp16").bits_per_weight == 16
+    quantized = sizes(resolve(CONFIG, Scheme(weights=INT4)))
     kept = 2 * 96 * 64 + 2 * 4 * 64 + 5 * 64
     assert quantized.nbytes == 4 * kept + (floats.parameters - kept) * 4.5 / 8
     # a tied head that is quantized is a weight of its own, beside the embedding
     tied = replace(CONFIG, tie_embeddings=True)
-    head = sizes(tied, Scheme(overrides=(("lm_head", INT4),)))
-    assert head.nbytes == sizes(tied).nbytes + 96 * 64 * 4.5 / 8
-    assert head.parameters == sizes(tied).parameters + 96 * 64
+    head = sizes(resolve(tied, Scheme(overrides=(("lm_head", INT4),))))
+    assert head.nbytes == sizes(resolve(tied)).nbytes + 96 * 64 * 4.5 / 8
+    assert head.parameters == sizes(resolve(tied)).parameters + 96 * 64

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diffbit.models import Decoder, ModelConfig
 from diffbit.models.checkpoint.names import EMBEDDING, HEAD
-from diffbit.quantize import Scheme
+from diffbit.quantize import Scheme, resolve
 from diffbit.quantize.calibration import Passes, Tokens
 from diffbit.quantize.layer import Layer
 
@@ -63,7 +63,7 @@ def passes_of(decoder: Decoder, scheme: Scheme | None = None, ids: Tensor | None
         last = [name for name in state if name.startswith("model.norm.")]
         names = {-1: [EMBEDDING], config.num_layers: [*last, HEAD]}.get(index, names)
         of_layer = {module: format for module, format in scheme.formats(config).items() if f"{module}.weight" in names}
-        passes = Passes(Layer(config, index, scheme, of_layer, {name: state[name] for name in names}), tokens)
+        passes = Passes(Layer(resolve(config, scheme), index, of_layer, {name: state[name] for name in names}), tokens)
         yield passes
         passes.advance({})
 

@@ -14,7 +14,7 @@ from diffbit.cli.app import main
 from diffbit.export import export_artifact
 from diffbit.formats import parse_format
 from diffbit.models import Checkpoint
-from diffbit.quantize import Scheme, read_scheme
+from diffbit.quantize import Scheme, read_scheme, resolve
 from diffbit.quantize.methods import parse_recipe
 
 
@@ -25,15 +25,17 @@ def size(folder: Path) -> int:
 def test_sizes_are_what_is_written(
     quantized: Path, artifact: Path, checkpoint: Path, trained: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    scheme = Scheme(weights=parse_format("int4_g32"))
-    forecast = plan_quantize(Checkpoint(checkpoint), scheme, parse_recipe("rtn"), None, None)
+    plan = resolve(Checkpoint(checkpoint).config, Scheme(weights=parse_format("int4_g32")))
+    forecast = plan_quantize(Checkpoint(checkpoint), plan, parse_recipe("rtn"), None, None)
     assert forecast.output == pytest.approx(size(quantized), rel=0.15) and forecast.disk == forecast.output
-    after = plan_export(Checkpoint(quantized), read_scheme(Checkpoint(quantized)), "fp32")
+    stored = Checkpoint(quantized)
+    after = plan_export(stored, resolve(stored.config, read_scheme(stored)), "fp32")
     assert after.output == pytest.approx(size(artifact), rel=0.15)
-    assert plan_export(Checkpoint(checkpoint), scheme, "fp32").output == after.output
+    assert plan_export(Checkpoint(checkpoint), plan, "fp32").output == after.output
     for name in ("diff_v1", "diff_v2", "softmax"):
         written = size(export_artifact(trained(name), tmp_path / name))
-        assert plan_export(Checkpoint(trained(name)), None, "fp32").output == pytest.approx(written, rel=0.15)
+        source = Checkpoint(trained(name))
+        assert plan_export(source, resolve(source.config), "fp32").output == pytest.approx(written, rel=0.15)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ FULL = Scheme(
 )
 
 
-@pytest.mark.parametrize("scheme", [FULL, Scheme(), Scheme(weights=parse_format("int2_g16_asym"))])
+@pytest.mark.parametrize("scheme", [FULL, Scheme(), Scheme(weights=parse_format("int2_g32_asym"))])
 @pytest.mark.parametrize("suffix", ["json", "toml"])
 def test_files_come_back(scheme: Scheme, suffix: str, tmp_path: Path) -> None:
     write_scheme(scheme, tmp_path / f"scheme.{suffix}")

@@ -98,12 +98,12 @@ def by_hand(path: Path, format: str, arithmetic: str) -> Decoder:
 
 @pytest.mark.parametrize("arithmetic", ["artifact", "float"])
 def test_against_a_slow_comparison(checkpoints: list[Path], text: Windows, arithmetic: str) -> None:
-    result = compare(checkpoints, text, ["16", "4", "int3_g16"], ["weights"], batch_size=3, arithmetic=arithmetic)
+    result = compare(checkpoints, text, ["16", "4", "int3_g32"], ["weights"], batch_size=3, arithmetic=arithmetic)
     assert result.arithmetic == arithmetic
     assert [(r.model, r.what, r.format) for r in result.results] == [
         (model, what, format)
         for model in ("diff_v1", "softmax")
-        for what, format in (("none", "16"), ("weights", "int4_g64"), ("weights", "int3_g16"))
+        for what, format in (("none", "16"), ("weights", "int4_g64"), ("weights", "int3_g32"))
     ]
     tokens = text.target[:, 1:].sum(1)
     changes = {}

@@ -13,7 +13,7 @@ from torch import Tensor
 from diffbit import models
 from diffbit.formats import parse_format
 from diffbit.models import Decoder
-from diffbit.quantize import Scheme, apply, linear_shapes
+from diffbit.quantize import Scheme, apply, linear_shapes, resolve
 from diffbit.quantize.allocation.losses import Losses, measure
 from diffbit.quantize.calibration import Tokens
 from diffbit.quantize.methods import Method, find
@@ -29,7 +29,7 @@ def measured(
     formats = {
         module: {name: None if name == "none" else parse_format(name) for name in row} for module, row in names.items()
     }
-    return measure(decoder, base, sample, Scheme(), formats, rounding, tokens)
+    return measure(decoder, base, sample, resolve(base.config), formats, rounding, tokens)
 
 
 LINEARS = [name for name in linear_shapes(CONFIG) if name != "lm_head"]
@@ -58,7 +58,7 @@ def test_a_loss_is_the_divergence_of_the_model_with_that_weight_rounded() -> Non
             assert row["int4_g32_asym"] == pytest.approx(other, rel=1e-3, abs=3e-7) and row["none"] == 0, module
 
 
-def test_a_format_that_changes_nothing_says_nothing_of_the_others() -> None:
+def test_losses_are_measured_in_the_first_format_that_changes_a_weight() -> None:
     decoder, module = make(), LINEARS[4]
     weight = decoder.get_submodule(module).weight
     weight.data = rtn(weight.detach(), parse_format("int4_g32")).dequantize()
@@ -67,7 +67,7 @@ def test_a_format_that_changes_nothing_says_nothing_of_the_others() -> None:
     assert losses == {"int4_g32": 0, "int2_g64": pytest.approx(divergence(decoder, rounded), rel=1e-3)}
 
 
-def test_statistics_are_those_that_the_layer_is_rounded_with() -> None:
+def test_gptq_losses_equal_those_of_the_rounded_model() -> None:
     """Of find("gptq"), one layer in a format: the divergence of the very model that `apply` makes of that scheme."""
     decoder = make()
     formats = {module: ["int2_g64"] for module in LINEARS}
@@ -88,7 +88,7 @@ def test_what_is_scaled_is_near_what_is_measured(name: str, trained: Callable[[s
 
     def losses(order: list[str]) -> Losses:
         formats = {module: {name: parse_format(name) for name in order} for module in modules}
-        return measure(decoder, decoder, sample, Scheme(), formats, find("gptq"), tokens)
+        return measure(decoder, decoder, sample, resolve(decoder.config), formats, find("gptq"), tokens)
 
     scaled = losses(names)
     for other in names[1:]:

@@ -97,7 +97,7 @@ def test_labels_come_from_the_seed() -> None:
     assert all(parameter.grad is None for parameter in decoder.parameters())
 
 
-def test_a_tied_table_loses_as_embedding_and_as_head() -> None:
+def test_the_loss_of_a_tied_table_counts_embedding_and_head() -> None:
     tied = make(resized(CONFIG, tie_embeddings=True))
     untied = make(CONFIG)
     untied.load_state_dict(tied.state_dict() | {"lm_head.weight": tied.model.embed_tokens.weight.detach()})
@@ -128,7 +128,7 @@ def test_estimates_follow_what_is_measured(name: str, trained: Callable[[str], P
     assert ((both[0] - both[1]).abs() < 1.2).all()
 
 
-def test_a_method_that_compensates_errors_leaves_a_share_of_them() -> None:
+def test_gptq_leaves_a_share_of_the_error_of_plain_rounding() -> None:
     """GPTQ leaves less of an error than plain rounding, which leaves all, on ten times as many tokens as inputs."""
     decoder = make()
     tokens = text(20, decoder, 48)

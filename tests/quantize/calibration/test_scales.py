@@ -150,7 +150,7 @@ def test_quick_search_errs_less_than_the_range(name, most):
 
 
 @pytest.mark.parametrize("bits, most", [(2, 0.97), (3, 0.94), (4, 0.9)])
-def test_levels_err_less_than_integers_of_as_many_bytes(bits, most):
+def test_levels_have_a_smaller_error_than_integers_of_the_same_size(bits, most):
     """Their signs matter: with the scale of the range, levels of 2 bits err more than integers."""
     w = heavy(64, 192)
 

@@ -47,7 +47,7 @@ def slow(first: Tensor, second: Tensor) -> Tensor:
     return torch.tensor([[gram[i, j] * (1 if i == j else kept[i] * kept[j]) for j in columns] for i in columns])
 
 
-def test_independent_channels_lose_their_correlations_and_others_keep_them() -> None:
+def test_only_independent_channels_lose_their_correlations() -> None:
     noise, common = normal(1000, 40), normal(1000, 1)
     correlated = noise + 2 * common * (torch.arange(40) < 6)
     for x, pairs in ((noise, 0), (correlated, 6)):

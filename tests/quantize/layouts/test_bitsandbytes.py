@@ -56,7 +56,7 @@ def test_logits_are_those_of_its_own_weights(double: bool, head: bool, tmp_path:
     assert [glob for glob, _ in scheme.overrides] == (["lm_head"] if head else [])
 
 
-def test_an_int8_folder_is_refused_for_what_it_is(tmp_path: Path):
+def test_an_unsupported_int8_folder_is_named_in_the_error(tmp_path: Path):
     make(tmp_path / "int8", double=False)
     config = json.loads((tmp_path / "int8" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}

@@ -74,7 +74,7 @@ def test_gptq_by_other_names(kind: str, tmp_path: Path):
     assert_same_model(tmp_path, theirs)
 
 
-def test_awq_by_the_names_of_auto_round_and_of_its_first_folders(tmp_path: Path):
+def test_awq_is_read_under_its_older_names(tmp_path: Path):
     entry = settings("auto-round", bits=4, group_size=32, sym=False, packing_format="auto_round:auto_awq")
     theirs = foreign.folder(tmp_path, entry, foreign.awq(32, "gemm"), "llama", inner=128)
     assert_same_model(tmp_path, theirs)
@@ -104,7 +104,7 @@ FOREIGN: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_folders_of_other_tools_are_refused_with_what_they_are(name: str, tmp_path: Path):
+def test_unsupported_folders_are_named_in_the_error(name: str, tmp_path: Path):
     fields, parts, words = FOREIGN[name]
 
     def make(weight: torch.Tensor) -> foreign.Made:

@@ -72,7 +72,7 @@ def test_a_tied_head_is_left_alone():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_nothing_is_lost_in_a_norm_of_few_bits(dtype):
+def test_folding_into_a_low_precision_norm_loses_nothing(dtype):
     """The columns follow the quotient that the norm could hold."""
     layer = next(p for p in layers(random_decoder(config_of("softmax"), dtype=dtype)) if p.is_layer)
     with torch.no_grad():

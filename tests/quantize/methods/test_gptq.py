@@ -65,7 +65,7 @@ def test_it_is_the_textbook(name, outliers):
     weight, stats = layer(columns=columns, outliers=outliers)
     scale, zero = format.fit(weight)
     order = sorted(range(columns), key=lambda k: -stats.gram[k, k])
-    feedback = gptq.Feedback.of(stats.gram)
+    feedback = gptq.Feedback.from_gram(stats.gram)
     codes = gptq.round_columns(weight, format, scale, zero, feedback)
     expected = textbook(weight, format, scale, zero, stats.gram, order)
     assert (codes != expected).float().mean() < 1e-3  # a tie may fall either way
@@ -73,7 +73,7 @@ def test_it_is_the_textbook(name, outliers):
 
 def test_column_cost_matches_textbook_formula():
     _, stats = layer(columns=64, outliers=True)
-    feedback = gptq.Feedback.of(stats.gram)
+    feedback = gptq.Feedback.from_gram(stats.gram)
     damped = stats.gram.double() + gptq.damping(stats.gram) * torch.eye(64, dtype=torch.double)
     order = feedback.order.tolist()
     expected = [1 / torch.linalg.inv(damped[order[i:]][:, order[i:]])[0, 0] for i in range(64)]
@@ -98,12 +98,12 @@ def loss(weight: Tensor, back: Tensor, gram: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_descent_is_the_slow_version_and_never_errs_more(name):
+def test_descent_matches_the_slow_version_and_lowers_the_error(name):
     """Each column in turn to the code of least loss, the others as they are: every code is tried."""
     format = parse_format(name)
     weight, stats = layer(8, columns=192 if parse_format(name).whole_groups else 200)
     scale, zero = format.fit(weight)
-    start = gptq.round_columns(weight, format, scale, zero, gptq.Feedback.of(stats.gram))
+    start = gptq.round_columns(weight, format, scale, zero, gptq.Feedback.from_gram(stats.gram))
     improved = gptq.descend(weight, format, start, scale, zero, stats.gram)
     assert (improved != start).any() or format.bits == 8
     before, after = (loss(weight, format.decode(codes, scale, zero), stats.gram) for codes in (start, improved))
@@ -132,7 +132,7 @@ def test_it_beats_rounding_to_nearest(name, least):
     weight, stats = layer(64, 256, 2000)
     nearest, ours = rtn.quantize(weight, format), gptq.quantize(weight, format, stats)
     assert proxy_loss(weight, ours, stats.gram) * least < proxy_loss(weight, nearest, stats.gram)
-    feedback = gptq.Feedback.of(stats.shrunk())
+    feedback = gptq.Feedback.from_gram(stats.shrunk())
     scale, zero = scales.search(weight, format, feedback.cost)
     greedy = QTensor(format, (64, 256), gptq.round_columns(weight, format, scale, zero, feedback), scale, zero)
     assert proxy_loss(weight, ours, feedback.gram) < 0.98 * proxy_loss(weight, greedy, feedback.gram)
@@ -155,11 +155,11 @@ def test_dead_channels_are_rounded_to_nearest_and_change_nothing():
     alive[[3, 64, 127]] = 0
     gram = stats.gram * alive * alive[:, None]
     scale, zero = format.fit(weight)
-    codes = gptq.round_columns(weight, format, scale, zero, gptq.Feedback.of(gram))
+    codes = gptq.round_columns(weight, format, scale, zero, gptq.Feedback.from_gram(gram))
     assert torch.equal(codes[:, alive == 0], format.encode(weight, scale, zero)[:, alive == 0])
     changed = weight.clone()
     changed[:, 3] = 0
-    again = gptq.round_columns(changed, format, scale, zero, gptq.Feedback.of(gram))
+    again = gptq.round_columns(changed, format, scale, zero, gptq.Feedback.from_gram(gram))
     assert torch.equal(again[:, alive == 1], codes[:, alive == 1])
 
 
@@ -168,7 +168,7 @@ def test_no_signal_at_all_is_rounding_to_nearest(name):
     format = parse_format(name)
     weight, _ = layer(8, 128)
     scale, zero = format.fit(weight)
-    codes = gptq.round_columns(weight, format, scale, zero, gptq.Feedback.of(torch.zeros(128, 128)))
+    codes = gptq.round_columns(weight, format, scale, zero, gptq.Feedback.from_gram(torch.zeros(128, 128)))
     assert torch.equal(codes, format.encode(weight, scale, zero))
     silent = CalibStats(torch.zeros(128, 128), torch.zeros(128), torch.zeros(128), 0)
     assert gptq.quantize(weight, format, silent).dequantize().isfinite().all()
@@ -200,7 +200,7 @@ def test_on_other_tokens_it_is_as_good_as_the_search(tokens, rank, most):
 
 def test_damping_grows_until_it_factorises():
     gram = torch.eye(64) - 0.5 * torch.ones(64, 64)  # an eigenvalue of -31
-    assert gptq.Feedback.of(gram).factor.isfinite().all()
+    assert gptq.Feedback.from_gram(gram).factor.isfinite().all()
 
 
 def test_wide_layers_are_factorised_in_single_precision(monkeypatch):
@@ -214,8 +214,8 @@ def test_wide_layers_are_factorised_in_single_precision(monkeypatch):
 
 def test_one_factorisation_serves_every_part_of_a_table(monkeypatch):
     weight, stats = layer(64, 96, 400)
-    calls, of = [], gptq.Feedback.of
-    monkeypatch.setattr(gptq.Feedback, "of", lambda gram: calls.append(gram) or of(gram))
+    calls, from_gram = [], gptq.Feedback.from_gram
+    monkeypatch.setattr(gptq.Feedback, "from_gram", lambda gram: calls.append(gram) or from_gram(gram))
     whole = gptq.quantize(weight, parse_format("int4_g32"), replace(stats, gram=stats.gram.clone()))
     parts = [gptq.quantize(rows, parse_format("int4_g32"), stats) for rows in weight.split(16)]
     assert len(calls) == 2

@@ -12,7 +12,7 @@ from diffbit.formats import QTensor, base, parse_format
 from diffbit.formats.codebook import NF4
 from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig, load
-from diffbit.quantize import AttentionScheme, Scheme, apply
+from diffbit.quantize import AttentionScheme, Scheme, apply, resolve
 from diffbit.quantize.calibration import Passes, Tokens
 from diffbit.quantize.layer import Layer
 from diffbit.quantize.layerwise import quantize_one
@@ -183,7 +183,7 @@ def passes_of(
         tokens.hidden = exact.hidden.clone()
         tensors = {name: tensor for name, tensor in state.items() if name.startswith(f"model.layers.{at}.")}
         of_layer = {name: format for name, format in formats.items() if f"{name}.weight" in tensors and at == index}
-        passes = Passes(Layer(config, at, scheme, of_layer, tensors), tokens)
+        passes = Passes(Layer(resolve(config, scheme), at, of_layer, tensors), tokens)
         if at < index:
             module = passes.layer.module()
             with torch.no_grad():
@@ -262,7 +262,7 @@ def test_it_beats_rounding_and_gptq_on_a_trained_layer(trained, monkeypatch):
     calib, held_out = (
         torch.as_tensor(eval_windows("stdlib", path, 256, 12, split=split).ids) for split in ("calib", "eval")
     )
-    monkeypatch.setattr(learned, "BATCH_TOKENS", 512)
+    monkeypatch.setattr(learned, "STEP_TOKENS", 512)
     scheme = Scheme(weights=parse_format("int2_g64"))
     errors = {}
     other = passes_of(model, held_out, scheme).tokens

@@ -65,7 +65,7 @@ def test_it_weighs_with_the_inputs_of_the_float_model(attention, tie, monkeypatc
 @pytest.mark.parametrize(
     ("name", "most"), [("int8", 0.98), ("int4_g32", 0.8), ("int4_g32_asym", 0.95), ("int2_g64", 0.75), ("nf4", 0.95)]
 )
-def test_it_errs_less_than_without_text_and_than_the_range(name, most):
+def test_text_lowers_the_error(name, most):
     format, generator = parse_format(name), torch.Generator().manual_seed(0)
     weight = torch.randn(64, 192, generator=generator)
     square = torch.randn(192, generator=generator).exp()
