@@ -16,8 +16,8 @@ import csv
 import gc
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,10 @@ from .checks import check_runs, check_tokenizers, check_windows, in_groups
 from .cost import Cost
 from .given import Quantized, check_floats, open_models, row_names, with_references
 from .measure import Measurement, Setup, Skipped, combine, measure
-from .metrics import CONFIDENCE, Estimate, established, paired, perplexity_ratio, recovered
+from .metrics import CONFIDENCE, Estimate, paired, perplexity_ratio, recovered
 from .retrieval import Retrieval, gained, retrieval, setting, share
-from .variants import BITS, CACHED, FLOAT, FOLDERS, METHODS, NO_METHOD, RTN, UNCHANGED, WHAT, Key, variants
-from .words import increase, interval, number, percent, plain
+from .tables import result_rows
+from .variants import BITS, FLOAT, FOLDERS, METHODS, RTN, UNCHANGED, WHAT, Key, variants
 
 
 @dataclass(frozen=True)
@@ -144,40 +144,8 @@ class Comparison:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row per result, for a table: KL in nats per token, intervals in brackets."""
-        compared = {result.what for result in self.results}
-        sweeps = bool(compared & set(WHAT))  # else all is measured as it is given
-        methods = {result.method for result in self.results} - {NO_METHOD}
-        tried = {result.method for result in self.results if result.what == "weights"}
-        recovers = len(tried) > 1 or bool(tried - {RTN})
-        rows: list[dict[str, Any]] = []
-        for result in self.results:
-            is_float = result.what == UNCHANGED and result.format == FLOAT
-            shown = is_float or result.what != UNCHANGED  # else it is quantized, and has no float model
-            row: dict[str, Any] = {"model": result.name}
-            rows.append(row)
-            if sweeps:
-                row["what"] = "-" if result.what == UNCHANGED else result.what
-            elif len(self.models) > 1 and self.quantized:
-                row["made of"] = "-" if result.what == UNCHANGED else result.model
-            row["format"] = "float" if is_float and not sweeps else result.format
-            if methods - {RTN} or (methods and not sweeps):
-                row["method"] = "-" if result.method == NO_METHOD else result.method
-            if "weights" in compared:
-                row["bits/weight"] = round(result.bits_per_weight, 2)
-            if "weights" in compared or not sweeps:
-                row["MB"] = round(result.nbytes / 1e6, 2)
-            if compared & set(CACHED):
-                row["KV bytes/token"] = round(result.cache_bytes, 1)
-            lost = shown and not is_float
-            row["KL"] = _cell(result.kl, number) if lost else "-"
-            row["same top token"] = _cell(result.agreement, percent) if lost else "-"
-            row["perplexity"] = result.perplexity.value
-            row["increase"] = _cell(result.ratio, increase) if lost else "-"
-            if recovers:
-                row["of rtn's loss recovered"] = _share(result.recovered)
-            for one in result.retrieval:
-                row[f"found, {one.needles}:{one.queries} of {one.length}"] = _share_found(one.accuracy, one.change)
-        return rows
+        comparison = self.to_dict()
+        return result_rows(comparison, comparison["results"])
 
     def write_json(self, path: str | Path) -> None:
         files.write_json(path, self.to_dict())
@@ -389,20 +357,3 @@ def _flat(result: Result) -> dict[str, Any]:
         estimate = value if isinstance(value, dict) else {"value": value}
         columns |= {name if end == "value" else f"{name}_{end}": number for end, number in estimate.items()}
     return columns
-
-
-def _cell(estimate: Estimate, write: Callable[[float], str]) -> str:
-    """Format an estimate with its interval, in ASCII."""
-    return plain(interval(estimate.to_dict(), write))
-
-
-def _share_found(value: Estimate, change: Estimate) -> str:
-    """Format a share, such as that of queries answered, and its change with the interval in percentage points."""
-    points = (f"{100 * end:+z.1f}" for end in astuple(change))
-    return f"{value.value:.1%} ({next(points)}; {next(points)} to {next(points)})"
-
-
-def _share(estimate: Estimate | None) -> str:
-    if estimate is None or not established(*astuple(estimate)):
-        return "-" if estimate is None else "not established"
-    return f"{estimate.value:.0%} ({estimate.low:.0%} to {estimate.high:.0%})"
