@@ -108,7 +108,7 @@ def model_config(
             vocab_size=vocab_size or size.vocab_size, hidden_size=size.hidden_size, num_layers=layers,
             num_heads=heads, num_kv_heads=max(1, min(kv_heads, heads // (noise_ratio or 1))), head_dim=head_dim,
             intermediate_size=width, max_position=size.context, attention=attention, tie_embeddings=True,
-            noise_ratio=noise_ratio, sizes=kind.equal_sizes(size.num_pairs, head_dim), **options,
+            noise_ratio=noise_ratio, **kind.equal_sizes(size.num_pairs, head_dim), **options,
         )  # fmt: skip
 
     width, layers = size.intermediate_size, size.num_layers

@@ -32,7 +32,7 @@ def config_of(attention: str, **changes: Any) -> models.ModelConfig:
     window = changes.pop("sliding_window", 0)
     config = models.ModelConfig.uniform(
         vocab_size=61, hidden_size=64, num_layers=2, num_heads=heads, num_kv_heads=kv_heads, head_dim=16,
-        intermediate_size=128, max_position=256, attention=attention, sizes=SIZES | changes.pop("sizes", {}), **changes,
+        intermediate_size=128, max_position=256, attention=attention, **(SIZES | changes),
     )  # fmt: skip
     if not window:
         return config
@@ -206,8 +206,8 @@ def test_its_weights_are_quantized_but_for_kv_b_and_lambda(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"qk_norm": True}, "qk_norm_eps is 1e-05, wanted none"),
-        ({"sizes": {"query_rank": 0}}, "gate is true and query_rank 0"),
+        ({"qk_norm_eps": 1e-5}, "qk_norm_eps is 1e-05, wanted none"),
+        ({"query_rank": 0}, "gate is true and query_rank 0"),
         ({"noise_ratio": 3}, "noise_ratio is 3, wanted a divisor of 4"),
     ],
 )

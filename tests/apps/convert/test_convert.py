@@ -197,7 +197,7 @@ def test_a_copy_is_the_same_function_with_any_lambda(share: float, sub_norms: bo
 
 def test_norm_of_queries_and_the_angle(tmp_path: Path) -> None:
     """180 degrees pass through any norm, others through one with equal weights in each plane."""
-    write_plain(tmp_path / "plain", qk_norm=True)
+    write_plain(tmp_path / "plain", qk_norm_eps=1e-5)
     with pytest.raises(DiffbitError, match=r"norm of queries in layer 0 .*90 degrees.*--angle 180 or --start copy"):
         diffbit.convert(tmp_path / "plain", tmp_path / "diff", start="rotated")
     assert not (tmp_path / "diff").exists()
