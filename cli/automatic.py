@@ -109,9 +109,9 @@ def quantize_model(
     from ..quantize.methods import parse_recipe
 
     start = time.monotonic()
-    here = processes(device)
+    workers = processes(device)
     # refuses before work begins
-    checkpoint = open_float(Checkpoint(model, adapter), output if here.first else None, overwrite)
+    checkpoint = open_float(Checkpoint(model, adapter), output if workers.first else None, overwrite)
     limit = None if max_memory is None else parse_size(max_memory)
     if fast:
         rounding = _fast(rounding, checkpoint)
@@ -132,16 +132,16 @@ def quantize_model(
     about = f"{_formats(scheme, bits, size)}, method {method}"
     if recipe.calibrated or rounding.calibrate is not None:
         about += f", calibrated on {rounding.calibrate or 'mix (prose, twelve languages, dialogues and code)'}"
-    _announce(checkpoint, about, method, rounding, is_mix, here)
+    _announce(checkpoint, about, method, rounding, is_mix, workers)
     if is_mix:
         tables = options.embedding is None and options.head is None
-        scheme = here.on_first(partial(_allocated, checkpoint, method, rounding, scheme, bits, size, tables, device))
-    text = here.on_first(partial(rounding.text, checkpoint, method if recipe.calibrated else None))
+        scheme = workers.on_first(partial(_allocated, checkpoint, method, rounding, scheme, bits, size, tables, device))
+    text = workers.on_first(partial(rounding.text, checkpoint, method if recipe.calibrated else None))
     report = quantize_checkpoint(
         checkpoint, output, scheme, method=method, **calibration(text), overwrite=overwrite, resume=resume,
-        max_memory=limit, here=here,
+        max_memory=limit, here=workers,
     )  # fmt: skip
-    quality = _measured(output, checkpoint, limit) if measure and here.first and report.weights else None
+    quality = _measured(output, checkpoint, limit) if measure and workers.first and report.weights else None
     return QuantizedModel(report, quality, time.monotonic() - start)
 
 
@@ -240,14 +240,14 @@ def _formats(scheme: Scheme, bits: float | None, size: str | None) -> str:
 
 
 def _announce(
-    checkpoint: Checkpoint, about: str, method: str, rounding: MethodOptions, is_mix: bool, here: Processes
+    checkpoint: Checkpoint, about: str, method: str, rounding: MethodOptions, is_mix: bool, workers: Processes
 ) -> None:
-    """Say what is about to be done, and about how long it takes, if that is more than a moment."""
+    """Say what is about to be done, and how long it takes if that is more than a moment."""
     from ..models import num_parameters
     from ..quantize.forecast import operations_per_second, quantize_seconds
     from ..quantize.methods import parse_recipe
 
-    if not here.first:
+    if not workers.first:
         return
     recipe = parse_recipe(method)
     reads = recipe.calibrated or rounding.calibrate is not None

@@ -76,8 +76,8 @@ class LayerSpec:
         check(self)
 
     def symmetries(self) -> Symmetries:
-        """The mixer's symmetries, without those that norms break: a norm after the heads those of the values, a norm of
-        queries and keys theirs, because its weight differs between the two rows of a pair."""
+        """Return the mixer's symmetries, without those that norms break: a norm after the heads those of the values, a
+        norm of queries and keys theirs, because its weight differs between the two rows of a pair."""
         symmetries = self.mixer.symmetries()
         if isinstance(self.mixer, AttentionOptions) and self.mixer.qk_norm_eps:
             symmetries = replace(symmetries, key_of=())
@@ -148,11 +148,11 @@ class ModelConfig:
         """
         read(NumLayers, num_layers, "num_layers")
         kind = attention_options(attention)
-        names, own = ({field.name for field in fields(record)} for record in (kind, cls))
-        options = {name: value for name, value in others.items() if name not in own and value is not None}
+        names, model_fields = ({field.name for field in fields(record)} for record in (kind, cls))
+        options = {name: value for name, value in others.items() if name not in model_fields and value is not None}
         if without := [name for name in options if options[name] and name not in names and name not in HEADS]:
             raise DiffbitError(f"{without[0]} is {options[without[0]]}, but {attention} has no such option; omit it")
-        others = {name: value for name, value in others.items() if name in own}
+        others = {name: value for name, value in others.items() if name in model_fields}
         if "norm_eps" in names:
             options["norm_eps"] = others.get("norm_eps", cls.norm_eps) if head_norm else 0.0
         mixer = kind(**{name: value for name, value in options.items() if name in names})
@@ -179,7 +179,7 @@ class ModelConfig:
         return {giver: index for giver, index in pairs if giver is not None}
 
     def symmetries(self, index: int) -> Symmetries:
-        """The layer's symmetries, without those of keys and values if it shares these with other layers."""
+        """Return the layer's symmetries, without those of keys and values if it shares these with other layers."""
         mixer = self.layers[index].mixer
         shared = isinstance(mixer, AttentionOptions) and (mixer.keys_of is not None or index in self.last_readers)
         return Symmetries() if shared else self.layers[index].symmetries()

@@ -121,7 +121,7 @@ def is_numeric(rows: Sequence[Row], name: str) -> bool:
 
 
 def _quantized_findings(comparison: Data) -> Iterator[Finding]:
-    """What each quantized model loses, those of many that lose least; and which of two loses less."""
+    """Return what each quantized model loses, those of many that lose least; and which of two loses less."""
     results = plots.quantized(comparison)
     for r in sorted(results, key=lambda r: r["kl"]["value"])[:MOST_TILES] if len(results) > MOST_TILES else results:
         text = f"KL of {r['name']} from {r['model']}, nats a token: {interval(r['kl'], number)}. {r['format']}, "
@@ -134,7 +134,7 @@ def _quantized_findings(comparison: Data) -> Iterator[Finding]:
 
 
 def _outlier_findings(data: ReportData) -> Iterator[Finding]:
-    """The ratio that a low-bit scale has to span, of two models in their order."""
+    """Return the ratio that a low-bit scale has to span, of two models in their order."""
     for site, what in (("hidden_states", "hidden state"), ("attention_logits", "attention logit")):
         ratios = [report[site] and report[site]["ratio"] for report in data.outliers]
         if len(ratios) == 2 and all(ratios):

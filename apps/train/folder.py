@@ -60,8 +60,8 @@ def begin_run(out: Path) -> None:
 
 
 def read_log(out: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run's log, without a last line that a killed run did not finish. Raises DiffbitError for a log
-    that cannot be read."""
+    """Return the lines of a run's log, without a last line that a killed run did not finish. Raises DiffbitError for a
+    log that cannot be read."""
     path = Path(out) / LOG
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

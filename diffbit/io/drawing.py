@@ -85,6 +85,8 @@ class Chart:
         """Draw the lines, with room for the legend above them, or below if the axis is linear."""
         floor = -math.inf if self.floor is None else self.floor
         for index, line in enumerate(self.lines):
+            if not line.points:
+                continue
             look = style(index) | line.look
             x, *heights = zip(*line.points, strict=True)
             y, *ends = ([max(value, floor) for value in values] for values in heights)
@@ -112,7 +114,7 @@ class Chart:
         self._scale(axes, sum(bool(line.label) for line in self.lines))
 
     def _scale(self, axes: Axes, labels: int) -> None:
-        """Set the vertical axis and the legend, which has so many labels."""
+        """Set the vertical axis, and the legend with this number of labels."""
         if self.floor is not None:
             logarithmic(axes)
         bottom, top = self.bounds or axes.get_ylim()

@@ -181,8 +181,8 @@ def _check_keys(header: GGUF, architecture: str, head_dim: int) -> None:
             )
 
 
-def _ratio(whole: Any, count: Any) -> int:
-    return whole // count if isinstance(whole, int) and isinstance(count, int) and count > 0 else 0
+def _ratio(total: Any, count: Any) -> int:
+    return total // count if isinstance(total, int) and isinstance(count, int) and count > 0 else 0
 
 
 def _scaling(

@@ -88,7 +88,7 @@ class DeepSeek(HuggingFace):
         return stored
 
     def _rows(self, mixer: mla.Options, heads: int, before: int) -> torch.Tensor | None:
-        """The order of rows of heads whose rotated rows follow `before` others."""
+        """Return the order of rows of heads whose rotated rows follow `before` others."""
         if not self.is_interleaved:
             return None
         head = torch.cat((torch.arange(before), before + interleaved(1, mixer.rope_head_dim)))

@@ -80,7 +80,7 @@ class Gemma3(HuggingFace):
 
 
 def _types(values: Mapping[str, Any]) -> Sequence[str]:
-    """Each layer's kind: every sixth sees all tokens, unless config.json says otherwise."""
+    """Return each layer's kind: every sixth sees all tokens, unless config.json says otherwise."""
     layers, pattern = get(values, "num_hidden_layers", NumLayers), get(values, "sliding_window_pattern", Count, 6)
     types = tuple(FULL if (index + 1) % pattern == 0 else SLIDING for index in range(layers))
     return layer_types(values, types)

@@ -114,7 +114,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 
 @pytest.mark.parametrize("model_type", ["aaa", "internlm3"])
-def test_a_family_of_an_installed_package_does_not_either(install: Callable[[str], None], model_type: str) -> None:
+def test_installed_family_does_not_take_over_writing(install: Callable[[str], None], model_type: str) -> None:
     before = written()
     install(f"HuggingFace({model_type!r}, 'softmax', defaults={{'rms_norm_eps': 1e-6}})")
     assert model_type in {family.model_type for family in families.families()}

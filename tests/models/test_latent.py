@@ -123,7 +123,7 @@ def test_gdla_is_its_formulas(ratio: int, window: int) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("attention", VARIANTS)
-def test_pieces_equal_the_whole_and_padding_changes_nothing(attention: str) -> None:
+def test_pieces_and_padding_change_nothing(attention: str) -> None:
     torch.manual_seed(0)
     model = models.Decoder(config_of(attention, sliding_window=3)).eval()
     for parameter in model.parameters():
@@ -191,7 +191,7 @@ def test_bytes_of_the_cache() -> None:
     assert bits["int8"] == 2 * 1000 * (64 + 32 + 2 * 4)
 
 
-def test_its_weights_are_quantized_but_for_kv_b_and_lambda(tmp_path: Path) -> None:
+def test_all_weights_but_kv_b_and_lambda_are_quantized(tmp_path: Path) -> None:
     source = write_model(tmp_path / "m", config_of("gdla"))
     report = quantize_checkpoint(source, tmp_path / "q", Scheme(weights=parse_format("int4_g32")))
     rounded = {weight.name.rpartition(".")[2] for weight in report.weights}

@@ -32,7 +32,7 @@ def made_up() -> dict[str, Any]:
     }
 
 
-def test_a_plan_shows_what_every_budget_loses_and_the_bits_of_each_layer(tmp_path: Path) -> None:
+def test_plot_shows_losses_of_budgets_and_bits_of_layers(tmp_path: Path) -> None:
     allocation = made_up()
     with panels() as (_, axes):
         frontier(allocation).draw(axes[0])

@@ -353,5 +353,5 @@ def test_an_adapter_is_merged(dtype: torch.dtype, tmp_path: Path) -> None:
     differential = models.load(diffbit.convert(plain, tmp_path / "diff", start="copy", adapter=adapter))
     ids = tokens(2, 13)
     assert torch.equal(differential(ids), models.load(after)(ids))
-    with pytest.raises(DiffbitError, match="wanted a start"):
+    with pytest.raises(DiffbitError, match="angle and lambda"):
         diffbit.convert(plain, tmp_path / "other", adapter=adapter, angle=90)

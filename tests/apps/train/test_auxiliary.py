@@ -20,7 +20,7 @@ from diffbit.models import Decoder, ModelConfig, load
 from .toy import options
 
 
-def test_its_gradient_is_that_of_a_hundredth_of_the_layers_mean(text: str, tmp_path: Path) -> None:
+def test_auxiliary_loss_has_weight_one_hundredth(text: str, tmp_path: Path) -> None:
     """Of version 1 with gains, which a checkpoint after step 3 folds into a copy of the model."""
     model = ModelConfig.uniform(
         vocab_size=288, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8, intermediate_size=64,
