@@ -27,7 +27,7 @@ Render = Callable[[Any], str]  # a conversation (Messages) -> its text
 
 
 def mix(split: str, code: Iterable[str], render: Render | None = None) -> Iterator[str]:
-    """The documents of a split. code: the documents of the same split of `stdlib`; render: a chat template."""
+    """Return the documents of a split. code: the documents of the same split of `stdlib`; render: a chat template."""
     render = render or plain
     parts = []
     for file in sorted((TEXT / split).glob("*.jsonl")):
@@ -39,5 +39,5 @@ def mix(split: str, code: Iterable[str], render: Render | None = None) -> Iterat
 
 
 def plain(messages: Messages) -> str:
-    """A conversation as the text of a model without a chat template."""
+    """Return a conversation as the text of a model without a chat template."""
     return "\n\n".join(f"{message['role'].capitalize()}: {message['content']}" for message in messages)

@@ -48,7 +48,7 @@ class Needles:
 
     @classmethod
     def of(cls, tokenizer: TextTokenizer) -> Needles:
-        """The tokens of a tokenizer. Raises DiffbitError if its vocabulary has too few words."""
+        """Return the tokens of a tokenizer. Raises DiffbitError if its vocabulary has too few words."""
         texts = (tokenizer.backend.decode([id], skip_special_tokens=False) for id in range(tokenizer.vocab_size))
         words = [id for id, text in enumerate(texts) if re.fullmatch(" [a-z]{3,}", text)]
         if len(words) < MIN_WORDS:
@@ -88,17 +88,17 @@ class Needles:
             np.concatenate((self.before, [key], self.between, value, self.after))
             for key, value in zip(keys, values, strict=True)
         ]
-        kept = len(text) - (count + queries) * self.size
-        positions = ((np.arange(count) + generator.random(count)) / count * (kept + 1)).astype(np.int64)
+        room = len(text) - (count + queries) * self.size
+        positions = ((np.arange(count) + generator.random(count)) / count * (room + 1)).astype(np.int64)
         chosen = generator.choice(count, queries, replace=False)
         parts, begin = [], 0
         for position, needle in zip(positions, needles, strict=True):
             parts += [text[begin:position], needle]
             begin = position
-        parts += [text[begin:kept], *(needles[number] for number in chosen)]
+        parts += [text[begin:room], *(needles[number] for number in chosen)]
         lead = self.size - VALUE - len(self.after)
         starts = len(text) - queries * self.size + lead + self.size * np.arange(queries)
-        return np.concatenate(parts), starts, positions[chosen] / max(kept, 1)
+        return np.concatenate(parts), starts, positions[chosen] / max(room, 1)
 
 
 @dataclass(frozen=True)

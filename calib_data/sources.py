@@ -113,15 +113,19 @@ def load_text(
             raise DiffbitError(f"{source}: no text in the {split} split ({empty} empty documents); give more text")
         return _corpus(documents, source, split, empty)
 
-    most = [None if limit is None else max(1, int(limit * weight)) for weight in weights.values()]
-    whole = [load_text(name, split, field=field, limit=n, render=render) for name, n in zip(weights, most, strict=True)]
-    unit = min(one.counts["bytes"] / weights[one.source] for one in whole)  # bytes of all of them together
-    shares = [_within(one.documents, max(1, int(unit * weights[one.source] + 1e-6)), source)[0] for one in whole]
-    return _corpus(chain(*shares), source, split, sum(one.counts["empty"] for one in whole))
+    limits = [None if limit is None else max(1, int(limit * weight)) for weight in weights.values()]
+    corpora = [
+        load_text(name, split, field=field, limit=n, render=render) for name, n in zip(weights, limits, strict=True)
+    ]
+    unit = min(corpus.counts["bytes"] / weights[corpus.source] for corpus in corpora)  # bytes of all of them together
+    shares = [
+        _within(corpus.documents, max(1, int(unit * weights[corpus.source] + 1e-6)), source)[0] for corpus in corpora
+    ]
+    return _corpus(chain(*shares), source, split, sum(corpus.counts["empty"] for corpus in corpora))
 
 
 def shares_of(source: str) -> dict[str, float]:
-    """The sources that a source consists of, and their weights, which add up to 1; of one source: {source: 1.0}.
+    """Return the sources that a source consists of, and their weights, which add up to 1; of one source: {source: 1.0}.
 
     Raises DiffbitError for a weight of 0, for weights whose sum overflows, and for a source given twice.
     """
@@ -137,7 +141,7 @@ def shares_of(source: str) -> dict[str, float]:
 
 
 def _texts(source: str, split: Split, field: str, render: Render | None, streaming: bool) -> Iterable[str]:
-    """The documents of a split of one source, empty ones, too."""
+    """Return the documents of a split of one source, empty ones, too."""
     if (source, split) == ("mix", "train"):
         raise DiffbitError("mix is a text for calibration and evaluation; train on another source, such as stdlib")
     roles, keyed = ROLES, _stdlib()
@@ -152,7 +156,8 @@ def _texts(source: str, split: Split, field: str, render: Render | None, streami
 
 
 def _within(texts: Iterable[str], limit: int | None, source: str) -> tuple[list[str], int]:
-    """The documents with text in the first `limit` bytes, the last of them cut there; and how many had no text."""
+    """Return the documents with text in the first `limit` bytes, the last of them cut there; and how many had no
+    text."""
     documents: list[str] = []
     left, empty = math.inf if limit is None else limit, 0
     for text in texts:
@@ -183,7 +188,7 @@ def _corpus(texts: Iterable[str], source: str, split: str, empty: int) -> Corpus
 
 
 def _of_split(keyed: Iterable[Keyed], split: str, roles: tuple[str, ...]) -> Iterator[str]:
-    """The documents of one split, or their parts. `roles` names the split of each equal part of the source."""
+    """Return the documents of one split, or their parts. `roles` names the split of each equal part of the source."""
     iterator = iter(keyed)
     first = list(islice(iterator, BY_HASH_FROM))
     if len(first) == BY_HASH_FROM:
@@ -270,7 +275,7 @@ def _walk(root: Path, suffixes: tuple[str, ...], skipped: Callable[[str], bool])
 
 
 def _decode(path: Path) -> str:
-    """The text of a file. Raises DiffbitError if it is not UTF-8, and for a model's weights."""
+    """Return the text of a file. Raises DiffbitError if it is not UTF-8, and for a model's weights."""
     try:
         with open(path, "rb") as file:
             head = file.read(16)
@@ -290,7 +295,7 @@ def _decode(path: Path) -> str:
 
 
 def _kind_of_weights(head: bytes, size: int) -> str | None:
-    """The format of a file with a model's weights; None for another file."""
+    """Return the format of a file with a model's weights; None for another file."""
     if head.startswith(b"GGUF"):
         return "GGUF"
     is_safetensors = head[8:9] == b"{" and int.from_bytes(head[:8], "little") + 8 <= size  # the length of a JSON header
@@ -298,7 +303,7 @@ def _kind_of_weights(head: bytes, size: int) -> str | None:
 
 
 def _json(path: Path, field: str, render: Render) -> Iterator[str]:
-    """The rows of a list of objects; another JSON is text like any other."""
+    """Return the rows of a list of objects; another JSON is text like any other."""
     text = _decode(path)
     try:
         rows = json.loads(text)
@@ -355,7 +360,7 @@ def _text(value: object, place: str, render: Render) -> str:
 
 
 def _message(message: object) -> object:
-    """A message of {"role", "content"}; ShareGPT's are {"from": "human" or "gpt", "value"}."""
+    """Return a message of {"role", "content"}; ShareGPT's are {"from": "human" or "gpt", "value"}."""
     if not isinstance(message, dict) or "from" not in message or "role" in message:
         return message
     sender = message["from"]
@@ -374,7 +379,7 @@ def _first_line(error: BaseException) -> str:
 def _hugging_face(
     source: str, split: str, field: str, render: Render, *, streaming: bool
 ) -> tuple[Iterator[Keyed], tuple[str, ...]]:
-    """The rows of the dataset's split that contains `split`, and the split of each of its equal parts."""
+    """Return the rows of the dataset's split that contains `split`, and the split of each of its equal parts."""
     with needs("datasets", "lab", f"reading {source}"):
         import datasets
     fields = source.removeprefix("hf:").split(":")

@@ -34,7 +34,7 @@ class TextTokenizer:
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, documents: Iterable[str]) -> Iterator[np.ndarray]:
-        """The token ids of each document, int64 [T], without special tokens around them."""
+        """Return the token ids of each document, int64 [T], without special tokens around them."""
         iterator = iter(documents)
         while batch := list(islice(iterator, 64)):  # tokenizers spreads a batch over the cores
             with tokenizer_errors(self.path, "fails to encode a text"):

@@ -115,25 +115,26 @@ def windows(
     return Windows(ids, mask, target, sha256, source, covered, len(tokens) - covered, len(ends), document)
 
 
-def samples(whole: Windows, size: int, count: int) -> list[Windows]:
-    """`count` samples of `size` windows each (fewer if there are not so many), from windows that do not overlap.
+def samples(source: Windows, size: int, count: int) -> list[Windows]:
+    """`count` samples of `size` windows each (fewer if there are fewer), from windows that do not overlap.
 
     The first sample is that of `max_windows=size`, evenly spaced. The others are drawn at random, with replacement if
     there are fewer than 2 * size windows.
     """
-    available = len(whole.ids)
+    available = len(source.ids)
     size, generator = min(size, available), np.random.default_rng(0)
     rows = [np.arange(size) * available // size]
     rows += [np.sort(generator.choice(available, size, replace=available < 2 * size)) for _ in range(count - 1)]
-    return [_some(whole, chosen) for chosen in rows]
+    return [_some(source, chosen) for chosen in rows]
 
 
-def _some(whole: Windows, rows: np.ndarray) -> Windows:
-    ids, mask, target = whole.ids[rows], whole.mask[rows], whole.target[rows]
-    tokens = int(whole.mask[np.unique(rows)].sum())
+def _some(source: Windows, rows: np.ndarray) -> Windows:
+    ids, mask, target = source.ids[rows], source.mask[rows], source.target[rows]
+    tokens = int(source.mask[np.unique(rows)].sum())
     return replace(
-        whole, ids=ids, mask=mask, target=target, sha256=digest(ids, mask, target), tokens=tokens,
-        unused=whole.tokens + whole.unused - tokens, document=None if whole.document is None else whole.document[rows],
+        source, ids=ids, mask=mask, target=target, sha256=digest(ids, mask, target), tokens=tokens,
+        unused=source.tokens + source.unused - tokens,
+        document=None if source.document is None else source.document[rows],
     )  # fmt: skip
 
 
@@ -150,7 +151,7 @@ def eval_windows(
     limit: int | None = None,
     render: Render | None = None,
 ) -> Windows:
-    """Windows of one split of a source (`load_text`), for evaluation, or for calibration with split "calib"."""
+    """Return windows of one split of a source (`load_text`), for evaluation, or for calibration with split "calib"."""
     tokenizer = load_tokenizer(tokenizer_path)
     corpus = load_text(source, split, field=field, limit=limit, render=render)
     return windows(

@@ -79,7 +79,8 @@ def _terminate(number: int, frame: object) -> NoReturn:
 
 
 def _downloaded(option: str, value: Any) -> Any:
-    """The value of an option; a model's name on the hub, hf:ORG/NAME, becomes the folder that it is downloaded to."""
+    """Return the value of an option; a model's name on the hub, hf:ORG/NAME, becomes the folder that it is downloaded
+    to."""
     if isinstance(value, list | tuple):
         return type(value)(_downloaded(option, item) for item in value)
     if not isinstance(value, Path) or not is_hub_name(value):
@@ -121,7 +122,7 @@ class _Command(TyperCommand):
             self.epilog, self.rich_markup_mode = examples, markup
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """The arguments, the options that `first` names, and the others below MORE."""
+        """Return the arguments, the options that `first` names, and the others below MORE."""
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], MORE: []}
         for parameter in self.get_params(ctx):
             common = self.first is None or parameter.name in (*self.first, "help")

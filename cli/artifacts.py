@@ -143,7 +143,7 @@ def recipe(checkpoint: Checkpoint, format: str, target: str) -> dict[str, Any]:
 
 
 def _kept(path: Path, format: str, target: str) -> Path:
-    """The artifact of a model in the cache folder, which is written if need be."""
+    """Return the artifact of a model in the cache folder, which is written if need be."""
     cache = _cache()
     sources = [[file.name, _sha256(file, cache)] for file in _sources(path)]
     name = re.sub(r"\.gguf$", "", folder_name(path), flags=re.IGNORECASE) + (f"-{format}" if format != AUTO else "")
@@ -160,8 +160,8 @@ def _kept(path: Path, format: str, target: str) -> Path:
         with _locked(folder):
             if not _is_whole(folder):  # else another process has written it since
                 write_json(folder.parent / MADE, _write(path, format, target, folder))
-    if made := _made(folder):
-        remark(f"{path}: {made}")
+    if sentence := _made(folder):
+        remark(f"{path}: {sentence}")
     remark(f"kept in {folder}")
     return folder
 
@@ -184,7 +184,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _made(folder: Path) -> str:
-    """What was done to make an artifact; empty if it is not known."""
+    """Return what was done to make an artifact; empty if it is not known."""
     try:
         return str(get(read_json(folder.parent / MADE), "made", str))
     except DiffbitError:
@@ -212,12 +212,12 @@ def _write(path: Path, format: str, target: str, folder: Path) -> dict[str, Any]
         words = f"rounded by {done.report.method}, not compared with the float model"
     else:
         words = f"{close.same_tokens:.0%} of the tokens as in float"
-    made = f"{_formats(done.report)}, {_size(folder)}, {words}"
-    return {"made": made, "compared": None if close is None else vars(close)}
+    sentence = f"{_formats(done.report)}, {_size(folder)}, {words}"
+    return {"made": sentence, "compared": None if close is None else vars(close)}
 
 
 def _compared(checkpoint: Checkpoint, artifact: Path) -> Quality | None:
-    """How close an artifact is to its float model, on held-out text."""
+    """Return how close an artifact is to its float model, on held-out text."""
     from ..runtime import Session
     from .automatic import measure_quality
 
@@ -265,7 +265,8 @@ def _size(artifact: Path) -> str:
 
 
 def kv_for(checkpoint: Path, target: str, layout: str = "plain") -> str | None:
-    """The precision of a cache that is not quantized: float16 in a quantized model for CPUs. None: that of the rest."""
+    """Return the precision of a cache that is not quantized: float16 in a quantized model for CPUs. None: that of the
+    rest."""
     from ..models import Checkpoint
 
     return "fp16" if (target, layout) == ("cpu", "plain") and Checkpoint(checkpoint).quantization is not None else None
@@ -288,7 +289,7 @@ def _cache() -> Path:
 
 
 def _sources(checkpoint: Path) -> list[Path]:
-    """The files that a checkpoint is read from."""
+    """Return the files that a checkpoint is read from."""
     from ..io.gguf import find_gguf
 
     gguf = find_gguf(checkpoint)

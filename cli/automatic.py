@@ -243,7 +243,7 @@ def _formats(scheme: Scheme, bits: float | None, size: str | None) -> str:
 def _announce(
     checkpoint: Checkpoint, about: str, method: str, rounding: MethodOptions, is_mix: bool, workers: Processes
 ) -> None:
-    """Say what is about to be done, and about how long it takes, if that is more than a moment."""
+    """Say what is about to be done, and how long it takes if that is more than a moment."""
     from ..models import num_parameters
     from ..quantize.forecast import operations_per_second, quantize_seconds
     from ..quantize.methods import parse_recipe

@@ -70,7 +70,11 @@ def export(
         typer.Option(help="transformers.js: the graph lies in a folder onnx/, where transformers.js looks for it."),
     ] = "plain",
     embeddings: Annotated[
-        bool, typer.Option("--embeddings", help="Give hidden states, no tokens: for /v1/embeddings of `diffbit serve`.")
+        bool,
+        typer.Option(
+            "--embeddings",
+            help="Export a model that gives hidden states instead of logits, for /v1/embeddings of `diffbit serve`.",
+        ),
     ] = False,
     overwrite: Overwrite = False,
     as_json: Json = False,

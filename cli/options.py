@@ -51,7 +51,7 @@ Quiet = Annotated[
 
 
 def think_of(think: str | None) -> bool | None:
-    """The value of --think."""
+    """Return the value of --think."""
     return None if think is None else think == "on"
 
 
@@ -103,8 +103,8 @@ Field = Annotated[
     str,
     typer.Option(
         "--field",
-        help="Field of .jsonl rows, column of .parquet files: text, or conversations (lists of role and content) that "
-        "the model's chat template makes text.",
+        help="Field of .jsonl rows, column of .parquet files: text, or conversations (lists of role and content), "
+        "which are rendered with the model's chat template.",
     ),
 ]
 MaxWindows = Annotated[int, typer.Option("--max-windows", help="Maximum number of windows of text.")]
@@ -139,19 +139,19 @@ def with_settings(
             command(**values, **{parameter: settings if of_model else chosen})
 
         parameters: list[inspect.Parameter] = []
-        for one in signature.parameters.values():
+        for entry in signature.parameters.values():
             added = [_parameter(name, option, kind, of_model) for name, option in options.items()]
-            parameters += added if one.name == parameter else [one]
+            parameters += added if entry.name == parameter else [entry]
         run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        run.__annotations__ = {entry.name: entry.annotation for entry in parameters}
         return run
 
     return decorate
 
 
 def _parameter(name: str, option: dataclasses.Field[Any], owner: type, of_model: bool) -> inspect.Parameter:
-    """The parameter for a field of the dataclass `owner`."""
+    """Return the parameter for a field of the dataclass `owner`."""
     if "help" not in option.metadata:
         annotation = get_type_hints(owner, include_extras=True)[option.name]
         return inspect.Parameter(
@@ -170,8 +170,8 @@ def _parameter(name: str, option: dataclasses.Field[Any], owner: type, of_model:
             f"--{name.replace('_', '-')}", help=option.metadata["help"], metavar=metavar, autocompletion=complete
         ),
     ]
-    kept = None if of_model else default
-    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=kept, annotation=shown)
+    initial = None if of_model else default
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=initial, annotation=shown)
 
 
 def _read(option: dataclasses.Field[Any], value: Any) -> Any:
@@ -204,7 +204,7 @@ def completion(names: Callable[[], Iterable[str]], joined_by: str = " ") -> Call
 
 
 def of_formats(help: str) -> Any:
-    """An option whose value is a number format."""
+    """Return an option whose value is a number format."""
     return typer.Option(metavar="FORMAT", autocompletion=completion(lambda: (*FORMATS, "none")), help=help)
 
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 def out_of_memory(error: RuntimeError | MemoryError) -> str | None:
-    """A sentence if torch or numpy had too little memory, of a GPU or of the machine; torch is not imported here."""
+    """Return a sentence if torch or numpy had too little memory, of a GPU or of the machine; torch is not imported
+    here."""
     reason = str(error).partition("\n")[0]
     if type(error).__name__ == "OutOfMemoryError":
         return f"the GPU's memory does not suffice ({reason}); use shorter windows or a smaller batch, or --device cpu"
@@ -112,7 +113,8 @@ def print_table(rows: Iterable[Mapping[str, Any]], title: str | None = None) -> 
 
 
 def _keys(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    """The columns that name the rows: the first ones, up to four, that no two rows have in common, and that differ."""
+    """Return the columns that name the rows: the first ones, up to four, that no two rows have in common, and that
+    differ."""
     for count in range(1, 5):
         if len({tuple(str(row.get(name)) for name in names[:count]) for row in rows}) == len(rows):
             break

@@ -92,7 +92,7 @@ Layers = Annotated[
 Bits = Annotated[
     float | None,
     typer.Option(
-        "--bits", help="Choose a format for each layer, of so many bits per weight on average, scales included."
+        "--bits", help="Choose a format for each layer, with this many bits per weight on average, scales included."
     ),
 ]
 Size = Annotated[

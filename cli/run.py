@@ -57,7 +57,7 @@ def run(
     if sys.stdin is None and (interactive or prompt in (None, "-")):
         raise DiffbitError("there is no prompt and stdin is closed; pass the prompt as an argument")
     if think is not None and not chat:
-        raise DiffbitError("--think is for answers in the chat template; pass --chat, too")
+        raise DiffbitError("--think needs the chat template; add --chat")
     with as_artifacts([artifact], settings.device, quantize) as (opened,):
         session = Session(opened, settings)
         tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))

@@ -193,5 +193,5 @@ class MethodOptions:
                     "--calibrate TEXT, too"
                 )
             return None
-        most = self.windows(needed_by is not None)
-        return read_windows(model, source, self.field, most, self.length, "calib")
+        count = self.windows(needed_by is not None)
+        return read_windows(model, source, self.field, count, self.length, "calib")

@@ -34,6 +34,7 @@ from .mlp import MLPOptions
 PLACES = ("before", "after", "around")  # of a layer's norms
 MOST_LAYERS = 1 << 10  # this and other limits: far above any real model, but low enough to catch a damaged config.json
 OF_EMBEDDINGS: Mapping[str, Any] = {"hidden_scale": 1.0, "pooling": None}  # fields that few models have, and defaults
+HEADS = ("num_heads", "num_kv_heads", "head_dim")  # options that most attention variants have
 NumLayers = Annotated[int, bounds(1, MOST_LAYERS)]
 ATTENTION, MIXERS, MLP = (f"{__package__}.{folder}" for folder in ("attention", "mixers", "mlp"))  # io/plugins.py
 
@@ -75,8 +76,8 @@ class LayerSpec:
         check(self)
 
     def symmetries(self) -> Symmetries:
-        """The mixer's symmetries, without those that norms break: a norm after the heads those of the values, a norm of
-        queries and keys theirs, because its weight differs between the two rows of a pair."""
+        """Return the mixer's symmetries, without those that norms break: a norm after the heads those of the values, a
+        norm of queries and keys theirs, because its weight differs between the two rows of a pair."""
         symmetries = self.mixer.symmetries()
         if isinstance(self.mixer, AttentionOptions) and self.mixer.qk_norm_eps:
             symmetries = replace(symmetries, key_of=())
@@ -131,46 +132,32 @@ class ModelConfig:
         cls,
         *,
         num_layers: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
         intermediate_size: int,
         attention: str = "softmax",
         mlp: str = "swiglu",
-        sub_norms: bool = False,
-        norm_eps: float = 1e-5,
-        head_norm: bool = True,
-        qk_norm: bool = False,
-        qk_norm_whole: bool = False,
-        norms: str = "before",
-        qkv_bias: bool = False,
-        o_bias: bool = False,
         mlp_bias: bool = False,
-        lambda_bias: bool = False,
-        noise_ratio: int | None = None,
-        sizes: Mapping[str, int] | None = None,
+        sub_norms: bool = False,
+        head_norm: bool = True,
         **others: Any,
     ) -> ModelConfig:
-        """Return a model of equal layers with an attention variant and an MLP, given by name; others: other fields.
+        """Return a model of equal layers with an attention variant and an MLP, given by name.
 
-        norm_eps: for all norms, also those of heads, queries and keys. head_norm: False removes diff_v1's.
-        lambda_bias: whether diff_v2's lambda has a bias. noise_ratio: signal heads per noise head; None: the
-        variant's default. sizes: further options of the variant. norms: as in LayerSpec.
+        others: fields of the model, and options of the attention variant; None: the variant's default. Counts of heads
+        may be given to a variant that has none. norm_eps: of all norms, also of diff_v1's heads; head_norm: False
+        removes those.
         """
         read(NumLayers, num_layers, "num_layers")
-        options = attention_options(attention)
-        gated = options_class("mlp", mlp, MLP).of_size(others["hidden_size"], intermediate_size, mlp_bias)
-        choices: dict[str, Any] = {"qkv_bias": qkv_bias, "o_bias": o_bias, "qk_norm_eps": norm_eps if qk_norm else 0.0}
-        choices |= {"qk_norm_whole": qk_norm_whole, "lambda_bias": lambda_bias, "noise_ratio": noise_ratio}
-        counts = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, **(sizes or {})}
-        names = {field.name for field in fields(options)}
+        kind = attention_options(attention)
+        names, model_fields = ({field.name for field in fields(record)} for record in (kind, cls))
+        options = {name: value for name, value in others.items() if name not in model_fields and value is not None}
+        if without := [name for name in options if options[name] and name not in names and name not in HEADS]:
+            raise DiffbitError(f"{without[0]} is {options[without[0]]}, but {attention} has no such option; omit it")
+        others = {name: value for name, value in others.items() if name in model_fields}
         if "norm_eps" in names:
-            choices["norm_eps"] = norm_eps if head_norm else 0.0
-        if without := [name for name, value in choices.items() if value and name not in names]:
-            raise DiffbitError(f"{without[0]} is {choices[without[0]]}, but {attention} has no such option; omit it")
-        mixer = options(**{name: x for name, x in (counts | choices).items() if name in names and x is not None})
-        layer = LayerSpec(mixer, gated, sub_norms, norms)
-        return cls(layers=(layer,) * num_layers, norm_eps=norm_eps, **others)
+            options["norm_eps"] = others.get("norm_eps", cls.norm_eps) if head_norm else 0.0
+        mixer = kind(**{name: value for name, value in options.items() if name in names})
+        gated = options_class("mlp", mlp, MLP).of_size(others["hidden_size"], intermediate_size, mlp_bias)
+        return cls(layers=(LayerSpec(mixer, gated, sub_norms),) * num_layers, **others)
 
     def _check_reader(self, index: int, mixer: MixerOptions) -> None:
         if mixer.reads is None:
@@ -192,7 +179,7 @@ class ModelConfig:
         return {giver: index for giver, index in pairs if giver is not None}
 
     def symmetries(self, index: int) -> Symmetries:
-        """The layer's symmetries, without those of keys and values if it shares these with other layers."""
+        """Return the layer's symmetries, without those of keys and values if it shares these with other layers."""
         mixer = self.layers[index].mixer
         shared = isinstance(mixer, AttentionOptions) and (mixer.keys_of is not None or index in self.last_readers)
         return Symmetries() if shared else self.layers[index].symmetries()

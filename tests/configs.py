@@ -18,5 +18,5 @@ def resized(config: ModelConfig, **changes: Any) -> ModelConfig:
     values |= {"num_layers": config.num_layers, **sizes, "intermediate_size": layer.mlp.intermediate_size}
     values |= {"attention": layer.mixer.name, "mlp": layer.mlp.name, "sub_norms": layer.sub_norms}
     values |= {"qkv_bias": layer.mixer.qkv_bias, "o_bias": layer.mixer.o_bias, "mlp_bias": layer.mlp.bias}
-    values |= {"qk_norm": layer.mixer.qk_norm_eps > 0}
+    values |= {"qk_norm_eps": layer.mixer.qk_norm_eps}
     return ModelConfig.uniform(**(values | changes))

@@ -190,7 +190,7 @@ def test_thinking_is_turned_off(
     lines = "x\n/set think off\n/reset\nx\n/set think\n/reset\nx\n"
     _, out, err = chat([thinking, "--json"], lines, monkeypatch, capfd)
     on, off, again = (json.loads(line)["prompt_tokens"] for line in out.splitlines())
-    assert on == again == off - 15 and "think: as the template has it" in err
+    assert on == again == off - 15 and "think: as the template says" in err
     _, out, _ = chat([thinking, "--json", "--think", "off"], "x\n", monkeypatch, capfd)
     assert json.loads(out)["prompt_tokens"] == off
     with pytest.raises(SystemExit):

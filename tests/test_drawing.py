@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diffbit.io.drawing import draw_layers, drawn, heat_map, panels
+from diffbit.io.drawing import HeatMap, drawn, outliers_chart, panels
 from diffbit.io.errors import DiffbitError, MissingDependency
 
 from . import made_up
@@ -16,7 +16,7 @@ from . import made_up
 def test_layers_show_largest_and_median() -> None:
     reports = [made_up.outliers("diff"), made_up.outliers("plain", 5.0)]
     with panels() as (_, axes):
-        draw_layers(axes[0], reports, "hidden_states")
+        outliers_chart(reports, "hidden_states").draw(axes[0])
         lines = {line.get_label(): list(line.get_ydata()) for line in axes[0].lines}
     assert lines["diff, largest"] == [1.0, 2.0, 3.0] and lines["plain, largest"] == [5.0, 10.0, 15.0]
     assert lines["plain, median"] == [0.25] * 3
@@ -24,7 +24,8 @@ def test_layers_show_largest_and_median() -> None:
 
 def test_heat_map_has_a_cell_for_each_layer_and_module() -> None:
     with panels() as (_, axes):
-        heat_map(axes[0], made_up.weights()["weights"], "output_error", 0.06, ".2f")
+        errors = {row["name"]: row["output_error"] for row in made_up.weights()["weights"]}
+        HeatMap("errors", "layer", errors, 0.06, ".2f").draw(axes[0])
         cells = {(t.get_position()): t.get_text() for t in axes[0].texts}
         modules = [tick.get_text() for tick in axes[0].get_yticklabels()]
     assert modules == ["q_proj", "down_proj"]

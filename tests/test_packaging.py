@@ -49,6 +49,7 @@ def test_without_a_compiler_the_wheel_is_pure(sdist: Path, tmp_path: Path) -> No
     assert wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {"diffbit/apps/evaluate/report.html.j2", "diffbit/io/drawing.mplstyle"} <= set(names)
+    assert {"diffbit/io/page.html.j2", "diffbit/io/page.css", "diffbit/apps/show/show.js"} <= set(names)
     assert {"diffbit/runtime/native.py", "diffbit/cli/app.py", "diffbit/py.typed"} <= set(names)
     assert all(name.startswith(("diffbit/", "diffbit-")) for name in names)
     assert {"diffbit/runtime/nano/diffbit.json", "diffbit/apps/web/page/index.html"} <= set(names)

@@ -77,9 +77,7 @@ def plan(
     steps: dict[str, Forecast] = {}
     if options == SchemeOptions():
         if rounding != MethodOptions() or max_memory is not None:
-            raise DiffbitError(
-                "options of `quantize`, such as --method, need a scheme: pass --weights or --scheme, too"
-            )
+            raise DiffbitError("options of `quantize`, such as --method, need a scheme; add --weights or --scheme")
         resolved = resolve(checkpoint.config, read_scheme(checkpoint))
     elif checkpoint.quantization is not None:
         raise DiffbitError(f"{model}: is quantized already; leave out the options of a scheme, or pass the float model")
@@ -139,8 +137,8 @@ def allocate(
         str | None,
         typer.Option(
             metavar="FORMATS",
-            help="Formats to choose from, such as int2_g64,int4_g128,none (none: float); default: 2 to 8 bits, as far "
-            "as a device stores them in so many, and none.",
+            help="Formats to choose from, such as int2_g64,int4_g128,none (none: float); default: none, and "
+            "those of 2 to 8 bits that a device stores without padding.",
         ),
     ] = None,
     options: SchemeOptions = SchemeOptions(),  # noqa: B008 (frozen)
@@ -270,8 +268,8 @@ def _rows(allocation: Allocation) -> list[dict[str, Any]]:
 
 
 def _summary(allocation: Allocation, output: Path) -> str:
-    most = sorted(allocation.layers, key=lambda layer: layer.loss, reverse=True)[:3]
-    names = ", ".join(f"{layer.name.removeprefix('model.')} ({layer.format})" for layer in most)
+    costly = sorted(allocation.layers, key=lambda layer: layer.loss, reverse=True)[:3]
+    names = ", ".join(f"{layer.name.removeprefix('model.')} ({layer.format})" for layer in costly)
     replaced = f", with {allocation.stand_in} in place of {allocation.method}"
     predicted = f"{allocation.predicted:.4g} predicted from {allocation.tokens:,} tokens of calibration text"
     loss = "not measured" if allocation.measured is None else f"{allocation.measured:.4g} nats per token"

@@ -106,10 +106,10 @@ def chat(
 
     A float model (a GGUF file, a Hugging Face folder or hf:ORG/NAME) is quantized first, and kept for the next time.
 
-    Each line of stdin is a message; at a terminal, a paste is one, and \"\"\" begins and ends one of several lines.
-    Answers go to stdout, remarks to stderr. A message that begins with / is a command; /help lists them. Ctrl-C ends an
-    answer, Ctrl-D the conversation. Sampling settings come from the model's generation_config.json unless options
-    override them.
+    Each line of stdin is a message; at a terminal, pasted text is one, and \"\"\" begins and ends a message of several
+    lines. Answers go to stdout, remarks to stderr. A message that begins with / is a command; /help lists them. Ctrl-C
+    ends an answer, Ctrl-D the conversation. Sampling settings come from the model's generation_config.json unless
+    options override them.
     """
     from ...runtime import Artifact, Chat, ChatTemplate, Grammars, Sampler, Session, slowdowns
     from .terminal import SECTIONS, hidden_keys, messages
@@ -213,7 +213,7 @@ def _answer(talk: _Talk, text: str, as_json: bool, interactive: bool, stats: boo
 
 
 def _shown(talk: _Talk) -> tuple[Callable[[str], None], Callable[[], None]]:
-    """The functions that show an answer at a terminal, and its end: wrapped, and what it thinks folded."""
+    """Return the functions that show an answer at a terminal, and its end: wrapped, and what it thinks folded."""
     from .terminal import Folded, Wrapped
 
     wrapped = Wrapped(partial(print, end="", flush=True))
@@ -326,14 +326,14 @@ def _set(talk: _Talk, name: str | None = None, value: str | None = None) -> None
 
 
 def _settings(chat: Chat) -> dict[str, Any]:
-    """What /set can change, as it is."""
+    """Return what /set can change, as it is."""
     from ...runtime import Sampler
 
     assert isinstance(chat.sampler, Sampler)
     settings = {setting: getattr(chat.sampler.sampling, setting) for setting in SETTINGS}
     if settings["seed"] is None:
-        settings["seed"] = "another each time"
-    think = {None: "as the template has it", True: "on", False: "off"}[chat.think]
+        settings["seed"] = "a new one each time"
+    think = {None: "as the template says", True: "on", False: "off"}[chat.think]
     return {**settings, MAX_TOKENS: chat.max_tokens, THINK: think}
 
 

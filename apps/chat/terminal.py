@@ -80,7 +80,7 @@ def hidden_keys() -> Iterator[None]:
 
 
 def width() -> int:
-    """Columns of the terminal."""
+    """Return columns of the terminal."""
     return max(shutil.get_terminal_size().columns, 8)
 
 
@@ -175,7 +175,7 @@ class Folded:
                 self._close()
             before, tag = min(
                 ((self._text.partition(tag)[0], tag) for tag in self._tags if tag in self._text),
-                key=lambda found: len(found[0]),
+                key=lambda match: len(match[0]),
                 default=(self._text[: len(self._text) - self._pending()], None),
             )
             self._pass_on(before)

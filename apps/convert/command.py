@@ -33,7 +33,7 @@ def convert(
     ] = None,
     angle: Annotated[
         float | None,
-        typer.Option(help="Degrees between both queries of --start rotated; default: 90, where they are orthogonal."),
+        typer.Option(help="Angle between the two queries of --start rotated, in degrees; default: 90 (orthogonal)."),
     ] = None,
     lambda_start: Annotated[
         float | None,

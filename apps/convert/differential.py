@@ -82,7 +82,7 @@ def convert(
     """
     merges_only = adapter is not None and start is None
     if merges_only and (angle is not None or lambda_start is not None):
-        raise DiffbitError("an angle or a lambda is of a differential model, wanted a start, too: copy or rotated")
+        raise DiffbitError("angle and lambda describe a differential model; also give a start, copy or rotated")
     start = "copy" if start is None else start
     if start not in STARTS:
         raise DiffbitError(f"start is {start!r}, wanted one of {', '.join(STARTS)}")

@@ -68,8 +68,8 @@ def check_tokenizers(models: Sequence[Model]) -> None:
 def check_runs(quantized: Sequence[Quantized]) -> None:
     """Check that no two artifacts of one training run are alike: those of several runs are compared as one."""
     seen: dict[tuple[int, Key], Path] = {}
-    for one in quantized:
-        if (twin := seen.setdefault((one.reference, one.variant.key), one.path)) != one.path:
+    for entry in quantized:
+        if (twin := seen.setdefault((entry.reference, entry.variant.key), entry.path)) != entry.path:
             raise DiffbitError(
-                f"{one.path}: has {', '.join(one.variant.key[1:])} as {twin} has; with --runs give one of them"
+                f"{entry.path}: has {', '.join(entry.variant.key[1:])} as {twin} has; with --runs give one of them"
             )

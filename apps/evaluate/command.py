@@ -133,8 +133,8 @@ def compare(
 ) -> None:
     """Measure what low bits cost: KL divergence, top-token agreement and perplexity, with 95 % intervals.
 
-    Give a float model and what was made of it: quantized checkpoints and artifacts are measured as they are, against
-    their float model, and with each other. Float models alone are quantized to several formats.
+    Give a float model and the quantized checkpoints and artifacts that were made from it: each is compared with the
+    float model, and with the others. Float models alone are quantized to several formats.
 
     All are measured on the same text, and their differences are paired. Attention can be quantized too: its logits at
     any number of bits, qk (integer products of queries and keys) at 8 or 4, and kv (the KV cache; kv:0 without recent
@@ -178,9 +178,9 @@ def compare(
                 outliers = json_of("outliers", *options, "--", *map(str, firsts))
                 for report, model in zip(outliers, comparison.models, strict=True):
                     report["model"] = model.name
-            names = {one.path: one.name for one in comparison.quantized}
+            names = {model.path: model.name for model in comparison.quantized}
             recorded["artifacts"] = [
-                _artifact_row(one, names[str(one.path)]) for one in opened if isinstance(one, Artifact)
+                _artifact_row(model, names[str(model.path)]) for model in opened if isinstance(model, Artifact)
             ]
             _write(comparison, outliers, recorded, output)
         if as_json:
@@ -213,8 +213,8 @@ def _check_places(output: Path | None, artifacts: Sequence[Path], quantized: Seq
 def _read_reports(
     firsts: Sequence[Path], given: Sequence[Model], artifacts: Sequence[Artifact], quantized: Sequence[Path]
 ) -> dict[str, Any]:
-    """What `train` and `quantize` recorded about the models, by the names of ReportData's fields. quantized: folders
-    that are not measured."""
+    """Return what `train` and `quantize` recorded about the models, by the names of ReportData's fields. quantized:
+    folders that are not measured."""
     from ...quantize import REPORT_FILE
     from .given import row_names
 
@@ -299,7 +299,7 @@ def _write(comparison: Comparison, outliers: list[dict[str, Any]], recorded: dic
 
 def _pairs(comparison: Comparison) -> list[Pair]:
     """Return the pairs to tell of: all, or those with the best if a float model has more than MOST_PAIRED."""
-    counts = Counter(one.model for one in comparison.quantized)
+    counts = Counter(info.model for info in comparison.quantized)
     best = {
         model: min((r for r in comparison.results if r.model == model and r.name != model), key=lambda r: r.kl.value)
         for model in counts
@@ -313,10 +313,10 @@ def _pairs(comparison: Comparison) -> list[Pair]:
 
 def _remarks(comparison: Comparison, several: bool) -> None:
     """Print which formats were skipped, and which model loses less. several: name the methods."""
-    for one in comparison.quantized:
-        if one.found_by == "other":
+    for info in comparison.quantized:
+        if info.found_by == "other":
             remark(
-                f"{one.path}: records another float model than {one.model}, which has its shape; it is compared with "
+                f"{info.path}: records another float model than {info.model}, which has its shape; it is compared with "
                 "that one all the same"
             )
     if comparison.pairs:

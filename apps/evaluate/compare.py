@@ -16,8 +16,8 @@ import csv
 import gc
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,10 @@ from .checks import check_runs, check_tokenizers, check_windows, in_groups
 from .cost import Cost
 from .given import Quantized, check_floats, open_models, row_names, with_references
 from .measure import Measurement, Setup, Skipped, combine, measure
-from .metrics import CONFIDENCE, Estimate, established, paired, perplexity_ratio, recovered
+from .metrics import CONFIDENCE, Estimate, paired, perplexity_ratio, recovered
 from .retrieval import Retrieval, gained, retrieval, setting, share
-from .variants import BITS, CACHED, FLOAT, FOLDERS, METHODS, NO_METHOD, RTN, UNCHANGED, WHAT, Key, variants
-from .words import increase, interval, number, percent, plain
+from .tables import result_rows
+from .variants import BITS, FLOAT, FOLDERS, METHODS, RTN, UNCHANGED, WHAT, Key, variants
 
 
 @dataclass(frozen=True)
@@ -139,45 +139,13 @@ class Comparison:
     arithmetic: str  # of quantized linear layers, one of measure.ARITHMETICS
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON, which plots.py and report.py take."""
+        """Return plain JSON, which plots.py and report.py take."""
         return asdict(self)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row per result, for a table: KL in nats per token, intervals in brackets."""
-        compared = {result.what for result in self.results}
-        sweeps = bool(compared & set(WHAT))  # else all is measured as it is given
-        methods = {result.method for result in self.results} - {NO_METHOD}
-        tried = {result.method for result in self.results if result.what == "weights"}
-        recovers = len(tried) > 1 or bool(tried - {RTN})
-        rows: list[dict[str, Any]] = []
-        for result in self.results:
-            is_float = result.what == UNCHANGED and result.format == FLOAT
-            shown = is_float or result.what != UNCHANGED  # else it is quantized, and has no float model
-            row: dict[str, Any] = {"model": result.name}
-            rows.append(row)
-            if sweeps:
-                row["what"] = "-" if result.what == UNCHANGED else result.what
-            elif len(self.models) > 1 and self.quantized:
-                row["made of"] = "-" if result.what == UNCHANGED else result.model
-            row["format"] = "float" if is_float and not sweeps else result.format
-            if methods - {RTN} or (methods and not sweeps):
-                row["method"] = "-" if result.method == NO_METHOD else result.method
-            if "weights" in compared:
-                row["bits/weight"] = round(result.bits_per_weight, 2)
-            if "weights" in compared or not sweeps:
-                row["MB"] = round(result.nbytes / 1e6, 2)
-            if compared & set(CACHED):
-                row["KV bytes/token"] = round(result.cache_bytes, 1)
-            lost = shown and not is_float
-            row["KL"] = _cell(result.kl, number) if lost else "-"
-            row["same top token"] = _cell(result.agreement, percent) if lost else "-"
-            row["perplexity"] = result.perplexity.value
-            row["increase"] = _cell(result.ratio, increase) if lost else "-"
-            if recovers:
-                row["of rtn's loss recovered"] = _share(result.recovered)
-            for one in result.retrieval:
-                row[f"found, {one.needles}:{one.queries} of {one.length}"] = _share_found(one.accuracy, one.change)
-        return rows
+        comparison = self.to_dict()
+        return result_rows(comparison, comparison["results"])
 
     def write_json(self, path: str | Path) -> None:
         files.write_json(path, self.to_dict())
@@ -264,7 +232,7 @@ def compare(
             title = name if len(group) == 1 else f"{name}, run {run} of {len(group)}"
             measured, left_out = measure(
                 load(checkpoint, device=device), chosen if scheme is None else (), setup, name=title, stored=scheme,
-                quantized=[one for one in quantized if one.reference == index],
+                quantized=[entry for entry in quantized if entry.reference == index],
             )  # fmt: skip
             by_run.append(measured)
             skipped |= dict.fromkeys(replace(variant, model=name) for variant in left_out)
@@ -272,7 +240,7 @@ def compare(
         measurements[name] = combine(by_run)
     if not any(parse_recipe(method).calibrated for method in methods):
         setup = replace(setup, calibration=())
-    infos = [_info(one, labels[one.reference // runs]) for one in quantized]
+    infos = [_info(entry, labels[entry.reference // runs]) for entry in quantized]
     return conclude(groups, measurements, tuple(skipped), setup, infos)
 
 
@@ -297,7 +265,7 @@ def conclude(
     )
     return Comparison(
         models=tuple(ModelInfo.of(name, group) for name, group in zip(measurements, groups, strict=True)),
-        results=tuple(_result(name, one, ones, setup) for name, ones in measurements.items() for one in ones),
+        results=tuple(_result(name, entry, ones, setup) for name, ones in measurements.items() for entry in ones),
         contrasts=tuple(itertools.chain.from_iterable(contrasts)),
         quantized=tuple(quantized),
         pairs=tuple(pair for name, ones in measurements.items() for pair in _pairs(name, ones, setup)),
@@ -316,26 +284,26 @@ def _info(quantized: Quantized, model: str) -> QuantizedInfo:
     return QuantizedInfo(variant.name, str(path), sha256, variant.what, model, quantized.found_by)
 
 
-def _result(name: str, one: Measurement, measured: Sequence[Measurement], setup: Setup) -> Result:
-    variant, scores, whole = one.variant, one.scores, measured[0]
+def _result(name: str, measurement: Measurement, measured: Sequence[Measurement], setup: Setup) -> Result:
+    variant, scores, reference = measurement.variant, measurement.scores, measured[0]
     rounded = None if variant.method == RTN else _by_key(measured).get((variant.what, variant.format, RTN))
-    sets = zip(setup.needles, one.answers, whole.answers, strict=bool(one.answers))
+    sets = zip(setup.needles, measurement.answers, reference.answers, strict=bool(measurement.answers))
     return Result(
-        name, variant.name or name, *variant.key, variant.bits, one.bits_per_weight, one.nbytes,
+        name, variant.name or name, *variant.key, variant.bits, measurement.bits_per_weight, measurement.nbytes,
         perplexity=scores.perplexity(setup.confidence),
-        ratio=perplexity_ratio(scores, whole.scores, setup.confidence),
+        ratio=perplexity_ratio(scores, reference.scores, setup.confidence),
         kl=scores.divergence(setup.confidence),
         agreement=scores.agreement(setup.confidence),
-        recovered=None if rounded is None else recovered(scores, rounded.scores, whole.scores, setup.confidence),
-        cache_bytes=one.cache_bytes, cost=one.cost, repeats=one.repeats,
+        recovered=None if rounded is None else recovered(scores, rounded.scores, reference.scores, setup.confidence),
+        cache_bytes=measurement.cache_bytes, cost=measurement.cost, repeats=measurement.repeats,
         retrieval=tuple(retrieval(*needles, setup.confidence) for needles in sets),
     )  # fmt: skip
 
 
 def _by_key(measured: Sequence[Measurement]) -> dict[Key, Measurement]:
     """Return the measurements of a model by what they are of, without folders that are alike in that."""
-    counts = Counter(one.variant.key for one in measured)
-    return {one.variant.key: one for one in measured if counts[one.variant.key] == 1}
+    counts = Counter(entry.variant.key for entry in measured)
+    return {entry.variant.key: entry for entry in measured if counts[entry.variant.key] == 1}
 
 
 def _contrasts(
@@ -359,14 +327,14 @@ def _contrasts(
 
 def _pairs(model: str, measured: Sequence[Measurement], setup: Setup) -> list[Pair]:
     """Compare each two of the quantized checkpoints and artifacts of a model."""
-    folders = [one for one in measured if one.variant.what in FOLDERS and one.variant.name]
+    folders = [entry for entry in measured if entry.variant.what in FOLDERS and entry.variant.name]
     pairs = []
-    for against, one in itertools.combinations(folders, 2):
+    for against, entry in itertools.combinations(folders, 2):
         kl, loss, agreement = (
-            one.scores.mean(getattr(one.scores, sums) - getattr(against.scores, sums), setup.confidence)
+            entry.scores.mean(getattr(entry.scores, sums) - getattr(against.scores, sums), setup.confidence)
             for sums in ("kl", "nll", "agree")
         )
-        pairs.append(Pair(model, one.variant.name, against.variant.name, kl, loss, agreement))
+        pairs.append(Pair(model, entry.variant.name, against.variant.name, kl, loss, agreement))
     return pairs
 
 
@@ -380,29 +348,12 @@ def _flat(result: Result) -> dict[str, Any]:
     row = asdict(result)
     cost, needles = row.pop("cost"), row.pop("retrieval")
     row |= {f"token_{part}": number for part, number in cost.items()}
-    for one in needles:
-        name = f"retrieval_{one['needles']}_{one['queries']}_{one['length']}"
-        row |= {name: one["accuracy"], f"{name}_change": one["change"]}
+    for entry in needles:
+        name = f"retrieval_{entry['needles']}_{entry['queries']}_{entry['length']}"
+        row |= {name: entry["accuracy"], f"{name}_change": entry["change"]}
     row["recovered"] = row["recovered"] or dict.fromkeys(("value", "low", "high"), "")
     columns: dict[str, Any] = {}
     for name, value in row.items():
         estimate = value if isinstance(value, dict) else {"value": value}
         columns |= {name if end == "value" else f"{name}_{end}": number for end, number in estimate.items()}
     return columns
-
-
-def _cell(estimate: Estimate, write: Callable[[float], str]) -> str:
-    """Format an estimate with its interval, in ASCII."""
-    return plain(interval(estimate.to_dict(), write))
-
-
-def _share_found(value: Estimate, change: Estimate) -> str:
-    """Format a share, such as that of queries answered, and its change with the interval in percentage points."""
-    points = (f"{100 * end:+z.1f}" for end in astuple(change))
-    return f"{value.value:.1%} ({next(points)}; {next(points)} to {next(points)})"
-
-
-def _share(estimate: Estimate | None) -> str:
-    if estimate is None or not established(*astuple(estimate)):
-        return "-" if estimate is None else "not established"
-    return f"{estimate.value:.0%} ({estimate.low:.0%} to {estimate.high:.0%})"

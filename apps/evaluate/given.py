@@ -138,8 +138,8 @@ def _config(model: Model) -> ModelConfig:
 
 
 def _shape(config: ModelConfig) -> tuple[Any, ...]:
-    """What a model has in common with those that were made of it: attention, and the tensors but for the head's, which
-    may be tied or not."""
+    """Return what a model has in common with those that were made of it: attention, and the tensors but for the head's,
+    which may be tied or not."""
     names = tuple(layer.mixer.name for layer in config.layers)
     return names, tuple(item for item in shapes(config).items() if item[0] != HEAD)
 
@@ -176,7 +176,7 @@ def _is_source(source: Any) -> TypeGuard[Mapping[str, Any]]:
 
 
 def _made_of(model: Model) -> str:
-    """The name of the float model that a model records; "" if there is none."""
+    """Return the name of the float model that a model records; "" if there is none."""
     sources = [model.source.get("float")] if isinstance(model, Artifact) else [(model.quantization or {}).get("source")]
     if isinstance(model, Artifact) and model.scheme is None:
         sources.append(model.source)
@@ -188,13 +188,13 @@ def _by_shape(model: Model, floats: Sequence[Checkpoint]) -> int:
     shape = _shape(_config(model))
     fitting = [index for index, other in enumerate(floats) if _shape(other.config) == shape]
     name = _made_of(model)
-    wanted = f"the float model that it was made of{f' ({name})' if name else ''}"
+    float_model = f"the float model that it was made of{f' ({name})' if name else ''}"
     if not fitting:
         given = " and ".join(str(other.path) for other in floats)
-        raise DiffbitError(f"{model.path}: has not the shape of {given}; give {wanted}, too, or leave it out")
+        raise DiffbitError(f"{model.path}: does not have the shape of {given}; add {float_model}, or leave it out")
     if len({floats[index].path for index in fitting}) > 1:
         paths = " and ".join(str(floats[index].path) for index in fitting)
-        raise DiffbitError(f"{model.path}: fits {paths}, and records neither; give only {wanted}")
+        raise DiffbitError(f"{model.path}: fits {paths}, and records neither; give only {float_model}")
     return fitting[0]
 
 
@@ -216,6 +216,6 @@ def _gguf_type(checkpoint: Checkpoint) -> tuple[str, int, float] | None:
     from gguf.constants import GGMLQuantizationType, LlamaFileType
 
     number = header.get("general.file_type", int)
-    named = {one.value: one.name.removeprefix("MOSTLY_") for one in LlamaFileType}
-    types = {one.value: one.name for one in GGMLQuantizationType}
+    named = {member.value: member.name.removeprefix("MOSTLY_") for member in LlamaFileType}
+    types = {member.value: member.name for member in GGMLQuantizationType}
     return named.get(number, types.get(type, "low-bit GGUF")), nbytes, bits

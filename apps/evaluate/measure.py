@@ -124,8 +124,8 @@ def measure(
     scorer = _Scorer(decoder, setup)
     measurements: list[Measurement] = []
     skipped: list[Skipped] = []
-    whole = unchanged(stored, decoder.config)
-    roundings = {variant: setup.repeats if variant.rounds else 1 for variant in (whole, *variants)}
+    unrounded = unchanged(stored, decoder.config)
+    roundings = {variant: setup.repeats if variant.rounds else 1 for variant in (unrounded, *variants)}
     done = 0
     with Progress("comparing", float(sum(roundings.values()) + len(quantized))) as bar:
         for variant, count in roundings.items():
@@ -134,7 +134,7 @@ def measure(
             for repeat in range(count):
                 scorer.progress = partial(_show, bar, done + repeat, f"{name}, {variant}")
                 try:
-                    model = decoder if variant is whole else _apply(decoder, variant, setup.calibration, repeat)
+                    model = decoder if variant is unrounded else _apply(decoder, variant, setup.calibration, repeat)
                 except DiffbitError as error:
                     skipped.append(Skipped(name, variant.format, variant.method, str(error)))
                     break
@@ -147,9 +147,9 @@ def measure(
             done += count
         if skipped and len(measurements) == 1 and not quantized:
             raise DiffbitError(f"{name}: {skipped[0].reason}")
-        for one in quantized:
-            scorer.progress = partial(_show, bar, done, one.variant.name)
-            measurements.append(_measure_quantized(one, scorer, setup))
+        for entry in quantized:
+            scorer.progress = partial(_show, bar, done, entry.variant.name)
+            measurements.append(_measure_quantized(entry, scorer, setup))
             done += 1
     return measurements, skipped
 
@@ -164,7 +164,7 @@ def _measure_quantized(quantized: Quantized, scorer: _Scorer, setup: Setup) -> M
     gc.collect()  # the model before this one; module hooks are reference cycles
     decoder = load(model, device=scorer.ids.device)
     scores, answers = scorer.of_decoder(decoder, variant, str(model.path)), scorer.answers(decoder, variant)
-    measurement = _measurement(variant, decoder.config, setup.length, [scores], tuple(one[None] for one in answers))
+    measurement = _measurement(variant, decoder.config, setup.length, [scores], tuple(array[None] for array in answers))
     if quantized.nbytes is None or quantized.bits_per_weight is None:
         return measurement
     return replace(measurement, nbytes=quantized.nbytes, bits_per_weight=quantized.bits_per_weight)
@@ -189,12 +189,12 @@ def combine(runs: Sequence[Sequence[Measurement]]) -> list[Measurement]:
     """Combine the measurements of K training runs, each in the same order; leaves out what not all of them have."""
     if len(runs) == 1:
         return list(runs[0])
-    by_key = [{one.variant.key: one for one in run} for run in runs]
+    by_key = [{entry.variant.key: entry for entry in run} for run in runs]
     combined = []
     for parts in ([run[key] for run in by_key] for key in by_key[0] if all(key in run for run in by_key)):
-        sets = zip(*(one.answers for one in parts), strict=True)
+        sets = zip(*(entry.answers for entry in parts), strict=True)
         answers = tuple(np.stack([roundings.mean(0) for roundings in answers]) for answers in sets)
-        scores = Scores.of_repeats([one.scores for one in parts])
+        scores = Scores.of_repeats([entry.scores for entry in parts])
         combined.append(replace(parts[0], scores=scores, answers=answers))
     return combined
 
@@ -281,5 +281,5 @@ def _batch_sizes(variant: Variant, config: ModelConfig, setup: Setup) -> list[in
     if variant.scheme.attention == AttentionScheme():
         return [setup.batch_size] * len(lengths)
     heads = max(layer.mixer.softmaxes for layer in config.layers) or 1  # each has weights of its own
-    most = (EXPLICIT_BYTES // (COPIES * 4 * heads * length * length) for length in lengths)
-    return [max(1, min(setup.batch_size, size)) for size in most]
+    fitting = (EXPLICIT_BYTES // (COPIES * 4 * heads * length * length) for length in lengths)
+    return [max(1, min(setup.batch_size, size)) for size in fitting]

@@ -103,7 +103,8 @@ class Scores:
         if len(repeats) == 1:
             return repeats[0]
         nll, kl, agree = (
-            np.stack([np.atleast_2d(getattr(one, name)).mean(0) for one in repeats]) for name in ("nll", "kl", "agree")
+            np.stack([np.atleast_2d(getattr(record, name)).mean(0) for record in repeats])
+            for name in ("nll", "kl", "agree")
         )
         return cls(repeats[0].tokens, nll, kl, agree, repeats[0].document)
 
@@ -174,11 +175,11 @@ def mean(
 
 def frequencies(windows: int, document: np.ndarray | None = None) -> int:
     """Return B, the number of cosine waves from which the error of a series of windows is estimated."""
-    most = max(2, int(windows ** (1 / 3) + 1e-9))
+    longest = max(2, int(windows ** (1 / 3) + 1e-9))
     shares = np.ones(1) if document is None else np.unique(document, return_counts=True)[1] / windows
     if len(shares) > 1:
-        most = max(2, min(most, int(0.5 / float(shares @ shares))))
-    return min(most, windows - 1)
+        longest = max(2, min(longest, int(0.5 / float(shares @ shares))))
+    return min(longest, windows - 1)
 
 
 def _text_spread(residuals: np.ndarray, count: int) -> np.ndarray:

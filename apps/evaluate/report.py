@@ -15,30 +15,38 @@ readers who cannot see it. Colours follow the models' order in `comparison`, els
 from __future__ import annotations
 
 import math
-from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from platform import machine, python_version, system
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ...io import files
-from ...io.drawing import COLORS, SITES, Data, draw_layers, heat_map, panels, svg
-from . import plots
-from .metrics import established
-from .words import increase, interval, nats, number, pair_verdict, percent, points, size, verdict
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from ...io import files, page
+from ...io.drawing import COLORS, SITES, Chart, Data, HeatMap, image, outliers_chart
+from . import plots, tables
+from .tables import Row
+from .words import increase, interval, nats, number, pair_verdict, percent, size, verdict
 
 Finding = tuple[str, str]  # a headline number, and the sentence that explains it
 Figure = tuple[str, str]  # a plot as an image within the page, and its words
 MOST_TILES = 4  # of quantized models
 PACKAGES = ("diffbit", "torch", "numpy", "onnx", "onnxruntime", "tokenizers", "matplotlib")
+RANKS = ("1", "2", "3", "10", "100")
+# Table 5 of arXiv 2410.05258: of RANKS, and the median
+PUBLISHED = {
+    "attention_logits": {
+        "Transformer 3B, published": (318.0, 308.2, 304.9, 284.7, 251.5, 5.4),
+        "DIFF 3B, published": (38.8, 38.8, 37.3, 32.0, 27.4, 3.3),
+    },
+    "hidden_states": {
+        "Transformer 3B, published": (3608.6, 3607.4, 3603.6, 3552.1, 2448.2, 0.6),
+        "DIFF 3B, published": (1688.2, 1672.5, 1672.1, 1624.3, 740.9, 1.2),
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,7 @@ class ReportData:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, the system and the packages that the numbers depend on."""
+    """Return those of Python, the system and the packages that the numbers depend on."""
     names = {"python": python_version(), "system": f"{system()} {machine()}"}
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -71,20 +79,18 @@ def write_report(data: ReportData, path: str | Path) -> None:
 
 
 def render(data: ReportData) -> str:
-    """The page as text. Raises MissingDependency without matplotlib."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    environment.filters |= {write.__name__: write for write in (number, percent, increase, points, nats, size)}
-    comparison = data.comparison or {"models": (), "results": (), "contrasts": (), "pairs": ()}
+    """Return the page as text. Raises MissingDependency without matplotlib."""
+    comparison = data.comparison or {"models": (), "results": (), "contrasts": (), "pairs": (), "needles": ()}
     names = [info["name"] for info in comparison["models"]]
     names += [*(report["model"] for report in data.outliers), *data.training]
     colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(dict.fromkeys(names))}
-    return environment.get_template("report.html.j2").render(
-        data=data,
+    given = plots.quantized(comparison)
+    return page.render(
+        Path(__file__).with_name("report.html.j2"),
+        data.title,
+        filters=(number, percent, is_numeric),
+        report=data,
+        comparison=data.comparison,
         findings=[
             *_quantized_findings(comparison),
             *_contrast_findings(comparison),
@@ -92,20 +98,30 @@ def render(data: ReportData) -> str:
             *_artifact_findings(data),
         ],
         colors=colors,
+        models=_models(data, comparison, list(colors)),
         subjects=[_subject(comparison, what) for what in plots.subjects(comparison)],
-        quantized=plots.quantized(comparison),
-        quantized_figure=_quantized_figure(comparison),
-        sites=[(site, title, _outlier_figure(data, site)) for site, title in SITES.items() if data.outliers],
+        quantized=tables.result_rows(comparison, given),
+        quantized_figure=_figure(plots.quantized_chart(comparison)) if len(given) > 1 else None,
+        pairs=tables.pair_rows(comparison['pairs']),
+        sites=[
+            (title, _outliers(data, site), _figure(outliers_chart(data.outliers, site)))
+            for site, title in SITES.items() if data.outliers
+        ],
+        outlier_layers=_outlier_layers(data),
         layers=list(_layer_errors(data)),
-        established=established,
-        verdict=verdict,
-        pair_verdict=pair_verdict,
+        artifacts=_artifacts(data),
+        parts={entry["name"]: _parts(entry) for entry in data.artifacts if entry.get("parts")},
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-    )
+    )  # fmt: skip
+
+
+def is_numeric(rows: Sequence[Row], name: str) -> bool:
+    """Return whether a column has numbers, which stand at its right."""
+    return all(re.match(r"[+−–∞\d]", number(row[name])) for row in rows)
 
 
 def _quantized_findings(comparison: Data) -> Iterator[Finding]:
-    """What each quantized model loses, those of many that lose least; and which of two loses less."""
+    """Return what each quantized model loses, those of many that lose least; and which of two loses less."""
     results = plots.quantized(comparison)
     for r in sorted(results, key=lambda r: r["kl"]["value"])[:MOST_TILES] if len(results) > MOST_TILES else results:
         text = f"KL of {r['name']} from {r['model']}, nats a token: {interval(r['kl'], number)}. {r['format']}, "
@@ -118,7 +134,7 @@ def _quantized_findings(comparison: Data) -> Iterator[Finding]:
 
 
 def _outlier_findings(data: ReportData) -> Iterator[Finding]:
-    """The ratio that a low-bit scale has to span, of two models in their order."""
+    """Return the ratio that a low-bit scale has to span, of two models in their order."""
     for site, what in (("hidden_states", "hidden state"), ("attention_logits", "attention logit")):
         ratios = [report[site] and report[site]["ratio"] for report in data.outliers]
         if len(ratios) == 2 and all(ratios):
@@ -157,46 +173,71 @@ def _artifact_findings(data: ReportData) -> Iterator[Finding]:
         yield f"{best['source_bytes'] / best['bytes']:.1f}× smaller", text
 
 
-def _figure(draw: Callable[[Axes], None], words: str) -> Figure:
-    with panels() as (figure, (axes,)):
-        draw(axes)
-        source = b64encode(svg(figure).encode()).decode()
-    return f"data:image/svg+xml;base64,{source}", words
+def _figure(chart: Chart | HeatMap) -> Figure:
+    return image(chart), chart.words()
 
 
-def _quantized_figure(comparison: Data) -> Figure | None:
-    if len(plots.quantized(comparison)) < 2:
-        return None
-    return _figure(partial(plots.draw_quantized, comparison=comparison), plots.words_of_quantized(comparison))
+def _models(data: ReportData, comparison: Data, names: Sequence[str]) -> list[Row]:
+    infos = {info["name"]: info for info in comparison["models"]}
+    further = dict.fromkeys(key for run in data.training.values() for key in run)
+    return [
+        {"model": name, "attention": (info := infos.get(name, {})).get("attention")}
+        | {"parameters": info.get("parameters"), "layers": info.get("layers"), "width": info.get("hidden_size")}
+        | {key.replace("_", " "): data.training.get(name, {}).get(key) for key in further}
+        | {"SHA-256": " ".join(x[:12] for x in (info["sha256"], *info["other_runs"].values())) if info else None}
+        for name in names
+    ]
 
 
 def _subject(comparison: Data, what: str) -> dict[str, Any]:
-    """Weights or a part of attention, with results by format, the 16-bit models first."""
+    """Return the figures and tables of weights or of a part of attention, by format, the 16-bit models first."""
     results = [r for r in comparison["results"] if r["what"] in (what, "none")]
     formats = ["16", *plots.order([r for r in results if r["what"] == what])]
-    charts = plots.charts(comparison, what)
+    results.sort(key=lambda r: formats.index(r["format"]))
     return {
         "what": what,
         "title": plots.SUBJECTS[what][0],
-        "figures": [_figure(partial(plots.draw, chart=chart), chart.words()) for chart in charts],
+        "figures": [_figure(chart) for chart in plots.charts(comparison, what)],
         "methods": list(dict.fromkeys(r["method"] for r in results if r["what"] == what)),
-        "formats": {name: [r for r in results if r["format"] == name] for name in formats},
-        "contrasts": [c for c in comparison["contrasts"] if c["what"] == what],
+        "results": tables.result_rows(comparison, results),
+        "contrasts": tables.contrast_rows(comparison, [c for c in comparison["contrasts"] if c["what"] == what]),
+        "costs": tables.cost_rows(results) if what != "logits" else [],
     }
 
 
-def _outlier_figure(data: ReportData, site: str) -> Figure:
-    words = []
+def _outliers(data: ReportData, site: str) -> list[Row]:
+    """Return the largest values of each model, beside the published ones."""
+    rows: list[tuple[str, list[float | None], str | None]] = []
+    for report in (report for report in data.outliers if report[site] is not None):
+        numbers, unit = report[site], "channel" if site == "hidden_states" else "head"
+        place = f"layer {numbers['layer']}, {unit} {numbers['place']['unit']}, token {numbers['place']['position']}"
+        values = [*(numbers["top"][rank] for rank in RANKS), *(numbers[key] for key in ("median", "ratio", "kurtosis"))]
+        rows.append((report["model"], values, place))
+    for name, published in PUBLISHED[site].items():
+        rows.append((name, [*published, published[0] / published[-1], None], None))
+    columns = [*(f"top-{rank}" for rank in RANKS), "median", "max / median", "kurtosis"]
+    return [
+        {"model": name} | dict(zip(columns, values, strict=True)) | {"largest at": place}
+        for name, values, place in rows
+    ]
+
+
+def _outlier_layers(data: ReportData) -> list[Row]:
+    rows = []
     for report in data.outliers:
-        largest = [layer["top"]["1"] for layer in report[site]["layers"]]
-        ends = f"{number(largest[0])} in the first layer, {number(largest[-1])} in the last"
-        words.append(f"{report['model']}: largest value {ends}, {number(max(largest))} at most")
-    title = f"{SITES[site]} by layer. {'; '.join(words)}."
-    return _figure(partial(draw_layers, reports=data.outliers, site=site), title)
+        logits = {layer["layer"]: layer for layer in (report["attention_logits"] or {"layers": ()})["layers"]}
+        for hidden in report["hidden_states"]["layers"]:
+            row = {"model": report["model"], "layer": hidden["layer"]}
+            for site, unit, layer in (("hidden", "channel", hidden), ("logits", "head", logits.get(hidden["layer"]))):
+                row |= {f"{site}: {key}": layer and layer[key] for key in ("median", "kurtosis")}
+                row[f"{site}: max"] = layer and layer["top"]["1"]
+                row[f"{site}: {unit}"] = layer and layer["place"]["unit"]
+            rows.append(row)
+    return rows
 
 
 def _layer_errors(data: ReportData) -> Iterator[dict[str, Any]]:
-    """Of each quantized model its decoder layers, worst first; errors of outputs where they were measured."""
+    """Yield the decoder layers of each quantized model, worst first; errors of outputs where they were measured."""
     models = {
         title: rows for title, report in data.quantization.items()
         if (rows := [row for row in report["weights"] if row["name"].startswith("model.layers.")])
@@ -207,15 +248,36 @@ def _layer_errors(data: ReportData) -> Iterator[dict[str, Any]]:
     }
     for title, rows in models.items():
         key, what = keys[title], "outputs" if keys[title] == "output_error" else "weights"
-        alike = (row[key] for other, others in models.items() if keys[other] == key for row in others)
-        draw = partial(_draw_errors, title=title, rows=rows, key=key, what=what, largest=max(alike))
-        worst = sorted(rows, key=lambda row: -row[key])
-        words = f"{title}, relative error of {what}: worst {worst[0]['name']} at {percent(worst[0][key])}."
-        yield {"title": title, "rows": worst, "figure": _figure(draw, words)}
+        alike = max(row[key] for other, others in models.items() if keys[other] == key for row in others)
+        errors = {row["name"]: 100 * row[key] for row in rows}
+        table = [
+            {
+                "layer": row["name"],
+                "format": row["format"],
+                "weight error": percent(row["weight_error"]),
+                "output error": None if row["output_error"] is None else percent(row["output_error"]),
+                "bits a weight": f"{row['bits_per_weight']:.2f}",
+            }
+            for row in sorted(rows, key=lambda row: -row[key])
+        ]
+        heat = HeatMap(title, f"layer; relative error of {what} in %", errors, 100 * alike, ".1f", "%")
+        yield {"title": title, "rows": table, "figure": _figure(heat)}
 
 
-def _draw_errors(axes: Axes, title: str, rows: Sequence[Data], key: str, what: str, largest: float) -> None:
-    percents = [{"name": row["name"], "error": 100 * row[key]} for row in rows]
-    heat_map(axes, percents, "error", 100 * largest, ".1f")
-    axes.set_title(title)
-    axes.set_xlabel(f"layer; relative error of {what} in %")
+def _artifacts(data: ReportData) -> list[Row]:
+    rows = []
+    for entry in data.artifacts:
+        source = entry.get("source_bytes")
+        smaller = f"{source / entry['bytes']:.2f}×" if source else None
+        row = {"artifact": entry["name"], "format": entry.get("format"), "size on disk": size(entry["bytes"])}
+        rows.append(row | {"at 16 bits": size(source), "smaller by": smaller})
+    return rows
+
+
+def _parts(entry: Data) -> list[Row]:
+    rows = []
+    for part in entry["parts"]:
+        bits = f"{8 * part['bytes'] / part['weights']:.2f}" if part["weights"] else None
+        row = {"part": part["name"], "bytes": part["bytes"], "share": percent(part["bytes"] / entry["bytes"])}
+        rows.append(row | {"numbers": part["weights"], "bits each": bits})
+    return rows

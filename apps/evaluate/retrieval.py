@@ -46,7 +46,7 @@ def parse_setting(text: str, context: int) -> tuple[int, int, int]:
 
 
 def answered(model: Decoder, needles: NeedleWindows, batch_size: int) -> np.ndarray:
-    """Which queries the model answers: bool [n, R]."""
+    """Return which queries the model answers: bool [n, R]."""
     device = next(model.parameters()).device
     batches = []
     for begin in range(0, len(needles.starts), batch_size):
@@ -88,7 +88,7 @@ def share(counts: np.ndarray, queries: int, confidence: float = CONFIDENCE) -> E
 
 
 def setting(needles: NeedleWindows) -> dict[str, object]:
-    """A set of needles, for a report."""
+    """Return a set of needles, for a report."""
     windows, (rows, queries) = needles.windows, needles.starts.shape
     return {
         "length": windows.ids.shape[1], "needles": needles.needles, "queries": queries, "rows": rows,

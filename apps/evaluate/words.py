@@ -10,7 +10,8 @@ Data = Mapping[str, Any]
 
 
 def verdict(contrast: Data) -> str:
-    """Which model loses less, as far as the interval of the paired difference says, and what it was measured on."""
+    """Return which model loses less, as far as the interval of the paired difference says, and what it was measured
+    on."""
     model, against, repeats = contrast["model"], contrast["against"], contrast["repeats"]
     low, high = contrast["difference"]["low"], contrast["difference"]["high"]
     measured = [f"{contrast['runs']} training runs of each"] if contrast["runs"] > 1 else []
@@ -23,8 +24,8 @@ def verdict(contrast: Data) -> str:
 
 
 def pair_verdict(pair: Data, numbers: bool = True) -> str:
-    """Which of two quantized models loses less: "b loses 0.0120 [0.00800, 0.0160] nats a token less than a"; without
-    numbers: "b loses less than a"."""
+    """Return which of two quantized models loses less: "b loses 0.0120 [0.00800, 0.0160] nats a token less than a";
+    without numbers: "b loses less than a"."""
     name, against, difference = pair["name"], pair["against"], pair["kl"]
     low, high = difference["low"], difference["high"]
     if low == high == 0:
@@ -39,7 +40,7 @@ def pair_verdict(pair: Data, numbers: bool = True) -> str:
 
 
 def interval(estimate: Data, write: Callable[[float], str]) -> str:
-    """A value with the ends of its interval: "+2.12% [1.90, 2.34%]"; without them where they are equal."""
+    """Return a value with the ends of its interval: "+2.12% [1.90, 2.34%]"; without them where they are equal."""
     value, low, high = (write(estimate[end]) for end in ("value", "low", "high"))
     return value if low == high else f"{value} [{low.replace('%', '')}, {high}]"
 
@@ -55,17 +56,17 @@ def increase(ratio: float) -> str:
 
 
 def points(share: float) -> str:
-    """A difference of shares in percentage points."""
+    """Return a difference of shares in percentage points."""
     return f"{100 * share:+z.1f}".replace("-", "−", 1)
 
 
 def nats(value: float) -> str:
-    """A difference, with its sign."""
+    """Return a difference, with its sign."""
     return f"{'−' if value < 0 else '+'}{number(abs(value))}"
 
 
 def plain(text: str) -> str:
-    """The same in ASCII, for a terminal."""
+    """Return the same in ASCII, for a terminal."""
     return text.replace("−", "-").replace("–", "-").replace("∞", "inf")
 
 
@@ -85,6 +86,6 @@ def number(value: object) -> str:
 
 
 def size(count: float | None) -> str:
-    """Bytes as kB, MB, GB."""
+    """Return bytes as kB, MB, GB."""
     unit = min(3, int(math.log10(count)) // 3) if count else 0
     return f"{count / 1000**unit:.3g} {('B', 'kB', 'MB', 'GB')[unit]}" if count else "–"

@@ -38,7 +38,8 @@ class Card:
     results: Mapping[str, Any] | None = None
 
     def text(self) -> str:
-        """The card in Markdown, with the front matter that the hub reads (a YAML object, written as JSON values)."""
+        """Return the card in Markdown, with the front matter that the hub reads (a YAML object, written as JSON
+        values)."""
         front = {
             "license": self.license,
             "base_model": self.base_model,
@@ -56,9 +57,9 @@ class Card:
     def _about(self) -> str:
         names = list(dict.fromkeys(layer["mixer"]["name"] for layer in self.model["layers"]))
         what = "An ONNX model for ONNX Runtime" if self.artifact else "A checkpoint (safetensors)"
-        of = f" of [{self.base_model}](https://huggingface.co/{self.base_model})" if self.base_model else ""
+        source = f" of [{self.base_model}](https://huggingface.co/{self.base_model})" if self.base_model else ""
         attention = "; ".join(ATTENTION.get(name, name) for name in names)
-        begin = f"{what}{of}, made by diffbit {__version__}: {len(self.model['layers'])} layers of {attention}."
+        begin = f"{what}{source}, made by diffbit {__version__}: {len(self.model['layers'])} layers of {attention}."
         if self.scheme is None:
             return f"{begin} Its weights are float."
         formats = {name: self.scheme.get(name) or "float" for name in PARTS}
@@ -91,7 +92,7 @@ class Card:
 
 
 def accuracy(results: Mapping[str, Any]) -> str:
-    """The accuracy section, from a comparison.json."""
+    """Return the accuracy section, from a comparison.json."""
     percent = f"{results['confidence']:.0%}"
     rows = []
     for row in results["results"]:
@@ -128,7 +129,7 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def table(heading: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [heading, ["---"] * len(heading), *rows]
     return "\n".join(f"| {' | '.join(str(cell).replace('|', '&#124;') for cell in line)} |" for line in lines)
 

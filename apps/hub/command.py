@@ -26,7 +26,10 @@ def push(
     folder: Annotated[Path, typer.Argument(help="Artifact, or checkpoint (needs torch).")],
     target: Annotated[str, typer.Argument(help="Repository: hf:ORG/NAME, or hf:ORG/NAME@BRANCH.", metavar="HF:NAME")],
     private: Annotated[
-        bool | None, typer.Option("--private/--public", help="Of a new repository; default: the account's setting.")
+        bool | None,
+        typer.Option(
+            "--private/--public", help="Make a new repository private or public; default: the account's setting."
+        ),
     ] = None,
     license: Annotated[str | None, typer.Option(help="License of the model, such as apache-2.0.")] = None,
     base_model: Annotated[str | None, typer.Option(help="The model that it was made from, as ORG/NAME.")] = None,

@@ -165,17 +165,17 @@ class DiffbitLM(TemplateLM):
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         options = [request.args[1] for request in requests]
-        most = [min(int(kwargs.get("max_gen_toks", MAX_TOKENS)), self._session.capacity - 1) for kwargs in options]
+        limits = [min(int(kwargs.get("max_gen_toks", MAX_TOKENS)), self._session.capacity - 1) for kwargs in options]
         prompts = [
             (self.tok_encode(request.args[0]) or [self.prefix_token_id])[-(self._session.capacity - count) :]
-            for request, count in zip(requests, most, strict=True)
+            for request, count in zip(requests, limits, strict=True)
         ]
         texts = [""] * len(prompts)
         # a batch holds prompts with the same limit of new tokens: a higher limit leaves less of the prompt
-        for batch in self._batches([len(prompt) for prompt in prompts], disable_tqdm, of_equal=most):
+        for batch in self._batches([len(prompt) for prompt in prompts], disable_tqdm, of_equal=limits):
             batch_options = [options[index] for index in batch]
             for index, text in zip(
-                batch, self._generate([prompts[i] for i in batch], batch_options, most[batch[0]]), strict=True
+                batch, self._generate([prompts[i] for i in batch], batch_options, limits[batch[0]]), strict=True
             ):
                 texts[index] = text
                 self.cache_hook.add_partial("generate_until", requests[index].args, text)
@@ -186,7 +186,8 @@ class DiffbitLM(TemplateLM):
     def _batches(
         self, lengths: Sequence[int], quiet: bool, of_equal: Sequence[int] | None = None
     ) -> Iterator[list[int]]:
-        """Batches of row indices, longest rows first, with equal `of_equal` in a batch. Skips rows without tokens."""
+        """Return batches of row indices, longest rows first, with equal `of_equal` in a batch. Skips rows without
+        tokens."""
         groups = [0] * len(lengths) if of_equal is None else list(of_equal)
         order = sorted((i for i in range(len(lengths)) if lengths[i] > 0), key=lambda i: (groups[i], -lengths[i]))
         batches: list[list[int]] = []
@@ -208,12 +209,12 @@ class DiffbitLM(TemplateLM):
         self._session.reset()
         return self._session.prefill(ids, mask, all_positions=all_positions)
 
-    def _generate(self, prompts: list[list[int]], options: Sequence[dict[str, Any]], most: int) -> list[str]:
-        """Continue each prompt by at most `most` tokens."""
+    def _generate(self, prompts: list[list[int]], options: Sequence[dict[str, Any]], limit: int) -> list[str]:
+        """Continue each prompt by at most `limit` tokens."""
         seeds = self._seeds  # of their own: a request that is repeated gives other samples
         texts = [_Text(self._tokenizer, *row, next(seeds)) for row in zip(prompts, options, strict=True)]
         logits = self._run(prompts, all_positions=False)
-        for left in range(most - 1, -1, -1):
+        for left in range(limit - 1, -1, -1):
             for text, row in zip(texts, logits, strict=True):
                 if not text.done:
                     text.push(row, self._eos)
@@ -243,7 +244,7 @@ class _Text:
         self.done = token in eos or self.output.push(self.stream.push(token))
 
     def finished(self) -> str:
-        """The text before the first stop string."""
+        """Return the text before the first stop string."""
         self.output.push(self.stream.finish(), last=True)
         return self.output.text
 

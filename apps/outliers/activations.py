@@ -54,11 +54,12 @@ class OutlierReport:
     hidden_states: Site
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON, which drawing.py and the report of `diffbit compare` take."""
+        """Return plain JSON, which drawing.py and the report of `diffbit compare` take."""
         return asdict(self)
 
     def layer_rows(self) -> list[dict[str, Any]]:
-        """A row per layer: maximum, median, kurtosis and the place of the maximum, of logits and hidden states."""
+        """Return a row per layer: maximum, median, kurtosis and the place of the maximum, of logits and hidden
+        states."""
         logits_of = {logits.layer: logits for logits in self.attention_logits.layers} if self.attention_logits else {}
         layers = ((logits_of.get(hidden.layer), hidden) for hidden in self.hidden_states.layers)
         return [
@@ -172,11 +173,11 @@ def _hidden_place(first_window: int, tokens: Tensor, width: int, index: int) -> 
 
 
 def _site(layers: Sequence[Statistics]) -> Site:
-    """All layers together, with the layer that holds the largest value (the first of equals)."""
+    """Return all layers together, with the layer that holds the largest value (the first of equals)."""
     pooled = Statistics()
     for layer in layers:
         pooled.merge(layer)
-    whole = pooled.summary()
+    total = pooled.summary()
     summaries = tuple(replace(one.summary(), layer=index) for index, one in enumerate(layers) if one.count)
-    first = next(summary for summary in summaries if summary.max == whole.max)
-    return Site(**vars(whole) | {"layer": first.layer, "place": first.place, "layers": summaries})
+    first = next(summary for summary in summaries if summary.max == total.max)
+    return Site(**vars(total) | {"layer": first.layer, "place": first.place, "layers": summaries})

@@ -20,7 +20,7 @@ from ...cli import (
     read_windows,
     torch_device,
 )
-from ...io.drawing import check_plot
+from ...io.drawing import SITES, check_plot, outliers_chart, write_charts
 from ...io.files import folder_name
 
 EXAMPLES = {"outliers": ("diffbit outliers out/demo/diff_v1 out/demo/softmax --plot out/outliers.svg",)}
@@ -41,17 +41,17 @@ def outliers(
     """Measure the largest attention logits and hidden states of models, as Table 5 of arXiv 2410.05258 does."""
     from ...quantize import load
     from .activations import measure, rows
-    from .plot import plot_outliers
 
     if plot is not None:
         check_plot(plot)
     windows = read_windows(models[0], data, field, max_windows, length)
     torch_name = torch_device(device)
     reports = [measure(load(model, device=torch_name), windows, name=folder_name(model)) for model in models]
+    numbers = [report.to_dict() for report in reports]
     if plot is not None:
-        plot_outliers([report.to_dict() for report in reports], plot)
+        write_charts(plot, [outliers_chart(numbers, site) for site in SITES])
     if as_json:
-        print_json([report.to_dict() for report in reports])
+        print_json(numbers)
         return
     print_table(rows(reports))
     if layers:

@@ -193,10 +193,10 @@ class _Batch(Rows):
         return self._fit({row: int(self._lengths[row]) + 1 for row in range(self.count) if self._taken[row]})
 
     def _fit(self, lengths: Mapping[int, int]) -> bool:
-        """Whether the memory has room if these rows have so many tokens; forgets finished rows for it."""
+        """Whether the memory has room if rows have these lengths; forgets finished rows to make room."""
         while self._memory is not None and self._caches.nbytes(lengths) > self._memory:
-            held = ~self._taken & (self._lengths > 0)
-            finished = [row for row in range(self.count) if held[row] and row not in lengths]
+            idle = ~self._taken & (self._lengths > 0)
+            finished = [row for row in range(self.count) if idle[row] and row not in lengths]
             if not finished:
                 return False
             self._forget(min(finished, key=lambda row: int(self._used[row])))
@@ -219,21 +219,21 @@ class _Batch(Rows):
         row = int(longest[self._used[longest].argmin()])
         best = int(common.argmax())
         source = best if common[best] >= common[row] + WORTH_COPYING else row
-        kept = self._load(row, ids[:-1], int(common[source]))
-        if not kept:
-            kept = int(common[source])
-            self._keep(row, source, kept)
+        length = self._load(row, ids[:-1], int(common[source]))
+        if not length:
+            length = int(common[source])
+            self._keep(row, source, length)
         self._texts += 1
         self._used[row] = self._texts
-        return row, kept, shared
+        return row, length, shared
 
-    def _load(self, row: int, ids: NDArray[np.int64], most: int) -> int:
-        """Read a prefix of more than `most` tokens from its file; return its length, or 0."""
+    def _load(self, row: int, ids: NDArray[np.int64], length: int) -> int:
+        """Read a prefix of more than `length` tokens from its file; return its length, or 0."""
         if self._prefixes is None:
             return 0
         count, file = self._prefixes.longest(ids)
         count = count if self.session.reusable(count, count) == count else 0
-        if file is None or count < most + WORTH_COPYING:
+        if file is None or count < length + WORTH_COPYING:
             return 0
         arrays = self._prefixes.load(file, self._caches.first(row, count))
         if arrays is None:
@@ -253,17 +253,17 @@ class _Batch(Rows):
             self._prefixes.save(ids, self._caches.first(row, count))
 
     def _equal(self, row: int, ids: NDArray[np.int64]) -> int:
-        """How many tokens of a prompt a row holds."""
+        """Return how many tokens of a prompt a row holds."""
         length = int(self._lengths[row])
         differ = self._ids[row, : min(length, len(ids))] != ids[:length]
         equal = int(differ.argmax()) if differ.any() else len(differ)
         return self.session.reusable(equal, int(self._whole[row]))
 
     def _cut(self, row: int, equal: int) -> int:
-        """The largest number of these tokens that the row can be cut to."""
+        """Return the largest number of these tokens that the row can be cut to."""
         if self.session.artifact.cache.holds(equal, int(self._lengths[row])):
             return equal
-        return max((kept for kept in self._recent[row] if kept <= equal), default=0)
+        return max((length for length in self._recent[row] if length <= equal), default=0)
 
     def _keep(self, row: int, source: int, count: int) -> None:
         """Make the first `count` tokens of `source` those of `row`."""
@@ -271,6 +271,6 @@ class _Batch(Rows):
         self._ids[row, :count] = self._ids[source, :count]
         if recent := self._recent[source].get(count):
             self._caches.put(row, count, recent)
-        self._recent[row] = {kept: recent for kept, recent in self._recent[source].items() if kept <= count}
+        self._recent[row] = {length: recent for length, recent in self._recent[source].items() if length <= count}
         self._lengths[row] = count
         self._whole[row] = min(count, int(self._whole[source]))

@@ -58,15 +58,15 @@ def serve(
     ] = None,
     cache_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder for what several prompts begin with, such as a system prompt: it is read after a "
-                     "restart, where it would be computed again."),
+        typer.Option(help="Folder that keeps the beginnings that prompts share, such as a system prompt: after a "
+                     "restart they are read from it, and not computed again."),
     ] = None,
     cache_memory: Annotated[
         str | None,
-        typer.Option(help="Most memory for KV caches, a model; such as 2GB. When it is full, requests wait, or are "
-                     "computed again later."),
+        typer.Option(help="Maximum memory for the KV caches of each model, such as 2GB. When it is full, requests "
+                     "wait, or are computed again later."),
     ] = None,
-    cache_size: Annotated[str, typer.Option(help="Most bytes of that folder, a model; such as 500MB.")] = "2GB",
+    cache_size: Annotated[str, typer.Option(help="Maximum size of that folder for each model, such as 500MB.")] = "2GB",
     think: Think = None,
     quantize: Quantize = AUTO,
     settings: SessionOptions = SessionOptions(),  # noqa: B008 (frozen)
@@ -96,13 +96,12 @@ def serve(
         raise DiffbitError(f"the API key is empty, so that every request would be served; set one, or unset {KEY}")
     with _bound(host, port) as listening, as_artifacts(artifacts, settings.device, quantize) as opened:
         memory, size = None if cache_memory is None else parse_size(cache_memory), parse_size(cache_size)
-        found = map(Artifact.open, opened)
         models = [
             Served(
-                one, settings, rows=rows, queue=queue, prefixes=_prefixes(one, cache_dir, size), memory=memory,
-                think=think_of(think),
+                artifact, settings, rows=rows, queue=queue, prefixes=_prefixes(artifact, cache_dir, size),
+                memory=memory, think=think_of(think),
             )
-            for one in found
+            for artifact in map(Artifact.open, opened)
         ]  # fmt: skip
         server = Server(models, key, hosts=host_name or (), origins=allow_origin or ())
         for model in models:

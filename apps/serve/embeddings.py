@@ -56,8 +56,8 @@ class Embeddings:
         encoding = get(body, "encoding_format", Annotated[str, one_of("float", "base64")], "float")
         pooling = get(body, "pooling", Annotated[str, one_of(*POOLINGS)], model.artifact.pooling)
         width = model.artifact.width
-        if (wanted := get(body, "dimensions", int, width)) != width:
-            raise Refused(400, f"dimensions is {wanted}, wanted {width}: the model's width", param="dimensions")
+        if (dimensions := get(body, "dimensions", int, width)) != width:
+            raise Refused(400, f"dimensions is {dimensions}, wanted {width}: the model's width", param="dimensions")
         return cls(model, texts, pooling, encoding == "base64")
 
     def embed(self, ids: Sequence[int]) -> str | list[float]:

@@ -173,7 +173,7 @@ class Engine:
         return self.rows.nbytes
 
     @property
-    def most(self) -> int:
+    def max_answers(self) -> int:
         """Maximum number of requests that run and wait together."""
         return self._queue + self.rows.count
 
@@ -195,8 +195,8 @@ class Engine:
         if not prompt:
             raise DiffbitError("the prompt is empty, wanted at least one token")
         if len(prompt) >= self.rows.capacity:
-            whole = self.rows.capacity == self.session.capacity
-            holds = "the model's context holds" if whole else "the server's memory for caches has room for"
+            is_longest = self.rows.capacity == self.session.capacity
+            holds = "the model's context holds" if is_longest else "the server's memory for caches has room for"
             raise DiffbitError(
                 f"the prompt has {len(prompt)} tokens, and {holds} {self.rows.capacity}, the answer included; shorten "
                 "the prompt"

@@ -125,12 +125,12 @@ class Served:
             return self.grammars.vocabulary
 
     def bytes_of(self, token: int) -> bytes:
-        """What a token stands for: often a part of a character, or a word after a space."""
+        """Return what a token stands for: often a part of a character, or a word after a space."""
         known = self.vocabulary
         return self.tokenizer.decode([token]).encode() if known is None else bytes(known.decode_bytes([token]))
 
     def public(self, message: str) -> str:
-        """A message without the place of the model on the server."""
+        """Return a message without the place of the model on the server."""
         return message.replace(str(self.artifact.path), self.name)
 
     @property
@@ -145,7 +145,7 @@ class Served:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation in the chat template, with these of its variables besides the server's."""
+        """Return the text of a conversation in the chat template, with these of its variables besides the server's."""
         if tools and self.calls is None:
             messages, tools = in_words(tools, messages), ()
         return self.chat_template.render(
@@ -153,15 +153,15 @@ class Served:
         )
 
     def prompt_of(self, text: str) -> list[int]:
-        """The tokens of a rendered conversation."""
+        """Return the tokens of a rendered conversation."""
         return self.encode(text, add_special_tokens=False)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a prompt. Raises DiffbitError for one that is too long for the context, where its length shows
-        that, before it is encoded."""
-        most = self.engine.rows.capacity
-        if len(text) > LONG_TEXT and (least := self.tokenizer.least_tokens(text)) > most:
-            raise DiffbitError(f"the prompt has at least {least} tokens, and there is room for {most}; shorten it")
+        """Return the tokens of a prompt. Raises DiffbitError for one that is too long for the context, where its length
+        shows that, before it is encoded."""
+        capacity = self.engine.rows.capacity
+        if len(text) > LONG_TEXT and (least := self.tokenizer.least_tokens(text)) > capacity:
+            raise DiffbitError(f"the prompt has at least {least} tokens, and there is room for {capacity}; shorten it")
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
@@ -232,13 +232,13 @@ class Task:
     n: int = 1  # answers to each prompt
     form: Form | None = None
 
-    def constrain(self, wanted: Callable[[], bool] = lambda: True) -> None:
+    def constrain(self, is_waiting: Callable[[], bool] = lambda: True) -> None:
         """Compile the form of the answers, for as long as the answers are wanted. Call it once, and before they begin.
 
         Raises DiffbitError for a form that cannot be held.
         """
         if self.form is not None:
-            constraint = self.form(wanted)
+            constraint = self.form(is_waiting)
             room = self.model.engine.rows.capacity
             for sampler, prompt in zip(self.samplers, self.prompts, strict=True):
                 sampler.constraint = constraint.copy()
@@ -254,9 +254,9 @@ def read_request(values: object, models: Mapping[str, Served], chat: bool) -> Ta
     form: Form | None = None
     logprobs: int | None
     if chat:
-        wanted = get(body, "logprobs", bool, False)
-        logprobs = get(body, "top_logprobs", Logprobs, 0 if wanted else None)
-        if logprobs is not None and not wanted:
+        has_logprobs = get(body, "logprobs", bool, False)
+        logprobs = get(body, "top_logprobs", Logprobs, 0 if has_logprobs else None)
+        if logprobs is not None and not has_logprobs:
             raise Refused(400, f"top_logprobs is {logprobs}, but logprobs is not true", param="top_logprobs")
         limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
         tools, choice = _tools(body)
@@ -268,18 +268,18 @@ def read_request(values: object, models: Mapping[str, Served], chat: bool) -> Ta
     else:
         logprobs = get(body, "logprobs", Logprobs, None)
         limit = "max_tokens"
-        prompts = token_ids(get(body, "prompt", Prompts, ""), model, "prompt", model.engine.most)
+        prompts = token_ids(get(body, "prompt", Prompts, ""), model, "prompt", model.engine.max_answers)
     form = form or _form(body, model)
     is_free = form is None
-    n, answers = get(body, "n", Count, 1), model.engine.most
+    n, answers = get(body, "n", Count, 1), model.engine.max_answers
     if n * len(prompts) > answers:
         raise Refused(400, f"n is {n}, wanted at most {answers // len(prompts)} answers to each prompt", param="n")
     prompts = [prompt for prompt in prompts for _ in range(n)]
-    most = get(body, limit, Count | Annotated[int, one_of(NO_LIMIT)], MAX_TOKENS if chat else TEXT_TOKENS)
-    most = model.engine.rows.capacity if most == NO_LIMIT else most
+    max_tokens = get(body, limit, Count | Annotated[int, one_of(NO_LIMIT)], MAX_TOKENS if chat else TEXT_TOKENS)
+    max_tokens = model.engine.rows.capacity if max_tokens == NO_LIMIT else max_tokens
     samplers = _samplers(body, model, len(prompts))
     for sampler, prompt in zip(samplers, prompts, strict=True):
-        sampler.start(len(prompt), min(most, model.engine.rows.capacity - len(prompt) + 1))
+        sampler.start(len(prompt), min(max_tokens, model.engine.rows.capacity - len(prompt) + 1))
     stop = get(body, "stop", Stop | Stops, ())
     stream = get(body, "stream", bool, False)
     options = get(body, "stream_options", Mapping[str, Any], {})
@@ -290,8 +290,8 @@ def read_request(values: object, models: Mapping[str, Served], chat: bool) -> Ta
     thinks = chat and model.chat_template.thinks and (is_free or calls is not None)
     inside = thinks and begins_thinking(text)
     task = Task(
-        model, chat, prompts, samplers, most, stops, logprobs, stream, usage, calls, thinks, inside, allow_loops, n=n,
-        form=form,
+        model, chat, prompts, samplers, max_tokens, stops, logprobs, stream, usage, calls, thinks, inside, allow_loops,
+        n=n, form=form,
     )  # fmt: skip
     if not get(body, "echo", bool, False):
         return task
@@ -301,7 +301,8 @@ def read_request(values: object, models: Mapping[str, Served], chat: bool) -> Ta
 
 
 def tokenize(values: object, models: Mapping[str, Served]) -> list[int]:
-    """The token ids of {"content": text}, or of {"messages": [...]} and {"tools": [...]} in the model's template."""
+    """Return the token ids of {"content": text}, or of {"messages": [...]} and {"tools": [...]} in the model's
+    template."""
     body = known_fields(
         values,
         ("model", "content", "messages", "tools", "add_special", "chat_template_kwargs", "reasoning_effort"),
@@ -314,7 +315,7 @@ def tokenize(values: object, models: Mapping[str, Served]) -> list[int]:
 
 
 def detokenize(values: object, models: Mapping[str, Served]) -> str:
-    """The text of {"tokens": [...]}, without special tokens."""
+    """Return the text of {"tokens": [...]}, without special tokens."""
     body = known_fields(values, ("model", "tokens"))
     model = choose_model(body, models)
     token = Annotated[int, bounds(0, model.artifact.vocab_size - 1)]
@@ -365,7 +366,7 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
 
 
 def _variables(body: Mapping[str, Any], model: Served) -> dict[str, Any]:
-    """The variables of the chat template that a request sets: chat_template_kwargs, and reasoning_effort as this
+    """Return the variables of the chat template that a request sets: chat_template_kwargs, and reasoning_effort as this
     template knows it. One that the template does not read is refused, unless it turns off what the model never does."""
     template = model.chat_template
     given = get(body, "chat_template_kwargs", Mapping[str, Any], {})
@@ -395,7 +396,7 @@ def _variables(body: Mapping[str, Any], model: Served) -> dict[str, Any]:
 
 
 def _arguments(call: MessageCall, place: str) -> dict[str, Any]:
-    """The arguments of an earlier call, as templates take them."""
+    """Return the arguments of an earlier call, as templates take them."""
     place = f"{place}.function.arguments"
     try:
         arguments = json.loads(call.function.arguments or "{}")
@@ -407,7 +408,7 @@ def _arguments(call: MessageCall, place: str) -> dict[str, Any]:
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], str]:
-    """The tools that the model may call and the choice: auto, required, or a function's name."""
+    """Return the tools that the model may call and the choice: auto, required, or a function's name."""
     tools = get(body, "tools", Tools, (), extra=True)
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
@@ -427,7 +428,7 @@ def _tools(body: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], str]:
 
 
 def _calls(body: Mapping[str, Any], model: Served, calls: Calls, choice: str) -> Form:
-    """The form of answers that may have calls."""
+    """Return the form of answers that may have calls."""
     functions = [tool.function for tool in get(body, "tools", Tools, extra=True)]
     if choice not in ("auto", "required"):
         functions = [function for function in functions if function.name == choice]
@@ -440,48 +441,48 @@ def _calls(body: Mapping[str, Any], model: Served, calls: Calls, choice: str) ->
         raise Refused(400, why, param="json_schema" if "json_schema" in body else "response_format")
     json_after = calls.begin if free and text is None else ""
 
-    def compiled(wanted: Callable[[], bool], functions: Sequence[Function] = functions) -> Constraint:
+    def compiled(is_waiting: Callable[[], bool], functions: Sequence[Function] = functions) -> Constraint:
         """With `auto`, what cannot be held of a function's schema is left out: the answer may need no call."""
         rules = grammar(calls, functions, free=free, several=several, schema=text, lenient=free)
-        return model.grammars.grammar(rules, wanted, json_after=json_after)
+        return model.grammars.grammar(rules, is_waiting, json_after=json_after)
 
-    def form(wanted: Callable[[], bool]) -> Constraint:
+    def form(is_waiting: Callable[[], bool]) -> Constraint:
         try:
-            return compiled(wanted)
+            return compiled(is_waiting)
         except Abandoned:
             raise
         except DiffbitError:
             if not free:
-                _find_wrong(model, functions, text, wanted)
+                _find_wrong(model, functions, text, is_waiting)
                 raise
             for function in functions:
                 with located(f"the parameters of {function.name}"):
                     Grammars.rule(function.schema, lenient=True)
-            _find_wrong(model, (), text, wanted)
-        return compiled(wanted, [replace(function, parameters=ANY_OBJECT) for function in functions])
+            _find_wrong(model, (), text, is_waiting)
+        return compiled(is_waiting, [replace(function, parameters=ANY_OBJECT) for function in functions])
 
     return form
 
 
-def _find_wrong(model: Served, functions: Sequence[Function], text: object, wanted: Callable[[], bool]) -> None:
+def _find_wrong(model: Served, functions: Sequence[Function], text: object, is_waiting: Callable[[], bool]) -> None:
     """Raise an error that names the schema which cannot be used."""
     for function in functions:
         with located(f"the parameters of {function.name}"):
-            model.grammars.json_schema(function.schema, wanted)
+            model.grammars.json_schema(function.schema, is_waiting)
     if text is not None:
-        model.grammars.json_schema(text, wanted)
+        model.grammars.json_schema(text, is_waiting)
 
 
 def _schema(body: Mapping[str, Any]) -> object:
-    """The JSON schema of the answer; None: there is none."""
-    wanted = get(body, "response_format", Mapping[str, Any], {"type": "text"})
+    """Return the JSON schema of the answer; None: there is none."""
+    format = get(body, "response_format", Mapping[str, Any], {"type": "text"})
     place = "response_format"
-    kind = get(wanted, "type", Annotated[str, one_of("text", "json_object", "json_schema")], place=place)
+    kind = get(format, "type", Annotated[str, one_of("text", "json_object", "json_schema")], place=place)
     schema: object = None
     if kind == "json_object":
-        schema = wanted.get("schema") or {"type": "object"}
+        schema = format.get("schema") or {"type": "object"}
     elif kind == "json_schema":
-        inner = get(wanted, "json_schema", Mapping[str, Any], place=place)
+        inner = get(format, "json_schema", Mapping[str, Any], place=place)
         schema = get(inner, "schema", Mapping[str, Any], place=f"{place}.json_schema")
     if "json_schema" in body:
         if schema is not None:
@@ -498,9 +499,11 @@ def _form(body: Mapping[str, Any], model: Served) -> Form | None:
         return None
     param = "grammar" if rules else "json_schema" if "json_schema" in body else "response_format"
 
-    def form(wanted: Callable[[], bool]) -> Constraint:
+    def form(is_waiting: Callable[[], bool]) -> Constraint:
         try:
-            return model.grammars.grammar(rules, wanted) if rules else model.grammars.json_schema(schema, wanted)
+            return (
+                model.grammars.grammar(rules, is_waiting) if rules else model.grammars.json_schema(schema, is_waiting)
+            )
         except Abandoned:
             raise
         except DiffbitError as error:
@@ -509,12 +512,13 @@ def _form(body: Mapping[str, Any], model: Served) -> Form | None:
     return form
 
 
-def token_ids(prompt: Any, model: Served, field: str, most: int) -> list[list[int]]:
-    """The token ids of a text, a list of token ids, or a list of at most so many of either: the value of a field."""
+def token_ids(prompt: Any, model: Served, field: str, limit: int) -> list[list[int]]:
+    """Return the token ids of a text, a list of token ids, or a list of at most `limit` of either: the value of a
+    field."""
     if isinstance(prompt, str) or (prompt and all(isinstance(item, int) for item in prompt)):
         prompt = (prompt,)
-    if not 1 <= len(prompt) <= most:
-        raise Refused(400, f"{field} has {len(prompt)} texts, wanted 1 to {most}", param=field)
+    if not 1 <= len(prompt) <= limit:
+        raise Refused(400, f"{field} has {len(prompt)} texts, wanted 1 to {limit}", param=field)
     bos = model.artifact.bos_token_id
     prompts = []
     for index, item in enumerate(prompt):
@@ -525,7 +529,7 @@ def token_ids(prompt: Any, model: Served, field: str, most: int) -> list[list[in
 
 
 def _samplers(body: Mapping[str, Any], model: Served, count: int) -> list[Sampler]:
-    """The samplers of so many answers; each has its own seed."""
+    """Return `count` samplers; each has its own seed."""
     options = {name: body.get(name) for name in SAMPLING}
     if options["seed"] is not None:
         seed = get(body, "seed", int)

@@ -95,7 +95,8 @@ class Pages:
 
 
 def _runs(part: NDArray[Any]) -> tuple[Sequence[int], int]:
-    """The pieces of memory that a part of a contiguous array consists of: their offsets in it, and the bytes of one."""
+    """Return the pieces of memory that a part of a contiguous array consists of: their offsets in it, and the bytes of
+    one."""
     size, outer = part.itemsize, part.ndim
     while outer and (part.strides[outer - 1] == size or part.shape[outer - 1] == 1):
         outer -= 1

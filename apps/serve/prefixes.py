@@ -31,11 +31,11 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class PrefixFiles:
-    """The prefixes of an artifact in a folder, of at most `most` bytes: the ones that were not used for the longest
+    """The prefixes of an artifact in a folder, of at most `limit` bytes: the ones that were not used for the longest
     time are deleted. Several servers may have the same folder. Raises DiffbitError if it cannot be written."""
 
-    def __init__(self, folder: Path, artifact: Artifact, most: int) -> None:
-        self.folder, self.most = folder / artifact.sha256[:16], most
+    def __init__(self, folder: Path, artifact: Artifact, limit: int) -> None:
+        self.folder, self.limit = folder / artifact.sha256[:16], limit
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -53,20 +53,20 @@ class PrefixFiles:
                 self._forget(file)
 
     def longest(self, ids: NDArray[np.int64]) -> tuple[int, Path | None]:
-        """The longest prefix of a prompt that a file has."""
+        """Return the longest prefix of a prompt that a file has."""
         fitting = ((len(known), file) for file, known in self._ids.items() if np.array_equal(known, ids[: len(known)]))
         return max(fitting, default=(0, None))
 
-    def load(self, file: Path, wanted: Mapping[str, NDArray[Any]]) -> Arrays | None:
-        """The buffers in a file, which have the types and shapes of `wanted`; None if they are damaged."""
+    def load(self, file: Path, expected: Mapping[str, NDArray[Any]]) -> Arrays | None:
+        """Return the buffers in a file, which have the types and shapes of `expected`; None if they are damaged."""
         try:
             with safe_open(file, "numpy") as opened:
-                arrays = {name: opened.get_tensor(name) for name in wanted}
+                arrays = {name: opened.get_tensor(name) for name in expected}
                 digest = (opened.metadata() or {}).get(DIGEST)
             os.utime(file)
         except DAMAGED:
             arrays, digest = {}, None
-        kinds = [{name: (one.dtype, one.shape) for name, one in some.items()} for some in (arrays, wanted)]
+        kinds = [{name: (array.dtype, array.shape) for name, array in some.items()} for some in (arrays, expected)]
         if kinds[0] == kinds[1] and digest == _digest(self._ids[file], arrays):
             return arrays
         self._forget(file)
@@ -75,23 +75,23 @@ class PrefixFiles:
     def save(self, ids: NDArray[np.int64], arrays: Arrays) -> None:
         """Write the buffers of a row that has the tokens `ids`. A full disk costs the file and nothing else."""
         file = self.folder / f"{hashlib.sha256(ids.tobytes()).hexdigest()[:32]}.safetensors"
-        whole = {IDS: ids, **{name: np.ascontiguousarray(array) for name, array in arrays.items()}}
+        tensors = {IDS: ids, **{name: np.ascontiguousarray(array) for name, array in arrays.items()}}
         try:
             with write_atomic(file) as temporary:
-                save_file(whole, temporary, {DIGEST: _digest(ids, arrays)})
+                save_file(tensors, temporary, {DIGEST: _digest(ids, arrays)})
         except (SafetensorError, OSError, DiffbitError) as error:
             remark(f"a prefix of {len(ids)} tokens was not written ({error})")
             return
         self._ids[file] = ids
         sizes = {}
-        for one in self.folder.glob("*.safetensors"):  # other servers may share the folder, and delete files
+        for path in self.folder.glob("*.safetensors"):  # other servers may share the folder, and delete files
             with suppress(OSError):
-                sizes[one] = one.stat()
-        for one in sorted(sizes, key=lambda one: sizes[one].st_mtime_ns):
-            if sum(status.st_size for status in sizes.values()) <= self.most:
+                sizes[path] = path.stat()
+        for path in sorted(sizes, key=lambda path: sizes[path].st_mtime_ns):
+            if sum(status.st_size for status in sizes.values()) <= self.limit:
                 break
-            del sizes[one]
-            self._forget(one)
+            del sizes[path]
+            self._forget(path)
 
     def _forget(self, file: Path) -> None:
         self._ids.pop(file, None)

@@ -47,13 +47,13 @@ def read_responses(values: object, models: Mapping[str, Served]) -> Task:
 
 
 def _nested(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool, or a choice of one, as chat requests have it."""
+    """Return a tool, or a choice of one, as chat requests have it."""
     return {"type": tool.get("type"), "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
 def _messages(items: tuple[Mapping[str, Any], ...]) -> list[dict[str, Any]]:
-    """The messages of chat requests; calls that follow one another are of one message, and so is the thinking before
-    them."""
+    """Return the messages of chat requests; calls that follow one another are of one message, and so is the thinking
+    before them."""
     messages: list[dict[str, Any]] = []
     thoughts: dict[str, str] = {}  # of the message that follows
     for index, item in enumerate(items):
@@ -200,7 +200,7 @@ class Responses(Answers):
         yield event(f"response.{response['status']}", {"response": response})
 
     def _response(self, last: Piece | None) -> dict[str, Any]:
-        """The response after its last piece; None: there are more."""
+        """Return the response after its last piece; None: there are more."""
         usage = self.usage()
         reached_limit = last is not None and REASONS[last.finish_reason] == "length"
         status = "in_progress" if last is None else "incomplete" if reached_limit else "completed"

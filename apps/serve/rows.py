@@ -69,17 +69,17 @@ class RowCaches:
         return self._session.run(self._binding, ids, mask, positions, last=True, shorter_by=longest - lengths)[:, -1]
 
     def recent(self, row: int) -> dict[str, NDArray[Any]]:
-        """A copy of a row's residual windows; none if the cache has rings, whose copies would be large."""
+        """Return a copy of a row's residual windows; none if the cache has rings, whose copies would be large."""
         if any(buffer.ring for buffer in self._buffers.values()):
             return {}
         return {name: self._arrays[name][row].copy() for name, buffer in self._buffers.items() if not buffer.grows}
 
     def first(self, row: int, count: int) -> dict[str, NDArray[Any]]:
-        """Where a row has its first `count` tokens, and what it has of fixed size."""
+        """Return where a row has its first `count` tokens, and what it has of fixed size."""
         return {name: self._arrays[name][row][buffer.first(count)] for name, buffer in self._buffers.items()}
 
     def put(self, row: int, count: int, values: dict[str, NDArray[Any]]) -> None:
-        """Write what `first` of so many tokens, or `recent`, has returned."""
+        """Write what `first` of `count` tokens, or `recent`, has returned."""
         places = self.first(row, count)
         for name, array in values.items():
             places[name][...] = array
@@ -88,21 +88,21 @@ class RowCaches:
     def share(self, row: int, source: int, count: int) -> None:
         """Make the first `count` tokens of `source`, which may be the row itself, the only ones of `row`: by reference
         where that saves memory."""
-        prefix, held = self._prefix[source]
-        if row != source and count >= held + WORTH_SHARING:
+        prefix, length = self._prefix[source]
+        if row != source and count >= length + WORTH_SHARING:
             prefix = self._pages.keep(source, count, self._growing(count))
-            held = count if prefix else 0
-            self._prefix[source] = prefix, held
-        held = min(held, count)
+            length = count if prefix else 0
+            self._prefix[source] = prefix, length
+        length = min(length, count)
         if row != source or not count:
             self.forget(row)
-        self._prefix[row] = (prefix, held) if held else (None, 0)  # whose file goes with its last row
+        self._prefix[row] = (prefix, length) if length else (None, 0)  # whose file goes with its last row
         if row == source:
             return
-        if prefix and held:
-            self._pages.share(row, source, self._growing(held), prefix)
+        if prefix and length:
+            self._pages.share(row, source, self._growing(length), prefix)
         for name, buffer in self._buffers.items():
-            rest = buffer.first(count, held)
+            rest = buffer.first(count, length)
             self._arrays[name][row][rest] = self._arrays[name][source][rest]
         self._written[row] = count
 
@@ -112,12 +112,12 @@ class RowCaches:
         self._prefix[row], self._written[row] = (None, 0), 0
 
     def nbytes(self, lengths: Mapping[int, int]) -> int:
-        """Return the memory that all rows take, a prefix once, when these rows have so many tokens."""
+        """Return the memory that all rows take, a prefix once, when these rows have these lengths."""
         written = self._written.copy()
         for row, length in lengths.items():
             written[row] = max(written[row], length)
-        tokens = int(written.sum()) - sum(held for _, held in self._prefix)
-        tokens += sum(prefix.tokens for prefix in {prefix for prefix, held in self._prefix if prefix and held})
+        tokens = int(written.sum()) - sum(shared for _, shared in self._prefix)
+        tokens += sum(prefix.tokens for prefix in {prefix for prefix, shared in self._prefix if prefix and shared})
         return int(np.count_nonzero(written)) * self._fixed + tokens * self._growth
 
     def _growing(self, count: int) -> dict[str, tuple[slice, ...]]:

@@ -149,7 +149,7 @@ class Server:
         self._hosts, self._origins = {"localhost", *(host.lower() for host in hosts)}, tuple(origins)
 
     def application(self) -> Starlette:
-        """An ASGI application."""
+        """Return an ASGI application."""
         pages = Middleware(CORSMiddleware, allow_origins=self._origins, allow_methods=["*"], allow_headers=["*"])
         return Starlette(
             routes=[
@@ -217,17 +217,17 @@ class Server:
         self._forming += 1
         try:
             with self._public():
-                made = asyncio.get_running_loop().run_in_executor(
+                future = asyncio.get_running_loop().run_in_executor(
                     self._forms, task.constrain, lambda: not gone.is_set()
                 )
-                await _unless_gone(http, made)
+                await _unless_gone(http, future)
         finally:
             gone.set()
             self._forming -= 1
 
     @contextmanager
     def leaving(self, size: int) -> Iterator[None]:
-        """While an answer of so many bytes waits for its client. Raises Refused if too many do."""
+        """Count an answer of `size` bytes while it waits for its client. Raises Refused if too many wait."""
         if self._leaving + size > max(self._most_leaving, size):
             raise Refused(503, "too many answers are waiting for their clients; try again later", "server_error")
         self._leaving += size
@@ -334,7 +334,8 @@ def _parsed(read: Reader[Result], data: bytearray, models: Mapping[str, Served])
 
 
 def _json(content: Mapping[str, Any]) -> bytes:
-    """JSON of an answer. Long lists are written piece by piece, as json holds the interpreter's lock for each call."""
+    """Return JSON of an answer. Long lists are written piece by piece, as json holds the interpreter's lock for each
+    call."""
 
     def text(value: object) -> str:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -375,7 +376,7 @@ def _is_address(host: str) -> bool:
 
 async def _unless_gone(http: Request, result: Awaitable[Result]) -> Result:
     """The result; it is cancelled if the client disconnects."""
-    whole = asyncio.ensure_future(result)
+    future = asyncio.ensure_future(result)
 
     async def gone() -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -383,14 +384,14 @@ async def _unless_gone(http: Request, result: Awaitable[Result]) -> Result:
 
     watch = asyncio.ensure_future(gone())
     try:
-        await asyncio.wait({whole, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not whole.done():
+        await asyncio.wait({future, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not future.done():
             raise Refused(*GONE)
-        return whole.result()
+        return future.result()
     except asyncio.CancelledError:  # uvicorn's drain is over
         raise Refused(503, "the server is ending", "server_error") from None
     finally:
-        for task in (whole, watch):
+        for task in (future, watch):
             task.cancel()
 
 
@@ -402,7 +403,7 @@ def _about(model: Served) -> dict[str, Any]:
 
 
 def _metrics(models: Sequence[Served]) -> str:
-    """The metrics in Prometheus's text format."""
+    """Return the metrics in Prometheus's text format."""
     lines = []
     for name in (field.name for field in fields(Counts)):
         lines.append(f"# TYPE diffbit_{name}_total counter")

@@ -56,7 +56,7 @@ class Calls:
     arguments: str  # the key of the arguments
 
     def head(self, name: str) -> str:
-        """What a call has before its arguments."""
+        """Return what a call has before its arguments."""
         return f'{{"name": "{name}", "{self.arguments}": '
 
 
@@ -65,7 +65,7 @@ BARE = Calls("", None, "", "parameters")  # Llama 3
 
 
 def calls_of(template: ChatTemplate) -> Calls | None:
-    """How a template's model writes calls; None if it knows no tools, or another way to write them."""
+    """Return how a template's model writes calls; None if it knows no tools, or another way to write them."""
     source = template.source
     if not re.search(r"\btools\b", source):
         return None
@@ -75,7 +75,8 @@ def calls_of(template: ChatTemplate) -> Calls | None:
 
 
 def in_words(tools: Sequence[Mapping[str, Any]], messages: Sequence[Message]) -> list[Message]:
-    """The conversation for a template without tools: functions in a system message, calls and results as text."""
+    """Return the conversation for a template without tools: functions in a system message, calls and results as
+    text."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     about = (
         f"You can call these functions:\n{listed}\n\nTo call one, write:\n{TAGS.begin}{TAGS.head('NAME')}"
@@ -112,8 +113,8 @@ def grammar(
     schema: object = None,
     lenient: bool = False,
 ) -> str:
-    """A Lark grammar of calls. free: a text without calls is allowed, too; schema: that of this text, if it is JSON;
-    lenient: leave out what cannot be held of the functions' schemas."""
+    """Return a Lark grammar of calls. free: a text without calls is allowed, too; schema: that of this text, if it is
+    JSON; lenient: leave out what cannot be held of the functions' schemas."""
     indices = range(len(functions))
     rules = [f"call: {' | '.join(f'call{i}' for i in indices)}"]
     rules += [f'call{i}: {_quoted(calls.head(functions[i].name))} args{i} "}}"' for i in indices]
@@ -165,9 +166,9 @@ class CallReader:
         if at >= 0:
             self._read = self._to_head
             return self._take("text", at)
-        held = pending.rfind(begin[0])
-        is_held = held >= 0 and begin.startswith(pending[held:]) and not last
-        return self._take("text", held if is_held else len(pending)) if held or not is_held else None
+        at_begin = pending.rfind(begin[0])
+        is_held = at_begin >= 0 and begin.startswith(pending[at_begin:]) and not last
+        return self._take("text", at_begin if is_held else len(pending)) if at_begin or not is_held else None
 
     def _rest(self, last: bool) -> Event | None:
         return self._take("text", len(self._pending))
@@ -181,7 +182,7 @@ class CallReader:
         return "name", head[1]
 
     def _arguments(self, last: bool) -> Event | None:
-        """The characters of the arguments' object, up to its end."""
+        """Return the characters of the arguments' object, up to its end."""
         for index, character in enumerate(self._pending, 1):
             if self._escaped:
                 self._escaped = False

@@ -10,6 +10,8 @@ import typer
 
 from ...cli import Json, Quiet, TorchDevice, print_json, print_table, remark, torch_device
 from ...io.errors import DiffbitError
+from ...io.files import write_atomic
+from ...io.page import render
 
 EXAMPLES = {
     "show": (
@@ -53,7 +55,6 @@ def show(
     to nearest. Models run in torch; an artifact has no maps, so pass the checkpoint that it was made from.
     """
     from .document import document
-    from .page import write_page
 
     if output is None and not as_json:
         raise DiffbitError("there is nothing to write to; pass a file with -o, or --json")
@@ -65,6 +66,18 @@ def show(
         print_json(shown)
     else:
         print_table(row for model in shown["models"] for row in _rows(model))
+
+
+def page_text(shown: dict[str, Any]) -> str:
+    """Return the page of a `document` as text."""
+    title = "Attention of " + ", ".join(model["name"] for model in shown["models"])
+    return render(Path(__file__).with_name("show.html.j2"), title, shown)
+
+
+def write_page(shown: dict[str, Any], path: Path) -> None:
+    """Write the page of a `document`; a file that is there is replaced."""
+    with write_atomic(path) as temporary:
+        temporary.write_text(page_text(shown), encoding="utf-8")
 
 
 def _numbers(text: str) -> list[int]:

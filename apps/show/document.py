@@ -75,21 +75,21 @@ def document(
 def _model(path: Path, prompt: str, answer: str | None, device: str, layers: Sequence[int] | None, room: int) -> Json:
     checkpoint, tokenizer, name = Checkpoint(path), load_tokenizer(path), folder_name(path)
     encoding = tokenizer.backend.encode(prompt)
-    most = min(MOST_TOKENS, checkpoint.config.max_position)
-    if not 0 < len(encoding.ids) <= most:
-        raise DiffbitError(f"{name}: the prompt has {len(encoding.ids)} tokens, wanted 1 to {most}")
+    limit = min(MOST_TOKENS, checkpoint.config.max_position)
+    if not 0 < len(encoding.ids) <= limit:
+        raise DiffbitError(f"{name}: the prompt has {len(encoding.ids)} tokens, wanted 1 to {limit}")
     decoder, stored = load(checkpoint, device=device), read_scheme(checkpoint)
-    whole = run(decoder, encoding.ids)
-    if not whole.maps:
+    float_run = run(decoder, encoding.ids)
+    if not float_run.maps:
         raise DiffbitError(f"{name}: no layer has attention, so there are no maps to show")
     texts = [_text(tokenizer, prompt, *place) for place in zip(encoding.ids, encoding.offsets, strict=True)]
     marked = _answer_tokens(prompt, answer, encoding.offsets)
-    heads = _chosen(name, whole, layers, room // len(SETTINGS))
-    before = whole.next_logits.double().log_softmax(-1)
+    heads = _chosen(name, float_run, layers, room // len(SETTINGS))
+    before = float_run.next_logits.double().log_softmax(-1)
     settings = []
     for what, bits in track(SETTINGS if stored is None else SETTINGS[:1], f"roundings of {name}"):
         try:
-            rounded = whole if what == "nothing" else run(_rounded(decoder, what, bits), encoding.ids)
+            rounded = float_run if what == "nothing" else run(_rounded(decoder, what, bits), encoding.ids)
         except DiffbitError as error:
             remark(f"{name}: {what} at {bits} bits are left out: {error}")
             continue
@@ -103,11 +103,11 @@ def _model(path: Path, prompt: str, answer: str | None, device: str, layers: Seq
         "answer": marked,
         "num_layers": checkpoint.config.num_layers,
         "layers": [
-            {"layer": layer, "heads": count, "branches": whole.maps[layer].weights.shape[1]}
+            {"layer": layer, "heads": count, "branches": float_run.maps[layer].weights.shape[1]}
             for layer, count in heads.items()
         ],
         "settings": settings,
-        "outliers": [_outliers(whole, layer) for layer in range(len(whole.hidden))],
+        "outliers": [_outliers(float_run, layer) for layer in range(len(float_run.hidden))],
     }
 
 
@@ -125,12 +125,12 @@ def _rounded(decoder: Decoder, what: str, bits: int) -> Decoder:
 
 
 def _text(tokenizer: TextTokenizer, prompt: str, token_id: int, place: tuple[int, int]) -> str:
-    """The token's part of the prompt, or the name of a token that stands for no text."""
+    """Return the token's part of the prompt, or the name of a token that stands for no text."""
     return prompt[slice(*place)] or str(tokenizer.backend.id_to_token(token_id))
 
 
 def _answer_tokens(prompt: str, answer: str | None, places: Sequence[tuple[int, int]]) -> list[int]:
-    """Tokens that overlap an occurrence of the answer."""
+    """Return tokens that overlap an occurrence of the answer."""
     if answer is None:
         return []
     begins = [index for index in range(len(prompt)) if prompt.startswith(answer, index)]
@@ -138,20 +138,20 @@ def _answer_tokens(prompt: str, answer: str | None, places: Sequence[tuple[int, 
     return [i for i, (start, stop) in enumerate(places) if any(start < end and begin < stop for begin, end in ends)]
 
 
-def _chosen(name: str, whole: Run, layers: Sequence[int] | None, room: int) -> dict[int, int]:
+def _chosen(name: str, float_run: Run, layers: Sequence[int] | None, room: int) -> dict[int, int]:
     """Return {layer: heads} of the maps to show, of at most `room` bytes, at least one."""
-    known = list(whole.maps)
+    known = list(float_run.maps)
     if layers is not None:
         if missing := [layer for layer in layers if layer not in known]:
             raise DiffbitError(f"{name}: layer {missing[0]} has no attention; layers with attention: {_ranges(known)}")
         known = sorted(set(layers))
-    length = len(whole.maps[known[0]].valid)
-    sizes = {layer: whole.maps[layer].weights[0, :, 0, 0].numel() * length * (length + 1) // 2 for layer in known}
-    heads = {layer: whole.maps[layer].weights.shape[0] for layer in known}
+    length = len(float_run.maps[known[0]].valid)
+    sizes = {layer: float_run.maps[layer].weights[0, :, 0, 0].numel() * length * (length + 1) // 2 for layer in known}
+    heads = {layer: float_run.maps[layer].weights.shape[0] for layer in known}
     count = min(len(known), max(1, room // max(sizes[layer] * heads[layer] for layer in known)))
     spread = known if layers is not None else [known[round(i)] for i in np.linspace(0, len(known) - 1, count)]
-    most = max(1, room // len(spread) // max(sizes.values()))
-    return {layer: min(heads[layer], most) for layer in spread}
+    limit = max(1, room // len(spread) // max(sizes.values()))
+    return {layer: min(heads[layer], limit) for layer in spread}
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -162,7 +162,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _next(tokenizer: TextTokenizer, ids: Sequence[int], rounded: Run, before: Tensor, name: str) -> Json:
-    """The most likely next tokens, and the divergence KL(before | rounded) in nats."""
+    """Return the most likely next tokens, and the divergence KL(before | rounded) in nats."""
     after = rounded.next_logits.double().log_softmax(-1)
     if not after.isfinite().all():
         raise DiffbitError(f"{name}: the next token's logits are infinite or NaN; the checkpoint is damaged")
@@ -179,17 +179,17 @@ def _next(tokenizer: TextTokenizer, ids: Sequence[int], rounded: Run, before: Te
 
 
 def _continuation(tokenizer: TextTokenizer, ids: Sequence[int], token: int) -> str:
-    """The text that a token adds to the prompt; its name if it adds none, as a special token."""
+    """Return the text that a token adds to the prompt; its name if it adds none, as a special token."""
     if token >= tokenizer.vocab_size:
         return f"#{token}"
     backend = tokenizer.backend
-    start, whole = backend.decode(list(ids)), backend.decode([*ids, token])
-    added = whole[len(start) :] if whole.startswith(start) else backend.decode([token])
+    start, text = backend.decode(list(ids)), backend.decode([*ids, token])
+    added = text[len(start) :] if text.startswith(start) else backend.decode([token])
     return added or str(backend.id_to_token(token))
 
 
 def _maps(rounded: Run, heads: dict[int, int], marked: Sequence[int]) -> Json:
-    """The bytes of the maps, the lambdas, and each head's numbers."""
+    """Return the bytes of the maps, the lambdas, and each head's numbers."""
     codes, lambdas, rows = [], [], []
     for layer, count in heads.items():
         maps = rounded.maps[layer]
@@ -206,7 +206,7 @@ def _base64(arrays: Sequence[np.ndarray]) -> str:
 
 
 def _head(maps: Maps, head: int, marked: Sequence[int]) -> Json:
-    """The shares of the last query's weights."""
+    """Return the shares of the last query's weights."""
     rows = maps.weights[head, :, -1].double()
     if maps.lambdas is not None:
         rows = torch.cat((rows, maps.used[head, None, -1].double()))
@@ -219,10 +219,10 @@ def _head(maps: Maps, head: int, marked: Sequence[int]) -> Json:
     }
 
 
-def _outliers(whole: Run, layer: int) -> Json:
-    """The largest magnitudes of a layer and where they are, as `diffbit outliers` measures them (Table 5 of arXiv
-    2410.05258): hidden states behind the layer, and attention logits of queries and keys that they may see."""
-    hidden = whole.hidden[layer].double()
+def _outliers(float_run: Run, layer: int) -> Json:
+    """Return the largest magnitudes of a layer and where they are, as `diffbit outliers` measures them (Table 5 of
+    arXiv 2410.05258): hidden states behind the layer, and attention logits of queries and keys that they may see."""
+    hidden = float_run.hidden[layer].double()
     token, channel = divmod(int(hidden.abs().argmax()), hidden.shape[1])
     deviation = hidden - hidden.mean()
     variance = deviation.square().mean()
@@ -233,9 +233,9 @@ def _outliers(whole: Run, layer: int) -> Json:
         "token": token,
         "channel": channel,
     }
-    if layer not in whole.maps:
+    if layer not in float_run.maps:
         return {"layer": layer, "hidden": numbers, "logits": None}
-    maps = whole.maps[layer]
+    maps = float_run.maps[layer]
     logits = maps.logits.abs().masked_fill(~maps.valid, -1)
     softmax, query, key = np.unravel_index(int(logits.argmax()), logits.shape)
     head, branch = divmod(int(softmax), maps.weights.shape[1])
@@ -244,5 +244,5 @@ def _outliers(whole: Run, layer: int) -> Json:
 
 
 def _short(value: Tensor) -> float:
-    """Six significant digits."""
+    """Return six significant digits."""
     return float(f"{value.item():.6g}")

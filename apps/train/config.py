@@ -101,7 +101,7 @@ class TrainConfig:
         return self.trainable == "lora" and self.qat is None
 
     def scheduled(self, rows: int, batch: int) -> TrainConfig:
-        """Return the run with the number of steps that `passes` over so many rows take, `batch` of them a step."""
+        """Return the run with the number of steps that `passes` over the rows take, with `batch` rows a step."""
         if self.passes is None:
             return self
         steps = min(self.steps, max(FEWEST_STEPS, math.ceil(self.passes * rows / batch)))
@@ -127,11 +127,12 @@ class TrainConfig:
         return Scheme(weights=format, activations=self.activations if format.integer_product else None)
 
     def to_dict(self) -> dict[str, Any]:
-        """The options as plain JSON."""
+        """Return the options as plain JSON."""
         return {**asdict(self), "model": self.model.to_dict()}
 
     def differences(self, other: dict[str, Any]) -> list[str]:
-        """Names of the options that change the result and differ from `other`, the `to_dict()` of another run."""
+        """Return names of the options that change the result and differ from `other`, the `to_dict()` of another
+        run."""
         ours, free = self.to_dict(), {"device", "compile", "checkpoint_every"}
         return [  # runs of earlier versions lack newer options; these had their defaults
             field.name

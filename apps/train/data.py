@@ -59,14 +59,14 @@ class TrainingRows:
         self._starts = np.empty(0, dtype=np.int64)
 
     def take(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rows first ... first + count - 1 of the sequence, int64 [count, length + 1], and a mask of the tokens that
-        answer a query, bool of the same shape."""
+        """Return rows first ... first + count - 1 of the sequence, int64 [count, length + 1], and a mask of the tokens
+        that answer a query, bool of the same shape."""
         rows, answers = zip(*(self._row(number) for number in range(first, first + count)), strict=True)
         return np.stack(rows), np.stack(answers)
 
     def counted(self, first: int, count: int) -> np.ndarray:
-        """Which tokens of these rows the loss counts, bool [count, length + 1]. Rows with needles replace tokens of the
-        text; those answers count, too (`take`)."""
+        """Return which tokens of these rows the loss counts, bool [count, length + 1]. Rows with needles replace tokens
+        of the text; those answers count, too (`take`)."""
         if self.learned is None:
             return np.ones((count, self.length + 1), dtype=bool)
         starts = [self._start(number) for number in range(first, first + count)]

@@ -34,10 +34,11 @@ def disk_demand(model: Decoder, config: TrainConfig, tokenizer: int = 0) -> int:
 
 
 def _moments(count: int, optimizer: str) -> int:
-    """Bytes of AdamW's two moments of so many parameters."""
+    """Return the bytes of AdamW's two moments of `count` parameters."""
     return 8 * count if optimizer == "adamw" or count < 4096 else 2 * count + 8 * -(-count // 256) + 2048
 
 
 def present(out: Path) -> int:
-    """Bytes of the run that is in a folder: it is deleted, or goes on, so that its space is free for the new one."""
+    """Return bytes of the run that is in a folder: it is deleted, or goes on, so that its space is free for the new
+    one."""
     return sum(file.stat().st_size for file in out.rglob("*") if file.is_file()) if out.is_dir() else 0

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ...io import durable
-from ...io.drawing import COLORS, drawn
+from ...io.drawing import COLORS, POINTS, Chart, Line, write_charts
 from ...io.errors import DiffbitError
 from ...io.files import make_folder, parse_json, write_atomic
 from ...models import Decoder, save
@@ -60,8 +60,8 @@ def begin_run(out: Path) -> None:
 
 
 def read_log(out: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run's log, without a last line that a killed run did not finish. Raises DiffbitError for a log
-    that cannot be read."""
+    """Return the lines of a run's log, without a last line that a killed run did not finish. Raises DiffbitError for a
+    log that cannot be read."""
     path = Path(out) / LOG
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -96,26 +96,26 @@ def rewind_log(out: Path, state: Mapping[str, Any]) -> None:
 def plot_losses(logs: Mapping[str, list[dict[str, Any]]], path: str | Path) -> None:
     """Draw loss curves of the named logs (`read_log`), .png or .svg: the training loss, raw and averaged over 20
     steps, the evaluation loss, and the loss on the needles' answers averaged over 20 steps."""
-    with drawn(path) as (axes,):
-        for index, (name, log) in enumerate(logs.items()):
-            color = COLORS[index % len(COLORS)]
-            steps, losses = (np.array([row[key] for row in log]) for key in ("step", "loss"))
-            axes.plot(steps, losses, color=color, alpha=0.2, linewidth=0.8)
-            axes.plot(*_smooth(steps, losses), color=color, label=f"{name}, training")
-            if answers := [(row["step"], row["answer_loss"]) for row in log if "answer_loss" in row]:
-                smooth = _smooth(*np.array(answers).T)
-                axes.plot(*smooth, color=color, linestyle=":", label=f"{name}, needles' answers")
-            if scored := [(row["step"], row["eval_loss"]) for row in log if "eval_loss" in row]:
-                axes.plot(*zip(*scored, strict=True), "o", color=color, markersize=4, label=f"{name}, held out")
-        axes.set_xlabel("step")
-        axes.set_ylabel("loss (nats per token)")
-        axes.legend()
+    lines = []
+    for index, (name, log) in enumerate(logs.items()):
+        look = {"color": COLORS[index % len(COLORS)], "marker": "", "linestyle": "-"}
+        training, answers, scored = (
+            [(row["step"], row[key]) for row in log if key in row] for key in ("loss", "answer_loss", "eval_loss")
+        )
+        lines.append(Line("", training, look=look | {"alpha": 0.2, "linewidth": 0.8}))
+        lines.append(Line(f"{name}, training", _smooth(training), look=look))
+        if answers:
+            lines.append(Line(f"{name}, needles' answers", _smooth(answers), look=look | {"linestyle": ":"}))
+        if scored:
+            lines.append(Line(f"{name}, held out", scored, look=look | POINTS | {"marker": "o", "markersize": 4}))
+    write_charts(path, [Chart("", "step", "loss (nats per token)", lines)])
 
 
-def _smooth(steps: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Moving average over 20 steps, or over all if there are fewer."""
+def _smooth(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the moving average over 20 steps, or over all if there are fewer."""
+    steps, losses = zip(*points, strict=True)
     width = min(20, len(losses))
-    return steps[width - 1 :], np.convolve(losses, np.ones(width) / width, mode="valid")
+    return list(zip(steps[width - 1 :], np.convolve(losses, np.ones(width) / width, mode="valid"), strict=True))
 
 
 def place_model(

@@ -30,7 +30,7 @@ class GainedLinear(nn.Linear):
         self.gain = nn.Parameter(torch.full((width,), gain, device=linear.weight.device))
 
     def product(self) -> Tensor:
-        """The weight multiplied by the gain, [N, H * 2d]."""
+        """Return the weight multiplied by the gain, [N, H * 2d]."""
         return self.weight * self.gain.repeat(self.in_features // len(self.gain))
 
     def forward(self, x: Tensor) -> Tensor:

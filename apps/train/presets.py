@@ -95,7 +95,7 @@ def model_config(
     noise_ratio: int | None = None,
     **options: Any,
 ) -> ModelConfig:
-    """The model of a preset with an attention variant; `vocab_size` None: the preset's. With shared noise heads
+    """Return the model of a preset with an attention variant; `vocab_size` None: the preset's. With shared noise heads
     (noise_ratio) it has fewer query rows, and at most one kv head for each of them. options: of ModelConfig.uniform.
     Raises DiffbitError for an unknown name."""
     size = _preset(preset)
@@ -108,19 +108,19 @@ def model_config(
             vocab_size=vocab_size or size.vocab_size, hidden_size=size.hidden_size, num_layers=layers,
             num_heads=heads, num_kv_heads=max(1, min(kv_heads, heads // (noise_ratio or 1))), head_dim=head_dim,
             intermediate_size=width, max_position=size.context, attention=attention, tie_embeddings=True,
-            noise_ratio=noise_ratio, sizes=kind.equal_sizes(size.num_pairs, head_dim), **options,
+            noise_ratio=noise_ratio, **kind.equal_sizes(size.num_pairs, head_dim), **options,
         )  # fmt: skip
 
     width, layers = size.intermediate_size, size.num_layers
-    wanted = num_parameters(sized("softmax", width, layers))
+    target = num_parameters(sized("softmax", width, layers))
 
     def count(width: int, layers: int) -> int:
         return num_parameters(sized(attention, width, layers, **options))
 
     # Shared noise heads may save parameters; with one for each signal head, a variant has as many as the plain model
-    if abs(surplus := count(width, layers) - wanted) > SAME_SIZE * wanted:
-        if each := count(width + WIDTH_STEP, layers) - count(width, layers):
-            width -= WIDTH_STEP * round(surplus / each)
+    if abs(surplus := count(width, layers) - target) > SAME_SIZE * target:
+        if per_step := count(width + WIDTH_STEP, layers) - count(width, layers):
+            width -= WIDTH_STEP * round(surplus / per_step)
         else:  # an MLP of one width, as ista
             layers -= round(surplus / (count(width, layers + 1) - count(width, layers)))
     model = sized(attention, width, layers, noise_ratio, **options)
@@ -128,7 +128,7 @@ def model_config(
 
 
 def _caches_once(model: ModelConfig, window: int) -> ModelConfig:
-    """A model of equal layers as YOCO's."""
+    """Return a model of equal layers as YOCO's."""
     layer, half = model.layers[0], model.num_layers // 2
     if not isinstance(layer.mixer, AttentionOptions):
         raise DiffbitError(f"preset yoco shares keys and values, which {layer.mixer.name} does not have")
@@ -150,7 +150,7 @@ def train_config(
     noise_ratio: int | None = None,
     **changes: Any,
 ) -> TrainConfig:
-    """The training run of a preset; `changes` replace fields of TrainConfig.
+    """Return the training run of a preset; `changes` replace fields of TrainConfig.
 
     preset: None: "tiny"; with `init`, a run to fine-tune that model: three passes over the text, in 50 to 300 steps of
     4 rows of at most 512 tokens, in bf16 on processors that are faster in it.
@@ -227,7 +227,7 @@ def train_config(
 
 
 def _nearest(parameters: int) -> str:
-    """The preset whose plain model is nearest in size."""
+    """Return the preset whose plain model is nearest in size."""
     counts = {name: num_parameters(model_config(name, "softmax")) for name in PRESETS if name != "yoco"}
     return min(counts, key=lambda name: abs(math.log(counts[name] / parameters)))
 
@@ -241,7 +241,8 @@ def _preset(name: str) -> Preset:
 def _model_of(
     checkpoint: str, attention: str | None, mlp: str | None, sub_norms: bool | None, quantized: bool
 ) -> ModelConfig:
-    """The model of a checkpoint, which may be `quantized`. Raises DiffbitError if training cannot start from it."""
+    """Return the model of a checkpoint, which may be `quantized`. Raises DiffbitError if training cannot start from
+    it."""
     start = Checkpoint(checkpoint)
     if start.quantization is not None and not quantized:
         master = Path(checkpoint) / MASTER
@@ -263,8 +264,8 @@ def _model_of(
 
 
 def parameters() -> list[dict[str, Any]]:
-    """A row for each preset and each of its variants, the experimental ones last, with sizes and parameters (a tied
-    embedding counts once)."""
+    """Return a row for each preset and each of its variants, the experimental ones last, with sizes and parameters (a
+    tied embedding counts once)."""
     rows = []
     for preset in PRESETS:
         for attention in sorted(variants(), key=is_experimental):

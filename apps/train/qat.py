@@ -96,7 +96,7 @@ class QATLinear(nn.Linear):
         return 0 if before is None else int((before != self.codes).sum())
 
     def master(self) -> Tensor:
-        """The float weight [N, K] that is rounded, adapters included."""
+        """Return the float weight [N, K] that is rounded, adapters included."""
         return self.weight if self.down is None else self.weight + self.up @ self.down
 
     @torch.no_grad()
@@ -106,11 +106,11 @@ class QATLinear(nn.Linear):
         self.down = None
 
     def quantized(self) -> QTensor:
-        """The quantized weight."""
+        """Return the quantized weight."""
         return QTensor(self.format, (self.out_features, self.in_features), self.codes, self.scale)
 
     def value(self) -> Tensor:
-        """The decoded quantized weight, fp32 [N, K], computed once after each `refresh`."""
+        """Return the decoded quantized weight, fp32 [N, K], computed once after each `refresh`."""
         if self._value is None:
             self._value = self.format.decode(self.codes, self.scale, None)
         return self._value
@@ -260,7 +260,7 @@ def refresh(layers: list[QATLinear]) -> dict[str, float]:
 
 
 def weights(model: Decoder) -> dict[str, Tensor | QTensor]:
-    """The model's weights by name; those of QATLinears are quantized."""
+    """Return the model's weights by name; those of QATLinears are quantized."""
     floats = {name: model.get_parameter(name).detach() for name in shapes(model.config)}
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QATLinear)}
     return floats | {f"{name}.weight": layer.quantized() for name, layer in layers.items()}

@@ -111,14 +111,14 @@ def train(
         check_apart(out, *(path for path in inputs if path is not None))
     require_matplotlib()  # if matplotlib or bitsandbytes is missing, fail now: an earlier run in `out` is still there
     optimizer_class(config)
-    here = processes(config.device)
-    here.wait()  # every process checks the folder before the first process writes there
+    workers = processes(config.device)
+    workers.wait()  # every process checks the folder before the first process writes there
     try:
-        run = _prepared(config, out, here, render)  # reads all that goes into the run, and writes nothing
-        if here.first:
+        run = _prepared(config, out, workers, render)  # reads all that goes into the run, and writes nothing
+        if workers.first:
             disk = disk_demand(run.model, run.config, sum(map(len, run.tokenizer_files.values())))
             require(f"training into {out}", 0, disk - present(out), out)
-        with locked(out) if here.first else nullcontext():
+        with locked(out) if workers.first else nullcontext():
             return _train(run, resume)
     except BaseException as error:
         if not isinstance(error, Exception) and any((out / FOLDER).glob("step-*")):  # interrupted, such as by Ctrl-C
@@ -126,25 +126,25 @@ def train(
         raise
 
 
-def _prepared(config: TrainConfig, out: Path, here: Processes, render: Callable[[Any], str] | None) -> _Run:
+def _prepared(config: TrainConfig, out: Path, workers: Processes, render: Callable[[Any], str] | None) -> _Run:
     text = load_text(config.source, "train", field=config.field, limit=config.limit, render=render)
     held_out = load_text(config.source, "eval", field=config.field, render=render)
-    files = here.on_first(lambda: prepare_tokenizer(config, text))
-    return _Run(config, out, here, text, held_out, files, render)
+    files = workers.on_first(lambda: prepare_tokenizer(config, text))
+    return _Run(config, out, workers, text, held_out, files, render)
 
 
 def _train(run: _Run, resume: bool) -> TrainResult:
-    config, out, here = run.config, run.out, run.here
-    if here.first and not resume:
+    config, out, workers = run.config, run.out, run.workers
+    if workers.first and not resume:
         begin_run(out)
-    here.wait()
+    workers.wait()
     done = run.resume() if resume else 0
     start = time.perf_counter()
     run.steps(done)
     seconds = time.perf_counter() - start
-    if here.first:
+    if workers.first:
         run.finish(seconds)
-    here.wait()
+    workers.wait()
     log = read_log(out)
     losses, tokens = [row["loss"] for row in log], config.steps * run.batch * config.length
     return TrainResult(losses, log[-1]["eval_loss"], out, tokens, seconds)
@@ -154,13 +154,13 @@ class _Run:
     """A run's text, model and optimizer, in one process."""
 
     def __init__(
-        self, config: TrainConfig, out: Path, here: Processes, text: Corpus, held_out: Corpus, files: TokenizerFiles,
+        self, config: TrainConfig, out: Path, workers: Processes, text: Corpus, held_out: Corpus, files: TokenizerFiles,
         render: Callable[[Any], str] | None,
     ) -> None:  # fmt: skip
-        self.out, self.here, self.tokenizer_files = out, here, files.files
+        self.out, self.workers, self.tokenizer_files = out, workers, files.files
         tokenizer = files.open(Path(config.tokenizer or out))
         eos = tokenizer.eos_id
-        self.batch = config.batch_size * config.accumulate * here.count  # rows per step
+        self.batch = config.batch_size * config.accumulate * workers.count  # rows per step
         tokens, _ = stream(tokenizer.encode(text.documents), eos)
         needles = Needles.of(tokenizer) if config.needles else None
         learned = None if render is None else learned_tokens(text.documents, tokenizer, render)
@@ -178,7 +178,7 @@ class _Run:
                 self.held_out = replace(self.held_out, target=target)
         self.about: dict[str, Any] = {
             "config": self.config.to_dict(),
-            "processes": here.count,
+            "processes": workers.count,
             "text_sha256": text.sha256,
             "text_counts": {**text.counts, "tokens": len(tokens)},
             "learned_tokens": len(tokens) if learned is None else int(learned.sum()),
@@ -203,7 +203,7 @@ class _Run:
                 )
             else:
                 insert_sub_norms(source, self.model, torch.from_numpy(self.rows.take(0, CALIBRATION_ROWS)[0][:, :-1]))
-        self.model.to(here.device)
+        self.model.to(workers.device)
         if config.head_gain is not None:
             add_gains(self.model, config.head_gain)
         for name, parameter in self.model.named_parameters():
@@ -212,14 +212,14 @@ class _Run:
         if config.scheme is not None:
             self.layers = prepare(self.model, config.scheme, config.trainable, quantized, config.rank)
         self.adapters = add_adapters(self.model, config) if config.adapts_floats else {}
-        self.teacher = Teacher(self.config, tokenizer, here.device) if config.distill else None
+        self.teacher = Teacher(self.config, tokenizer, workers.device) if config.distill else None
         if self.teacher is not None:
             self.about["distill_sha256"] = self.teacher.sha256
         self.optimizer = adamw(self.model, config)
         self.objective = Objective(self.model, self.teacher, config.distill_weight, config.compile)
         self.parallel: DistributedDataParallel | None = None
-        if here.count > 1:
-            devices = [here.device] if here.device.type == "cuda" else None
+        if workers.count > 1:
+            devices = [workers.device] if workers.device.type == "cuda" else None
             self.parallel = DistributedDataParallel(self.objective, devices)
 
     def resume(self) -> int:
@@ -241,13 +241,13 @@ class _Run:
         restore(folder, step, self.model, self.optimizer)
         if self.layers:
             refresh(self.layers)
-        if self.here.first:
+        if self.workers.first:
             rewind_log(self.out, before["log"])
         return step
 
     def steps(self, done: int) -> None:
         """Train all steps after step `done`."""
-        config, first = self.config, self.here.first
+        config, first = self.config, self.workers.first
         remaining: Iterable[int] = range(done + 1, config.steps + 1)
         if first:
             remaining = track(remaining, f"training {config.model.attention}", config.steps - done)
@@ -266,7 +266,7 @@ class _Run:
 
     def step(self, step: int) -> dict[str, Any]:
         """Train on the batch of a step (1 ... steps): forward, backward, update. Returns the step's line of the log."""
-        config, here = self.config, self.here
+        config, workers = self.config, self.workers
         begin = time.perf_counter()
         rate = learning_rate(config, step)
         for group in self.optimizer.param_groups:
@@ -277,25 +277,25 @@ class _Run:
         total = max(1, int(counted[:, 1:].sum()))  # tokens of the batch that the loss counts
         # the losses of mixers and of the teacher are of all tokens, so that of the text is made as large
         tokens = self.batch * config.length
-        sums = torch.zeros(4, device=here.device)  # losses of these tokens, answers, the teacher; auxiliary ones
+        sums = torch.zeros(4, device=workers.device)  # losses of these tokens, answers, the teacher; auxiliary ones
         for index in range(config.accumulate):
-            first = (index * here.count + here.rank) * config.batch_size
-            ids = rows[first : first + config.batch_size].to(here.device)  # [B, S + 1]
+            first = (index * workers.count + workers.rank) * config.batch_size
+            ids = rows[first : first + config.batch_size].to(workers.device)  # [B, S + 1]
             answer, counts = (
-                mask[first : first + config.batch_size, 1:].to(here.device) for mask in (answers, counted)
+                mask[first : first + config.batch_size, 1:].to(workers.device) for mask in (answers, counted)
             )  # [B, S]
             last = index == config.accumulate - 1
             for layer in self.layers:
                 layer.gathers = not last
             with nullcontext() if self.parallel is None or last else self.parallel.no_sync():
-                with _autocast(here.device, config.precision):
+                with _autocast(workers.device, config.precision):
                     weights = tokens / total * counts * (1 + (ANSWER_WEIGHT - 1) * answer)
                     loss, losses, distilled = (self.parallel or self.objective)(ids, weights)
                 auxiliary = losses.numel() * auxiliary_loss(self.model)
                 loss = loss + AUXILIARY_WEIGHT * auxiliary
-                (loss * here.count / tokens).backward()  # processes' gradients are averaged
+                (loss * workers.count / tokens).backward()  # processes' gradients are averaged
             sums += torch.stack(((losses * counts).sum(), (losses * answer).sum(), distilled, auxiliary)).detach()
-        if here.count > 1:
+        if workers.count > 1:
             dist.all_reduce(sums)
         loss = sums[0] / total
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip))
@@ -383,7 +383,7 @@ def adamw(model: Decoder, config: TrainConfig) -> torch.optim.Optimizer:
 
 @torch.no_grad()
 def evaluation_loss(model: Decoder, held_out: Windows, batch_size: int, precision: str = "auto") -> float:
-    """Mean loss over the windows, in nats per scored token."""
+    """Return mean loss over the windows, in nats per scored token."""
     device, objective = next(model.parameters()).device, Objective(model)
     total = 0.0
     for begin in range(0, len(held_out.ids), batch_size):
@@ -396,7 +396,8 @@ def evaluation_loss(model: Decoder, held_out: Windows, batch_size: int, precisio
 
 
 def auxiliary_loss(model: Decoder) -> torch.Tensor:
-    """Mean of the auxiliary losses that mixers had in the last forward pass, which clears them; 0 if there are none."""
+    """Return mean of the auxiliary losses that mixers had in the last forward pass, which clears them; 0 if there are
+    none."""
     mixers = [part for part in model.modules() if isinstance(part, Mixer)]
     losses = [mixer.auxiliary_loss for mixer in mixers if mixer.auxiliary_loss is not None]
     for mixer in mixers:

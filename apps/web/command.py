@@ -34,7 +34,7 @@ def web(
         bool,
         typer.Option(
             "--slow",
-            help="Write the page also without kernels for WebAssembly; low-bit models then take seconds per token.",
+            help="Write the page even without kernels for WebAssembly; low-bit models then take seconds per token.",
         ),
     ] = False,
     quantize: Quantize = AUTO,

@@ -6,5 +6,5 @@ safetensors, gguf, sentencepiece, tokenizer_files    readers of other projects' 
 hub              downloads of models by name
 progress         progress bars and quiet mode
 processes        the processes of torchrun that share work
-drawing          the style of plots
+drawing, page    charts, and pages of HTML, in one style
 """

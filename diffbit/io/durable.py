@@ -42,7 +42,7 @@ def sync_tree(folder: Path) -> None:
     sync(folder)
 
 
-def exchange(one: Path, other: Path) -> bool:
+def exchange(first: Path, second: Path) -> bool:
     """Exchange the names of two folders atomically. Returns False, and changes nothing, if the system cannot."""
     import ctypes
 
@@ -50,7 +50,7 @@ def exchange(one: Path, other: Path) -> bool:
         rename = ctypes.CDLL(None).renameat2
     except (AttributeError, OSError, TypeError):  # not Linux, or an old C library
         return False
-    return bool(rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0)
+    return bool(rename(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE) == 0)
 
 
 def lock(file: Path) -> int | None:

@@ -28,10 +28,10 @@ class DiffbitError(Exception):
         super().__init__(shortened(sentence))
 
 
-def shortened(message: str, most: int = MOST_CHARACTERS) -> str:
-    """Return a message of at most about `most` characters: the middle of a longer one, which quotes a long name, number
-    or text from a file or a request, is left out."""
-    return message if len(message) <= most else f"{message[: most // 2]} ... {message[-most // 2 :]}"
+def shortened(message: str, limit: int = MOST_CHARACTERS) -> str:
+    """Return a message of at most about `limit` characters: the middle of a longer one, which quotes a long name,
+    number or text from a file or a request, is left out."""
+    return message if len(message) <= limit else f"{message[: limit // 2]} ... {message[-limit // 2 :]}"
 
 
 class MissingDependency(DiffbitError):
@@ -66,14 +66,15 @@ def needs(package: str, extra: str, purpose: str) -> Iterator[None]:
 
 
 def _release(module: str) -> tuple[str, str]:
-    """The name of the package that has a module, and " as release 1.2"; the module, and nothing, if it is not known."""
+    """Return the name of the package that has a module, and " as release 1.2"; the module, and nothing, if it is not
+    known."""
     for name in metadata.packages_distributions().get(module, ()):
         return name, f" as release {metadata.version(name)}"
     return module, ""
 
 
 def how_to_install(extra: str) -> str:
-    """The command that installs an extra's packages, and leaves diffbit installed in the way it is.
+    """Return the command that installs an extra's packages, and leaves diffbit installed in the way it is.
 
     An editable installation stays editable: `pip install '.[serve]'` would put a copy in its place, which neither edits
     nor `git pull` change. A copy is made again of its folder. diffbit is on no package index, so that a wheel which is
@@ -90,7 +91,7 @@ def how_to_install(extra: str) -> str:
 
 
 def _pip() -> str:
-    if (found := shutil.which("pip")) is None or Path(found).parent != Path(sys.executable).parent:
+    if (path := shutil.which("pip")) is None or Path(path).parent != Path(sys.executable).parent:
         return f"{sys.executable} -m pip"  # another environment's pip would install for another Python
     return "pip"
 
@@ -109,6 +110,6 @@ def _source() -> tuple[bool, Path | None]:
 
 
 def _packages(extra: str) -> list[str]:
-    """An extra's packages, as diffbit's metadata names them."""
+    """Return an extra's packages, as diffbit's metadata names them."""
     marked = (requirement.partition(";") for requirement in metadata.requires("diffbit") or ())
     return [package.strip() for package, _, marker in marked if re.search(rf"\bextra == ['\"]{extra}['\"]", marker)]

@@ -66,7 +66,8 @@ def resolved(path: str | Path) -> Path:
 
 
 def folder_name(path: str | Path) -> str:
-    """The name of a model's file or folder; in the Hugging Face cache (models--ORG--NAME/snapshots/COMMIT), NAME."""
+    """Return the name of a model's file or folder; in the Hugging Face cache (models--ORG--NAME/snapshots/COMMIT),
+    NAME."""
     path = Path(path)  # a file of that cache is a link to one with a hash as its name
     place = resolved(path.parent) / path.name if path.is_file() else resolved(path)
     return place.parent.parent.name.rpartition("--")[2] if place.parent.name == "snapshots" else place.name
@@ -230,16 +231,16 @@ def check_apart(output: str | Path, *sources: str | Path) -> None:
             raise DiffbitError(f"{output}: is or contains {source}, which this command reads; choose another folder")
 
 
-def read_json(path: str | Path, most: int = MOST_JSON) -> dict[str, Any]:
-    """Read the object in a JSON file of at most `most` bytes. Raises DiffbitError if the file is missing, unreadable,
+def read_json(path: str | Path, limit: int = MOST_JSON) -> dict[str, Any]:
+    """Read the object in a JSON file of at most `limit` bytes. Raises DiffbitError if the file is missing, unreadable,
     larger, or not an object."""
     path = Path(path)
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())  # a read takes as much memory as it may read
-            data = file.read((min(most, status.st_size) if stat.S_ISREG(status.st_mode) else most) + 1)
-        if len(data) > most:
-            raise DiffbitError(f"{path}: is larger than {size_text(most)}, the most that is read of such a file")
+            data = file.read((min(limit, status.st_size) if stat.S_ISREG(status.st_mode) else limit) + 1)
+        if len(data) > limit:
+            raise DiffbitError(f"{path}: is larger than {size_text(limit)}, the most that is read of such a file")
         return parse_json(data, path)
     except FileNotFoundError:
         raise DiffbitError(f"{path}: no such file") from None
@@ -309,14 +310,14 @@ def sha256_file(path: str | Path) -> str:
 
 
 def size_text(nbytes: float) -> str:
-    """A size with the unit in which it is at least 1, such as "1.5 GB" or "20.3 kB"."""
+    """Return a size with the unit in which it is at least 1, such as "1.5 GB" or "20.3 kB"."""
     unit = next((unit for unit in ("gb", "mb", "kb") if nbytes >= UNITS[unit]), None)
     return f"{nbytes:.0f} bytes" if unit is None else f"{nbytes / UNITS[unit]:.1f} {unit.upper().replace('K', 'k')}"
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as "40MB" (40,000,000), "40MiB" (41,943,040), "1.2GB" or "800kB". Raises DiffbitError for
-    other text."""
+    """Return bytes of a size such as "40MB" (40,000,000), "40MiB" (41,943,040), "1.2GB" or "800kB". Raises DiffbitError
+    for other text."""
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", text.lower())
     if match is None or match[2] not in UNITS:
         raise DiffbitError(f"{text!r} is not a size; wanted a number with a unit, such as 40MB, 40MiB or 1.2GB")

@@ -124,7 +124,7 @@ def _read(file: Path) -> GGUF:
 
 @lru_cache(maxsize=2)
 def _kept(file: Path, *state: int) -> GGUF:
-    """The header of a file in this state."""
+    """Return the header of a file in this state."""
     return _read(file)
 
 
@@ -215,10 +215,10 @@ class _Reader:
             raise self.damaged("is cut short")
         return data
 
-    def limited(self, count: int, most: int, what: str) -> int:
-        """Return `count` if it is at most `most`, else raise."""
-        if count > most:
-            raise self.damaged(f"announces {count:,} {what}, more than the {most:,} that are read")
+    def limited(self, count: int, limit: int, what: str) -> int:
+        """Return `count` if it is at most `limit`, else raise."""
+        if count > limit:
+            raise self.damaged(f"announces {count:,} {what}, more than the {limit:,} that are read")
         return count
 
     def fitting(self, count: int, size: int) -> int:

@@ -102,7 +102,7 @@ def _gguf(hub: ModuleType, name: HubName, file: str) -> Path:
 
 
 def _only_gguf(hub: ModuleType, name: HubName, folder: Path) -> str:
-    """The GGUF file of a repository, or of a folder in it, with neither safetensors nor an artifact."""
+    """Return the GGUF file of a repository, or of a folder in it, with neither safetensors nor an artifact."""
     within = f"{name.path}/" if name.path else ""
     if hub.constants.HF_HUB_OFFLINE:
         names = sorted(f"{within}{file.name}" for file in folder.glob("*.gguf"))

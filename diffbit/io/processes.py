@@ -59,7 +59,7 @@ class Processes:
                 dist.barrier()
 
     def mine(self, items: Sequence[T]) -> Sequence[T]:
-        """The items that `share` gives to this process."""
+        """Return the items that `share` gives to this process."""
         return items[self.rank :: self.count]
 
     def share(self, items: Iterable[T], work: Callable[[T], R]) -> Iterator[R]:
@@ -71,7 +71,7 @@ class Processes:
                 yield self.broadcast(owner, result)
 
     def on_first(self, work: Callable[[], R]) -> R:
-        """The result of work() in the first process; the others wait for it."""
+        """Return the result of work() in the first process; the others wait for it."""
         return self.broadcast(0, work() if self.first else None)
 
     def broadcast(self, owner: int, value: R | None) -> R:
@@ -143,16 +143,16 @@ def processes(device: str) -> Processes:
             f"process {local} has no GPU of its own: this machine has {torch.cuda.device_count()}; "
             "start as many processes as there are GPUs"
         )
-    here = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    chosen = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if on_gpu:
-        torch.cuda.set_device(here)
+        torch.cuda.set_device(chosen)
     if count > 1 and not dist.is_initialized():
         _store, rank, count = next(dist.rendezvous("env://", rank, count))
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, store=_store, rank=rank, world_size=count, timeout=PATIENCE)
         atexit.register(_close)
         set_quiet(is_quiet() or rank > 0)
-    return Processes(rank, count, here, int(os.environ.get("LOCAL_WORLD_SIZE", count)))
+    return Processes(rank, count, chosen, int(os.environ.get("LOCAL_WORLD_SIZE", count)))
 
 
 def speaks() -> bool:

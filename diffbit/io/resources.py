@@ -74,7 +74,7 @@ def _cores(processors: Collection[int]) -> int:
 
 
 def _quotas() -> Iterator[float]:
-    """The processors' worth of time that each control group of this process may have."""
+    """Return the processors' worth of time that each control group of this process may have."""
     try:
         lines = CONTROL_GROUPS.read_text().splitlines()
     except OSError:  # another system
@@ -101,7 +101,7 @@ def _quotas() -> Iterator[float]:
 
 
 def require(what: str, memory: int, disk: int, output: str | Path, *, processes: int = 1, advice: str = "") -> None:
-    """Raise DiffbitError if `memory` bytes for each of so many processes, or `disk` bytes near `output`, are not free.
+    """Raise DiffbitError if `memory` bytes for each process, or `disk` bytes near `output`, are not free.
 
     what: what takes them, such as "exporting FOLDER". advice: what may help besides more memory.
     """

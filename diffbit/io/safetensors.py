@@ -76,7 +76,7 @@ Stamp = tuple[int, int, int]
 
 
 def stamp(status: os.stat_result) -> Stamp:
-    """What tells a file from another of its name, and from itself before it was written to."""
+    """Return what tells a file from another of its name, and from itself before it was written to."""
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 

@@ -60,7 +60,7 @@ def _beside(file: Path, name: str) -> dict[str, Any]:
 
 
 def _read(file: Path) -> Any:
-    """The ModelProto in a tokenizer.model. Raises DiffbitError if sentencepiece cannot load the file."""
+    """Return the ModelProto in a tokenizer.model. Raises DiffbitError if sentencepiece cannot load the file."""
     with needs("sentencepiece (and protobuf)", "lab", f"converting {file}"):
         from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
     try:
@@ -99,7 +99,7 @@ def _tokenizer(proto: Any, config: Mapping[str, Any]) -> Tokenizer:
 
 
 def merges(pieces: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """All pairs of pieces that form a piece, ordered by its score, the highest first."""
+    """Return all pairs of pieces that form a piece, ordered by its score, the highest first."""
     ids = {piece: index for index, piece in enumerate(pieces)}
     pairs = []
     for piece, score in zip(pieces, scores, strict=True):
@@ -111,7 +111,7 @@ def merges(pieces: Sequence[str], scores: Sequence[float]) -> list[tuple[str, st
 
 
 def bpe(tokens: Sequence[str], pairs: Sequence[tuple[str, str]], **options: Any) -> Any:
-    """A BPE model of `tokenizers`. Raises DiffbitError (without a file name) if a token occurs twice."""
+    """Return a BPE model of `tokenizers`. Raises DiffbitError (without a file name) if a token occurs twice."""
     from tokenizers import models
 
     ids = {token: index for index, token in enumerate(tokens)}

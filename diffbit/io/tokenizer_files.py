@@ -54,7 +54,7 @@ WORDS: dict[str, tuple[tuple[str, ...], bool, bool]] = {
 
 
 def tokenizer_files(path: Path) -> dict[str, bytes]:
-    """The content of tokenizer.json and the files beside it, by file name; empty if there are none.
+    """Return the content of tokenizer.json and the files beside it, by file name; empty if there are none.
 
     path: a folder, a tokenizer.json or tokenizer.model in one, or a GGUF file. Raises DiffbitError for a file that
     cannot be read, or a GGUF file with a tokenizer that diffbit does not support.
@@ -146,7 +146,8 @@ def _with_tokens(data: bytes, tokens: dict[str, dict[str, Any]], path: Path) -> 
 
 
 def open_tokenizer(data: bytes, path: Path, *, keep: bool = False) -> Tokenizer:
-    """The tokenizer in `data`, the bytes of a tokenizer.json, without the padding and truncation that it may set.
+    """Return the tokenizer in `data`, the bytes of a tokenizer.json, without the padding and truncation that it may
+    set.
 
     path: for messages. keep: keep these. Raises DiffbitError if it is not a tokenizer, is too large, or may make a text
     too long.
@@ -181,7 +182,8 @@ def tokenizer_errors(path: Path, what: str) -> Iterator[None]:
 
 
 def _growth(part: object) -> float:
-    """An upper bound on the factor by which a text grows. A replacement can double it; forty of them reach 2^40."""
+    """Return an upper bound on the factor by which a text grows. A replacement can double it; forty of them reach
+    2^40."""
     if isinstance(part, list):
         return math.prod(map(_growth, part))
     if not isinstance(part, dict):
@@ -219,7 +221,8 @@ def from_gguf(header: GGUF) -> dict[str, bytes]:
 
 
 def _sampling(header: GGUF) -> dict[str, Any]:
-    """How the model's authors sample from it, as a generation_config.json says it; empty if the file does not say."""
+    """Return how the model's authors sample from it, as a generation_config.json says it; empty if the file does not
+    say."""
     kinds = {"temp": float, "top_k": int, "top_p": float, "min_p": float, "penalty_repeat": float}
     names = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
     with located(header.file):
@@ -231,7 +234,7 @@ def _sampling(header: GGUF) -> dict[str, Any]:
 
 
 def _byte_level(header: GGUF) -> tuple[Tokenizer, bool]:
-    """A byte-level BPE (bytes are written as letters, as in GPT-2), and whether bos is added by default."""
+    """Return a byte-level BPE (bytes are written as letters, as in GPT-2), and whether bos is added by default."""
     from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 
     pre = header.get("tokenizer.ggml.pre", str)
@@ -273,7 +276,7 @@ def _tokens(header: GGUF) -> list[str]:
 
 
 def _special(header: GGUF, name: str) -> str | None:
-    """The text of the token that the metadata name, such as "eos"."""
+    """Return the text of the token that the metadata name, such as "eos"."""
     tokens = _tokens(header)
     id = header.get(f"tokenizer.ggml.{name}_token_id", Annotated[int, bounds(0, len(tokens) - 1)])
     return None if id is None else tokens[id]

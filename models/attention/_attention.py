@@ -275,10 +275,10 @@ class Attention(Mixer):
         shape = len(query), query.shape[1] // len(keys), query.shape[2], wide.shape[-1]
         outs = [torch.zeros(shape, device=query.device) for _ in keys]
         for row, seen in enumerate(real):
-            one, asked = slice(row, row + 1), seen[-query.shape[2] :]
+            batch, asked = slice(row, row + 1), seen[-query.shape[2] :]
             if asked.any():
-                states = query[one][:, :, asked], key[one][:, :, seen], value[one][:, :, seen]
-                for out, branch in zip(outs, self.branches(*states, mask[one][:, :, asked][..., seen]), strict=True):
+                states = query[batch][:, :, asked], key[batch][:, :, seen], value[batch][:, :, seen]
+                for out, branch in zip(outs, self.branches(*states, mask[batch][:, :, asked][..., seen]), strict=True):
                     out[row, :, asked] = branch[0]
         return outs
 

@@ -63,8 +63,8 @@ class GraphNodes(body.Nodes):
 class _Part(cache_body.CacheBody):
     """The rotated keys, or the latents: one row of width d per token, which all heads read."""
 
-    def __init__(self, of: diff_attention.Signature, op: GraphNodes, heads: int, width: int) -> None:
-        super().__init__(of, op)
+    def __init__(self, settings: diff_attention.Signature, op: GraphNodes, heads: int, width: int) -> None:
+        super().__init__(settings, op)
         self.Hk = op.ints(1)
         self.w = self.n = self.G = 1
         self.r = op.ints(heads)
@@ -101,17 +101,17 @@ def latent_attention(
     lambda float [B, S, signal heads] if there are noise heads. heads: head_dim is d', num_heads counts signal heads.
     softmaxes: H.
     """
-    of, window, shared = g.attention_inputs(past, heads, 1 + ("lambda" in inputs))
+    settings, window, shared = g.attention_inputs(past, heads, 1 + ("lambda" in inputs))
     op = GraphNodes(g, {**inputs, **shared}, {"window": window})
-    key, latent = (_Part(of, op, softmaxes, width) for width in (heads.head_dim, latent_width))
+    key, latent = (_Part(settings, op, softmaxes, width) for width in (heads.head_dim, latent_width))
     nodes, count, ratio = key.inputs, heads.num_heads, heads.noise_ratio
-    keys = key.append("key", key.rotated("key", 1), of.key_bits)
-    latents = latent.append("latent", nodes["latent"], of.value_bits)
+    keys = key.append("key", key.rotated("key", 1), settings.key_bits)
+    latents = latent.append("latent", nodes["latent"], settings.value_bits)
     scores = key.scores(key.rotated("query", softmaxes).transpose(0, 2, 1, 3), scale, keys)
     scores = scores + latent.scores(nodes["latent_query"].cast(signature.Type.FLOAT32), scale, latents)
     visible = key.visible.squeeze(1)  # [B, 1, S, T]
     weights = op("Softmax", op("Where", visible, scores.squeeze(1, 2), -1e30), axis=-1)  # [B, H, S, T]
-    if of.branches == 2:
+    if settings.branches == 2:
         weights = weights.view(key.B, count // ratio, ratio + 1, key.S, key.T)
         signal, noise = op.split(weights, 2, [ratio, 1])
         by = nodes["lambda"].transpose(0, 2, 1).view(key.B, count // ratio, ratio, key.S, 1)

@@ -117,7 +117,7 @@ class Options(AttentionOptions):
         return ()
 
     def buffers(self, kv: KVBuffers) -> tuple[Buffer, ...]:
-        """The buffers of a head of keys, named key, and of one of values, named latent."""
+        """Return the buffers of a head of keys, named key, and of one of values, named latent."""
         widths = {"key": self.rope_head_dim, "value": self.latent_rank}
         return tuple(
             replace(buffer, name=buffer.name.replace("value", "latent"), in_place="never")

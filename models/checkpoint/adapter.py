@@ -144,7 +144,7 @@ def _check(values: Mapping[str, Any]) -> None:
     start = values.get("init_lora_weights")
     if start is not None and start not in STARTS:
         raise DiffbitError(
-            f"init_lora_weights is {shown(start)}, which changes the base model, too; save the adapter for the "
+            f"init_lora_weights is {shown(start)}, which also changes the base model; save the adapter for the "
             "unchanged base (in peft: save_pretrained(FOLDER, path_initial_model_for_weight_conversion=...)), or "
             + MERGE
         )
@@ -154,7 +154,7 @@ def _scale(values: Mapping[str, Any], module: str, rank: int) -> float:
     """Return the factor of an adapter. The patterns are regular expressions that match a module's name from any dot on,
     the first counts."""
     alpha = get(values, "lora_alpha", Positive, 8.0)
-    wanted = get(values, "r", Count, 8)
+    expected = get(values, "r", Count, 8)
     for name in ("alpha_pattern", "rank_pattern"):
         for pattern, value in get(values, name, Mapping[str, Positive], {}).items():
             try:
@@ -162,10 +162,10 @@ def _scale(values: Mapping[str, Any], module: str, rank: int) -> float:
             except re.error as error:
                 raise DiffbitError(f"{name} has {shown(pattern)}, which is no regular expression ({error})") from None
             if matches:
-                alpha, wanted = (value, wanted) if name == "alpha_pattern" else (alpha, int(value))
+                alpha, expected = (value, expected) if name == "alpha_pattern" else (alpha, int(value))
                 break
-    if wanted != rank:
-        raise DiffbitError(f"says that the adapter of {module} has rank {wanted}, but its tensors have rank {rank}")
+    if expected != rank:
+        raise DiffbitError(f"says that the adapter of {module} has rank {expected}, but its tensors have rank {rank}")
     return alpha / (math.sqrt(rank) if get(values, "use_rslora", bool, False) else rank)
 
 

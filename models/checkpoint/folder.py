@@ -95,7 +95,7 @@ def find_pooling(folder: Path) -> str | None:
     if (folder / MODULES).is_file():
         data = inside(folder, MODULES, folder).read_bytes()
         modules = get(files.parse_json(b'{"list": %s}' % data, folder / MODULES), "list", tuple[Any, ...])
-        kinds = [str(one.get("type")).rpartition(".")[2] for one in modules if isinstance(one, dict)]
+        kinds = [str(module.get("type")).rpartition(".")[2] for module in modules if isinstance(module, dict)]
         more = "".join(f", then {kind}" for kind in kinds if kind not in PLAIN_MODULES)
     file = folder / POOLING
     if not file.is_file():

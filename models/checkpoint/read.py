@@ -119,8 +119,8 @@ class Checkpoint:
     def tokenizer_files(self) -> dict[str, bytes]:
         """Return tokenizer.json and the other tokenizer files that exist, by name. An adapter's own, such as those with
         the chat template that it was trained on, stand for the base model's."""
-        contents, own = tokenizer_files(self.path), tokenizer_files(self.tokenizer_path)
-        return {name: contents[name] for name in (GENERATION,) if name in contents} | own
+        contents, replacing = tokenizer_files(self.path), tokenizer_files(self.tokenizer_path)
+        return {name: contents[name] for name in (GENERATION,) if name in contents} | replacing
 
     @property
     def tokenizer_path(self) -> Path:
@@ -142,8 +142,8 @@ class Checkpoint:
             for family in (self._names_in_transformers, self._family)
         )
         tables = [there[name].names[0] for name in (EMBEDDING, HEAD)]
-        own = [adapter.replaced.get(name) for name in tables]
-        if self.config.tie_embeddings and own[0] and own[1] and torch.equal(own[0].read(), own[1].read()):
+        tied = [adapter.replaced.get(name) for name in tables]
+        if self.config.tie_embeddings and tied[0] and tied[1] and torch.equal(tied[0].read(), tied[1].read()):
             del adapter.replaced[tables[1]]  # both are saved, as one table
         elif self.config.tie_embeddings and any(name in adapter.added or name in adapter.replaced for name in tables):
             if adapter.ties:
@@ -155,8 +155,8 @@ class Checkpoint:
             for name in on_disk[EMBEDDING].names:
                 if name in stored:
                     stored.setdefault(on_disk[HEAD].names[0], stored[name])
-        if own[0] is not None:
-            self.config = replace(self.config, vocab_size=own[0].shape[0])
+        if tied[0] is not None:
+            self.config = replace(self.config, vocab_size=tied[0].shape[0])
         for name, place in there.items():
             for candidate in {*place.names} & adapter.replaced.keys():
                 if (place.rows is None) != (on_disk[name].rows is None):
@@ -179,16 +179,16 @@ class Checkpoint:
         }
         folded = {place.folded for place in places.values()}
         known = {candidate for place in places.values() for candidate in place.names} | folded
-        of = f"; it belongs to {adapter.base}" if adapter.base else ""
+        belongs = f"; it belongs to {adapter.base}" if adapter.base else ""
         for name in (*adapter.added, *adapter.replaced):
             if name not in known:
-                raise DiffbitError(f"{adapter.path}: changes {name}, which {self.path} does not have{of}")
+                raise DiffbitError(f"{adapter.path}: changes {name}, which {self.path} does not have{belongs}")
         for name, (low_rank, place) in added.items():
             rows, *columns = shapes(self.config)[name]
             if low_rank.shape != (place.of_rows or rows, *columns):
                 raise DiffbitError(
                     f"{adapter.path}: its adapter of {name} is for a weight of shape {low_rank.shape}, but that of "
-                    f"{self.path} has shape {(place.of_rows or rows, *columns)}{of}"
+                    f"{self.path} has shape {(place.of_rows or rows, *columns)}{belongs}"
                 )
         return added
 

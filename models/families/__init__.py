@@ -21,17 +21,19 @@ from ._huggingface import (
     SLIDING,
     HuggingFace,
     attention_of,
+    changed,
     common_fields,
     layer_types,
     rope_settings,
     rope_theta,
     special_tokens,
+    windowed,
 )
 
 __all__ = [
-    "FULL", "ROPE", "SLIDING", "Family", "HuggingFace", "Stored", "attention_of", "diff_llama_v2", "diffllama",
-    "families", "family_for", "family_of", "interleaved", "layer_types", "model_types", "parts", "rope_settings",
-    "rope_theta", "special_tokens",
+    "FULL", "ROPE", "SLIDING", "Family", "HuggingFace", "Stored", "attention_of", "changed", "diff_llama_v2",
+    "diffllama", "families", "family_for", "family_of", "interleaved", "layer_types", "model_types", "parts",
+    "rope_settings", "rope_theta", "special_tokens", "windowed",
 ]  # fmt: skip
 
 GENERIC = "diffbit"  # can represent every model

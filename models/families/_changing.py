@@ -85,9 +85,9 @@ def _check(place: str, name: str, value: Any) -> None:
     if value != {} and not all(
         (part is None and part is not value) or any(_same(part, other) for other in neutral) for part in parts
     ):
-        wanted = "none" if neutral[0] is False else shown(neutral[0])
+        expected = "none" if neutral[0] is False else shown(neutral[0])
         raise DiffbitError(
-            f"{place} is {shown(value)}, wanted {wanted}: another value changes what the model computes, and diffbit "
+            f"{place} is {shown(value)}, wanted {expected}: another value changes what the model computes, and diffbit "
             "does not support it in this family"
         )
 

@@ -28,7 +28,7 @@ from ...io.gguf import GGUF
 from ..config import ModelConfig
 from ..layers.rope import interleaved
 from ._family import Family, Stored, parts
-from ._huggingface import attention_of
+from ._huggingface import attention_of, changed
 
 ROPE_FREQS = "rope_freqs.weight"
 ARCHITECTURE = "general.architecture"
@@ -99,13 +99,8 @@ class GGUFFamily(Family):
         """A file may have biases of queries, keys and values without one of the output, which no llama of transformers
         has."""
         config = self.base.read(values)
-        own = attention_of(config)
-        biases = {"qkv_bias": own.qkv_bias or values["qkv_bias"], "o_bias": values["o_bias"]}
-        layers = (
-            replace(layer, mixer=replace(attention_of(config, index), **biases))
-            for index, layer in enumerate(config.layers)
-        )
-        return replace(config, layers=tuple(layers))
+        biases = {"o_bias": values["o_bias"]} | ({"qkv_bias": True} if values["qkv_bias"] else {})
+        return replace(config, layers=tuple(changed(layer, **biases) for layer in config.layers))
 
     def stored(self, config: ModelConfig, name: str) -> Stored:
         index, module, parameter = parts(name)
@@ -113,7 +108,7 @@ class GGUFFamily(Family):
         tensor = f"{before}{NAMES.get(module, module)}.{parameter}"
         if not ARCHITECTURES[self.model_type] or module not in ("self_attn.q_proj", "self_attn.k_proj"):
             return Stored((tensor,))
-        mixer = attention_of(config)
+        mixer = attention_of(config, name)
         return Stored((tensor,), interleaved(mixer.num_heads if "q_" in module else mixer.num_kv_heads, mixer.head_dim))
 
 
@@ -186,8 +181,8 @@ def _check_keys(header: GGUF, architecture: str, head_dim: int) -> None:
             )
 
 
-def _ratio(whole: Any, count: Any) -> int:
-    return whole // count if isinstance(whole, int) and isinstance(count, int) and count > 0 else 0
+def _ratio(total: Any, count: Any) -> int:
+    return total // count if isinstance(total, int) and isinstance(count, int) and count > 0 else 0
 
 
 def _scaling(

@@ -8,18 +8,17 @@ Unsupported settings (other activations, other rotary types) are refused, never 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
-
-from torch import Tensor
 
 from ...io.errors import DiffbitError
 from ...io.fields import Count, Positive, get, located, one_of, read, shown
 from ..attention import AttentionOptions
-from ..config import OF_EMBEDDINGS, ModelConfig, NumLayers
+from ..config import MLP, OF_EMBEDDINGS, LayerSpec, ModelConfig, NumLayers, attention_options
 from ..layers.rope import Dynamic, Linear, Llama3, RopeScaling, Yarn
-from ._family import Family, Stored
+from ..lookup import options_class
+from ._family import Family, Stored, parts
 
 WINDOW = 4096  # default sliding window in tokens
 SLIDING, FULL = "sliding_attention", "full_attention"  # of layer_types
@@ -38,88 +37,89 @@ ROPE_FIELDS = frozenset((
 ))  # fmt: skip
 
 
-def _as_they_are(mixer: AttentionOptions) -> dict[str, Tensor]:
-    return {}
-
-
-def _no_windows(values: Mapping[str, Any]) -> Sequence[Any]:
-    return [None] * values["num_hidden_layers"]
+# Of config.json's fields, where neither it nor the family sets them; null in one of them is the same as none
+DEFAULTS: Mapping[str, Any] = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+    "head_dim": None,  # hidden_size / num_attention_heads
+}
 
 
 @dataclass(frozen=True)
 class HuggingFace(Family):
-    """A family of equal layers with Hugging Face's names of fields and tensors.
+    """A family with Hugging Face's names of fields and tensors. One whose layers differ from a llama's, or from each
+    other, has its own `layer`.
 
     queries, keys: how many sub-heads num_attention_heads counts per head, and num_key_value_heads per kv head.
-    architecture: the class in transformers. act, norm_eps, rope_theta, max_position, head_dim (None: hidden_size /
-    heads): defaults if config.json does not set them. biases: the fields that enable biases; qkv_bias: whether the
-    family always has these. windows: returns each layer's sliding window from a parsed config.json; None: no window.
-    rows: {"q_proj": order} of projections with another row order: canonical rows = rows on disk[order]. norms: as in
-    LayerSpec; names: {module of a layer: its name on disk}, where they differ.
+    architecture: the class in transformers. defaults: of config.json's fields. biases: the fields that enable biases.
+    qk_norm: whether each query and key head is normed. names: {module of a layer: its name on disk}, where they differ.
     """
 
     attention: str
     queries: int = 1
     keys: int = 1
     architecture: str | None = None
-    sub_norms: bool = False
-    act: str = "silu"
-    norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    max_position: int = 2048
-    head_dim: int | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     biases: tuple[str, ...] = ("attention_bias",)
-    qkv_bias: bool = False
+    sub_norms: bool = False
     qk_norm: bool = False
-    qk_norm_whole: bool = False
-    norms: str = "before"
     names: Mapping[str, str] = field(default_factory=dict)
-    windows: Callable[[Mapping[str, Any]], Sequence[Any]] = _no_windows
-    rows: Callable[[AttentionOptions], dict[str, Tensor]] = _as_they_are
 
     def knows(self, values: Mapping[str, Any]) -> bool:
         return values.get("model_type") == self.model_type and not values.get("rope_interleaved")
 
     def read(self, values: Mapping[str, Any]) -> ModelConfig:
-        act = get(values, "hidden_act", Annotated[str, one_of(*ACTS)], self.act)
-        query_heads = get(values, "num_attention_heads", Count)
+        known = {**DEFAULTS, **self.defaults}
+        absent = [x for x in known if x not in values or (values[x] is None and x in DEFAULTS)]
+        values = {**values, **{name: known[name] for name in absent}}
+        num_layers = get(values, "num_hidden_layers", NumLayers)
+        max_position = get(values, "max_position_embeddings", Count)
+        theta, scaling = _rope(values, max_position)
+        return ModelConfig(
+            layers=tuple(self.layer(values, index) for index in range(num_layers)),
+            norm_eps=get(values, "rms_norm_eps", Positive),
+            vocab_size=get(values, "vocab_size", Count),
+            hidden_size=get(values, "hidden_size", Count),
+            max_position=max_position,
+            rope_theta=theta,
+            rope_scaling=scaling,
+            local_rope_theta=get(values, "rope_local_base_freq", Positive, None),
+            tie_embeddings=get(values, "tie_word_embeddings", bool, False),
+            hidden_scale=get(values, "hidden_scale", Positive, 1.0),
+            pooling=get(values, "pooling", str, None),
+            **special_tokens(values),
+        )
+
+    def layer(self, values: Mapping[str, Any], index: int) -> LayerSpec:
+        """Return a layer of a parsed config.json, in which the defaults are."""
+        act = get(values, "hidden_act", Annotated[str, one_of(*ACTS)])
+        query_heads, hidden_size = get(values, "num_attention_heads", Count), get(values, "hidden_size", Count)
         kv_heads = get(values, "num_key_value_heads", Count, query_heads)
-        hidden_size = get(values, "hidden_size", Count)
-        if values.get("head_dim", self.head_dim) is None and hidden_size % query_heads:
+        if values["head_dim"] is None and hidden_size % query_heads:
             raise DiffbitError(
                 f"hidden_size is {hidden_size} and not divisible by num_attention_heads, which is {query_heads}; if "
                 "that is intended, set head_dim"
             )
         self._check_heads(query_heads, kv_heads)
-        head_dim = get(values, "head_dim", Count, self.head_dim or hidden_size // query_heads)
-        max_position = get(values, "max_position_embeddings", Count, self.max_position)
-        num_layers = get(values, "num_hidden_layers", NumLayers)
-        theta, scaling = _rope(values, max_position, self.rope_theta)
-        config = ModelConfig.uniform(
-            num_layers=num_layers,
+        biases = {name: get(values, name, bool, False) for name in ("attention_bias", "mlp_bias")}
+        for name, bias in biases.items():
+            if bias and name not in self.biases:
+                raise DiffbitError(f"{name} is true, wanted false: no {self.model_type} has these biases")
+        kind, eps = attention_options(self.attention), get(values, "rms_norm_eps", Positive)
+        mixer = kind(
             num_heads=query_heads // self.queries,
             num_kv_heads=kv_heads // self.keys,
-            head_dim=head_dim,
-            intermediate_size=get(values, "intermediate_size", Count),
-            attention=self.attention,
-            mlp=ACTS[act],
-            sub_norms=self.sub_norms,
-            qk_norm=self.qk_norm,
-            qk_norm_whole=self.qk_norm_whole,
-            norms=self.norms,
-            norm_eps=get(values, "rms_norm_eps", Positive, self.norm_eps),
-            vocab_size=get(values, "vocab_size", Count),
-            hidden_size=hidden_size,
-            max_position=max_position,
-            rope_theta=theta,
-            rope_scaling=scaling,
-            tie_embeddings=get(values, "tie_word_embeddings", bool, False),
-            hidden_scale=get(values, "hidden_scale", Positive, 1.0),
-            pooling=get(values, "pooling", str, None),
-            **self._biases(values),
-            **special_tokens(values),
+            head_dim=get(values, "head_dim", Count, hidden_size // query_heads),
+            qkv_bias=biases["attention_bias"],
+            o_bias=biases["attention_bias"],
+            qk_norm_eps=eps if self.qk_norm else 0.0,
+            **({"norm_eps": eps} if hasattr(kind, "norm_eps") else {}),
         )
-        return self._with_windows(config, values)
+        mlp = options_class("mlp", ACTS[act], MLP)
+        sizes = hidden_size, get(values, "intermediate_size", Count), biases["mlp_bias"]
+        return LayerSpec(mixer, mlp.of_size(*sizes), self.sub_norms)
 
     def write(self, config: ModelConfig) -> dict[str, Any] | None:
         mixer = config.layers[0].mixer
@@ -140,32 +140,13 @@ class HuggingFace(Family):
             return None
 
     def stored(self, config: ModelConfig, name: str) -> Stored:
-        before, _, tensor = name.rpartition(".self_attn.")
-        rows = self.rows(attention_of(config)) if before and self.rows is not _as_they_are else {}
         *path, module, kind = name.split(".")
-        return Stored((".".join((*path, self.names.get(module, module), kind)),), rows.get(tensor.rpartition(".")[0]))
+        return Stored((".".join((*path, self.names.get(module, module), kind)),))
 
     def hint(self, name: str) -> str:
         if self.queries > 1 and name.rpartition(".self_attn.")[2] in ("subln.weight", "out_proj.weight"):
             return '; for a folder in the layout of the official modules, add "rope_interleaved": true to config.json'
         return ""
-
-    def _biases(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        biases = {name: get(values, name, bool, False) for name in ("attention_bias", "mlp_bias")}
-        for name, bias in biases.items():
-            if bias and name not in self.biases:
-                raise DiffbitError(f"{name} is true, wanted false: no {self.model_type} has these biases")
-        o_bias = biases["attention_bias"]
-        return {"qkv_bias": o_bias or self.qkv_bias, "o_bias": o_bias, "mlp_bias": biases["mlp_bias"]}
-
-    def _with_windows(self, config: ModelConfig, values: Mapping[str, Any]) -> ModelConfig:
-        """Add the sliding windows that are shorter than the context."""
-        layers = []
-        for layer, window in zip(config.layers, self.windows(values), strict=True):
-            if window is not None and read(Count, window, "sliding_window") < config.max_position:
-                layer = replace(layer, mixer=replace(attention_of(config), sliding_window=window))
-            layers.append(layer)
-        return replace(config, layers=tuple(layers))
 
     def _check_heads(self, query_heads: int, kv_heads: int) -> None:
         counts = (("num_attention_heads", query_heads, self.queries), ("num_key_value_heads", kv_heads, self.keys))
@@ -182,6 +163,18 @@ class HuggingFace(Family):
             )
 
 
+def changed(layer: LayerSpec, **options: Any) -> LayerSpec:
+    """Return the layer with other options of its mixer."""
+    return replace(layer, mixer=replace(layer.mixer, **options))
+
+
+def windowed(layer: LayerSpec, values: Mapping[str, Any], window: Any) -> LayerSpec:
+    """Return the layer with a sliding window, if there is one and it is shorter than the context."""
+    if window is None or read(Count, window, "sliding_window") >= values["max_position_embeddings"]:
+        return layer
+    return changed(layer, sliding_window=window)
+
+
 def layer_types(values: Mapping[str, Any], default: tuple[str, ...]) -> tuple[str, ...]:
     """Return each layer's kind, SLIDING or FULL, from `layer_types`."""
     kinds = tuple[Annotated[str, one_of(SLIDING, FULL)], ...]
@@ -191,10 +184,11 @@ def layer_types(values: Mapping[str, Any], default: tuple[str, ...]) -> tuple[st
     return types
 
 
-def attention_of(config: ModelConfig, index: int | None = None) -> AttentionOptions:
-    """Return the attention options of a layer; without an index, of the first that has attention."""
-    layers = config.layers if index is None else config.layers[index : index + 1]
-    return next(layer.mixer for layer in layers if isinstance(layer.mixer, AttentionOptions))
+def attention_of(config: ModelConfig, name: str) -> AttentionOptions:
+    """Return the attention options of the layer that a tensor of this canonical name belongs to."""
+    mixer = config.layers[int(parts(name)[0] or 0)].mixer
+    assert isinstance(mixer, AttentionOptions)
+    return mixer
 
 
 def common_fields(config: ModelConfig) -> dict[str, Any]:
@@ -241,13 +235,12 @@ def rope_settings(values: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     return place, rope
 
 
-def rope_theta(values: Mapping[str, Any], rope: Mapping[str, Any], default: float) -> float:
-    """Return theta, of the object of `rope_settings` or beside it."""
-    theta: float = get(rope if rope.get("rope_theta") is not None else values, "rope_theta", Positive, default)
-    return theta
+def rope_theta(values: Mapping[str, Any], rope: Mapping[str, Any]) -> Any:
+    """Return theta, of the object of `rope_settings` or beside it; None if neither has it."""
+    return get(rope if rope.get("rope_theta") is not None else values, "rope_theta", Positive, None)
 
 
-def _rope(values: Mapping[str, Any], max_position: int, default: float) -> tuple[float, RopeScaling | None]:
+def _rope(values: Mapping[str, Any], max_position: int) -> tuple[float, RopeScaling | None]:
     """Return (theta, scaling) of a model that rotates whole heads."""
     place, rope = rope_settings(values)
     for source in (values, rope):
@@ -256,7 +249,7 @@ def _rope(values: Mapping[str, Any], max_position: int, default: float) -> tuple
             raise DiffbitError(f"partial_rotary_factor is {share}, wanted 1: this family rotates whole heads")
     original = get(values, ORIGINAL["original_max_position"], Count, None)
     with located(place):
-        return rope_theta(values, rope, default), _scaling(rope, original, max_position)
+        return rope_theta(values, rope), _scaling(rope, original, max_position)
 
 
 def _scaling(rope: Mapping[str, Any], original: int | None, max_position: int) -> RopeScaling | None:

@@ -10,8 +10,7 @@ FAMILIES = (
         "softmax",
         architecture="BitNetForCausalLM",
         sub_norms=True,
-        act="relu2",
-        rope_theta=500000.0,
+        defaults={"hidden_act": "relu2", "rope_theta": 500000.0},
         writes=1,
     ),
 )

@@ -18,13 +18,12 @@ import torch
 
 from ...io.errors import DiffbitError
 from ...io.fields import Count, Positive, get
-from ..attention import mla
-from ..config import ModelConfig
+from ..attention import AttentionOptions, mla
+from ..config import LayerSpec, ModelConfig
 from ..layers.rope import interleaved
-from ._family import ROPE, Family, Stored
-from ._huggingface import HuggingFace, attention_of
+from ._family import ROPE, Stored
+from ._huggingface import HuggingFace
 
-BASE = HuggingFace("deepseek", "softmax", norm_eps=1e-6, biases=("attention_bias",))
 READS = frozenset((  # all but the first two are of layers with experts
     "rope_interleave", "qk_rope_head_dim", "qk_nope_head_dim", "n_routed_experts", "num_experts", "num_local_experts",
     "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_layer_freq",
@@ -32,9 +31,8 @@ READS = frozenset((  # all but the first two are of layers with experts
 
 
 @dataclass(frozen=True)
-class DeepSeek(Family):
+class DeepSeek(HuggingFace):
     quantized = False
-    reads: frozenset[str] = ROPE | READS
     is_interleaved: bool = True
     query_factor: float = 1.0
 
@@ -57,9 +55,12 @@ class DeepSeek(Family):
                 f"first_k_dense_replace is {dense}, and later ones of the {layers} layers have experts, wanted dense "
                 "layers only: diffbit does not support experts"
             )
-        query_rank = get(values, "q_lora_rank", Count, 0)
-        config = BASE.read({**values, "head_dim": get(values, "qk_nope_head_dim", Count)})
-        base = attention_of(config)
+        return super().read({**values, "head_dim": get(values, "qk_nope_head_dim", Count)})
+
+    def layer(self, values: Mapping[str, Any], index: int) -> LayerSpec:
+        layer, query_rank = super().layer(values, index), get(values, "q_lora_rank", Count, 0)
+        base = layer.mixer
+        assert isinstance(base, AttentionOptions)
         mixer = mla.Options(
             base.num_heads,
             base.num_kv_heads,
@@ -72,7 +73,7 @@ class DeepSeek(Family):
             latent_rank=get(values, "kv_lora_rank", Count),
             query_rank=query_rank,
         )
-        return replace(config, layers=tuple(replace(layer, mixer=mixer) for layer in config.layers))
+        return replace(layer, mixer=mixer)
 
     def stored(self, config: ModelConfig, name: str) -> Stored:
         mixer = config.layers[0].mixer
@@ -87,11 +88,14 @@ class DeepSeek(Family):
         return stored
 
     def _rows(self, mixer: mla.Options, heads: int, before: int) -> torch.Tensor | None:
-        """The order of rows of heads whose rotated rows follow `before` others."""
+        """Return the order of rows of heads whose rotated rows follow `before` others."""
         if not self.is_interleaved:
             return None
         head = torch.cat((torch.arange(before), before + interleaved(1, mixer.rope_head_dim)))
         return (torch.arange(heads)[:, None] * len(head) + head).flatten()
 
 
-FAMILIES = (DeepSeek("deepseek_v2"), DeepSeek("deepseek_v3"))
+FAMILIES = tuple(
+    DeepSeek(model_type, "softmax", defaults={"rms_norm_eps": 1e-6}, reads=ROPE | READS)
+    for model_type in ("deepseek_v2", "deepseek_v3")
+)

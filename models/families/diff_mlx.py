@@ -76,11 +76,12 @@ class DiffMLX(Family):
         parameter = "scale" if module.endswith("norm") else parameter
         module = NAMES.get(module, module.replace("self_attn", "attn"))
         place = Stored((f"{before}{module}.{parameter}",))
-        mixer = attention_of(config)
         if module == "attn.o_proj" and self.base is DIFFERENTIAL:
-            return replace(place, folded=f"{before}attn.subln.scale", folded_width=2 * mixer.head_dim)
+            width = 2 * attention_of(config, name).head_dim
+            return replace(place, folded=f"{before}attn.subln.scale", folded_width=width)
         if module not in ("attn.q_proj", "attn.k_proj"):
             return place
+        mixer = attention_of(config, name)
         heads = mixer.softmaxes if module == "attn.q_proj" else mixer.cache_heads
         return replace(place, rows=interleaved(heads, mixer.head_dim))
 

@@ -9,13 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..attention import AttentionOptions
-from ._huggingface import HuggingFace
+from ..config import ModelConfig
+from ._family import Stored, parts
+from ._huggingface import HuggingFace, attention_of
 
 
-def _rows(mixer: AttentionOptions) -> dict[str, Tensor]:
-    queries, keys = (_pairs_from_halves(pairs, mixer.head_dim) for pairs in (mixer.num_heads, mixer.num_kv_heads))
-    return {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+class DiffLlama(HuggingFace):
+    def stored(self, config: ModelConfig, name: str) -> Stored:
+        _, module, _ = parts(name)
+        if module not in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+            return Stored((name,))
+        mixer = attention_of(config, name)
+        pairs = mixer.num_heads if module == "self_attn.q_proj" else mixer.num_kv_heads
+        return Stored((name,), _pairs_from_halves(pairs, mixer.head_dim))
 
 
 def _pairs_from_halves(pairs: int, width: int) -> Tensor:
@@ -24,16 +30,7 @@ def _pairs_from_halves(pairs: int, width: int) -> Tensor:
 
 
 FAMILIES = tuple(
-    HuggingFace(
-        model_type,
-        "diff_v1",
-        queries=2,
-        keys=2,
-        architecture=architecture,
-        sub_norms=sub_norms,
-        rows=_rows,
-        writes=1,
-    )
+    DiffLlama(model_type, "diff_v1", queries=2, keys=2, architecture=architecture, sub_norms=sub_norms, writes=1)
     for model_type, architecture, sub_norms in (
         ("diffllama", "DiffLlamaForCausalLM", False),
         ("diffllama_bitnet", None, True),

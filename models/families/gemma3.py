@@ -18,11 +18,14 @@ from typing import Any
 
 from ...io.errors import DiffbitError
 from ...io.fields import Count, Positive, get, shown
-from ..config import ModelConfig, NumLayers
+from ..config import LayerSpec, ModelConfig, NumLayers
 from ._family import ROPE, Stored
-from ._huggingface import FULL, SLIDING, HuggingFace, attention_of, layer_types
+from ._huggingface import FULL, SLIDING, HuggingFace, attention_of, changed, layer_types, windowed
 
-DEFAULTS = {"tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 2304}
+DEFAULTS = {
+    "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "max_position_embeddings": 131072, "head_dim": 256,
+    "tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 2304,
+}  # fmt: skip
 READS = ROPE | {
     "layer_types", "sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "query_pre_attn_scalar",
     "rope_local_base_freq",
@@ -56,13 +59,15 @@ class Gemma3(HuggingFace):
                 )
             values["rope_scaling"] = full | get(values, "rope_scaling", Mapping[str, Any], {})
             local = get(sliding, "rope_theta", Positive, local)
-        config = replace(super().read(values), local_rope_theta=local)
-        layers = [
-            replace(layer, mixer=replace(attention_of(config, index), local_rope=kind == SLIDING))
-            for index, (layer, kind) in enumerate(zip(config.layers, _types(values), strict=True))
-        ]
+        config = super().read({**values, "rope_local_base_freq": local})
         scale = math.sqrt(config.hidden_size) if config.tie_embeddings else 1.0
-        return replace(config, layers=tuple(layers), hidden_scale=scale)
+        return replace(config, hidden_scale=scale)
+
+    def layer(self, values: Mapping[str, Any], index: int) -> LayerSpec:
+        layer = replace(super().layer(values, index), norms="around")
+        if _types(values)[index] == FULL:
+            return layer
+        return windowed(changed(layer, local_rope=True), values, values.get("sliding_window", 4096))
 
     def stored(self, config: ModelConfig, name: str) -> Stored:
         place, module = super().stored(config, name), name.split(".")[-2]
@@ -70,19 +75,15 @@ class Gemma3(HuggingFace):
         if module == "embed_tokens" or (module == "norm" and config.tie_embeddings):
             factor = math.sqrt(config.hidden_size) if module == "embed_tokens" else config.hidden_size**-0.5
         if module == "q_norm":
-            factor = math.sqrt(attention_of(config).head_dim / self.query_scalar)
+            factor = math.sqrt(attention_of(config, name).head_dim / self.query_scalar)
         return replace(place, plus=1.0 if module.endswith("norm") else 0.0, times=factor)
 
 
 def _types(values: Mapping[str, Any]) -> Sequence[str]:
-    """Each layer's kind: every sixth sees all tokens, unless config.json says otherwise."""
+    """Return each layer's kind: every sixth sees all tokens, unless config.json says otherwise."""
     layers, pattern = get(values, "num_hidden_layers", NumLayers), get(values, "sliding_window_pattern", Count, 6)
     types = tuple(FULL if (index + 1) % pattern == 0 else SLIDING for index in range(layers))
     return layer_types(values, types)
-
-
-def _windows(values: Mapping[str, Any]) -> Sequence[Any]:
-    return [values.get("sliding_window", 4096) if kind == SLIDING else None for kind in _types(values)]
 
 
 FAMILIES = (
@@ -90,13 +91,8 @@ FAMILIES = (
         "gemma3_text",
         "softmax",
         architecture="Gemma3ForCausalLM",
-        norm_eps=1e-6,
-        rope_theta=1000000.0,
-        max_position=131072,
-        head_dim=256,
+        defaults=DEFAULTS,
         qk_norm=True,
-        norms="around",
-        windows=_windows,
         reads=READS,
         names={
             "mixer_output_norm": "post_attention_layernorm",

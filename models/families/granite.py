@@ -49,7 +49,7 @@ class Granite(HuggingFace):
             case "embed_tokens":
                 return self.embedding
             case "q_proj":
-                return self.attention_factor * math.sqrt(attention_of(config).head_dim)
+                return self.attention_factor * math.sqrt(attention_of(config, name).head_dim)
             case "o_proj" | "down_proj":
                 return self.residual
             case "norm" if config.tie_embeddings:
@@ -64,7 +64,7 @@ FAMILIES = (
         "granite",
         "softmax",
         architecture="GraniteForCausalLM",
-        norm_eps=1e-6,
+        defaults={"rms_norm_eps": 1e-6},
         biases=("attention_bias", "mlp_bias"),
         reads=ROPE | {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"},
     ),

@@ -14,13 +14,12 @@ from typing import Annotated, Any
 
 from ...io.errors import DiffbitError
 from ...io.fields import Count, Positive, get, one_of, shown
-from ..config import ModelConfig, NumLayers
+from ..config import LayerSpec, ModelConfig, NumLayers
 from ..mixers import short_conv
-from ._family import ROPE, Stored
+from ._family import ROPE, Stored, parts
 from ._huggingface import FULL, HuggingFace
 
 CONV = "conv"
-DEFAULTS = {"num_key_value_heads": 8}
 
 
 class Lfm2(HuggingFace):
@@ -37,21 +36,19 @@ class Lfm2(HuggingFace):
             "intermediate_size": _width({**values, "intermediate_size": width}),
             "rms_norm_eps": get(values, "norm_eps", Positive, 1e-5),
         }
-        config = super().read(DEFAULTS | dict(values) | fields)
-        conv = short_conv.Options(
-            config.hidden_size, get(values, "conv_L_cache", Count, 3), get(values, "conv_bias", bool, False)
-        )
-        layers = [
-            replace(layer, mixer=conv) if kind == CONV else layer
-            for layer, kind in zip(config.layers, _types(values), strict=True)
-        ]
-        return replace(config, layers=tuple(layers))
+        return super().read({**values, **fields})
+
+    def layer(self, values: Mapping[str, Any], index: int) -> LayerSpec:
+        layer = super().layer(values, index)
+        if _types(values)[index] == FULL:
+            return layer
+        width, bias = get(values, "conv_L_cache", Count, 3), get(values, "conv_bias", bool, False)
+        return replace(layer, mixer=short_conv.Options(get(values, "hidden_size", Count), width, bias))
 
     def stored(self, config: ModelConfig, name: str) -> Stored:
         place = super().stored(config, name)
-        (there,) = place.names
-        _, _, index, *_ = (*name.split("."), "", "")
-        if index.isdigit() and isinstance(config.layers[int(index)].mixer, short_conv.Options):
+        (there,), (index, _, _) = place.names, parts(name)
+        if index is not None and isinstance(config.layers[int(index)].mixer, short_conv.Options):
             there = there.replace(".self_attn.", ".conv.")
         return replace(place, names=(there.replace(".mlp.", ".feed_forward."),))
 
@@ -82,8 +79,7 @@ FAMILIES = (
         "lfm2",
         "softmax",
         architecture="Lfm2ForCausalLM",
-        rope_theta=1000000.0,
-        max_position=128000,
+        defaults={"rope_theta": 1000000.0, "max_position_embeddings": 128000, "num_key_value_heads": 8},
         biases=(),
         qk_norm=True,
         reads=ROPE | {"layer_types", "block_ffn_dim_multiplier"},

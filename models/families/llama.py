@@ -9,7 +9,7 @@ FAMILIES = (
         "llama",
         "softmax",
         architecture="LlamaForCausalLM",
-        norm_eps=1e-6,
+        defaults={"rms_norm_eps": 1e-6},
         biases=("attention_bias", "mlp_bias"),
         writes=1,
     ),

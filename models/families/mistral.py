@@ -6,30 +6,30 @@ window it is written as a llama, with one in diffbit's own family.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ...io.errors import DiffbitError
+from ..config import LayerSpec
 from ._family import ROPE
-from ._huggingface import FULL, SLIDING, WINDOW, HuggingFace, layer_types
+from ._huggingface import FULL, SLIDING, WINDOW, HuggingFace, layer_types, windowed
 
 
-def _windows(values: Mapping[str, Any]) -> Sequence[Any]:
-    window = values.get("sliding_window", WINDOW)
-    types = layer_types(values, (FULL if window is None else SLIDING,) * values["num_hidden_layers"])
-    if window is None and SLIDING in types:
-        raise DiffbitError(f"layer_types has {SLIDING}, but sliding_window is not set")
-    return [window if kind == SLIDING else None for kind in types]
+class Mistral(HuggingFace):
+    def layer(self, values: Mapping[str, Any], index: int) -> LayerSpec:
+        window = values.get("sliding_window", WINDOW)
+        types = layer_types(values, (FULL if window is None else SLIDING,) * values["num_hidden_layers"])
+        if window is None and SLIDING in types:
+            raise DiffbitError(f"layer_types has {SLIDING}, but sliding_window is not set")
+        return windowed(super().layer(values, index), values, window if types[index] == SLIDING else None)
 
 
 FAMILIES = (
-    HuggingFace(
+    Mistral(
         "mistral",
         "softmax",
-        norm_eps=1e-6,
-        max_position=131072,
+        defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 131072},
         biases=(),
-        windows=_windows,
         reads=ROPE | {"sliding_window", "layer_types"},
     ),
 )

@@ -14,23 +14,20 @@ Differences from diffllama:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 from ...io.errors import DiffbitError
 from ...io.fields import Count, Positive, get, shown
 from ..attention import diff_v1
-from ..config import ModelConfig
-from ._family import Family, Stored
-from ._huggingface import HuggingFace, attention_of
+from ..config import LayerSpec, ModelConfig
+from ._family import Stored
+from ._huggingface import HuggingFace, attention_of, changed
 
-BASE = HuggingFace("Motif", "diff_v1", queries=2, keys=2, act="poly_norm", norm_eps=1e-6)
 HEAD_NORM_EPS = 1e-5  # default
 REFUSED = ("use_bias", "use_sliding_window", "kv_lora_rank", "num_experts")  # the last two: Motif-3
 
 
-@dataclass(frozen=True)
-class Motif(Family):
+class Motif(HuggingFace):
     quantized = False
 
     def read(self, values: Mapping[str, Any]) -> ModelConfig:
@@ -39,30 +36,29 @@ class Motif(Family):
                 raise DiffbitError(f"{name} is {shown(values[name])}, wanted none, as in Motif-2.6B and Motif-2-12.7B")
         if get(values, "k_ratio", Count, 1) != 1:
             raise DiffbitError(f"k_ratio is {values['k_ratio']}, wanted 1: a signal and a noise key for each value")
-        ratio = 1
-        if values.get("num_noise_heads") is not None:
-            ratio, values = _paired(values)
-        config = BASE.read(values)
-        eps = get(values, "attn_rms_norm_eps", Positive, HEAD_NORM_EPS)
-        mixer = attention_of(config)
-        assert isinstance(mixer, diff_v1.Options)
-        mixers = (
-            replace(mixer, norm_eps=eps, noise_ratio=ratio, lambda_init=diff_v1.lambda_init(index - 1))
-            for index in range(config.num_layers)
+        return super().read(_paired(values))
+
+    def layer(self, values: Mapping[str, Any], index: int) -> LayerSpec:
+        noises = get(values, "num_noise_heads", Count, None)
+        return changed(
+            super().layer(values, index),
+            norm_eps=get(values, "attn_rms_norm_eps", Positive, HEAD_NORM_EPS),
+            noise_ratio=1 if noises is None else values["num_attention_heads"] // 2 // noises,
+            lambda_init=diff_v1.lambda_init(index - 1),
         )
-        return replace(config, layers=tuple(replace(config.layers[0], mixer=mixer) for mixer in mixers))
 
     def stored(self, config: ModelConfig, name: str) -> Stored:
         before, _, tensor = name.rpartition(".self_attn.")
         if tensor != "o_proj.weight":
             return Stored((name,))
-        return Stored(
-            (name,), folded=f"{before}.self_attn.subln.weight", folded_width=2 * attention_of(config).head_dim
-        )
+        width = 2 * attention_of(config, name).head_dim
+        return Stored((name,), folded=f"{before}.self_attn.subln.weight", folded_width=width)
 
 
-def _paired(values: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
-    """Return the number of signal heads per noise head, and the fields as if each signal head had its own."""
+def _paired(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields with num_attention_heads as if each signal head had its own noise head."""
+    if values.get("num_noise_heads") is None:
+        return values
     heads, noises = get(values, "num_attention_heads", Count), get(values, "num_noise_heads", Count)
     signals = heads - noises
     if signals < noises or signals % noises:
@@ -71,7 +67,8 @@ def _paired(values: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
         )
     if values.get("head_dim") is None:
         raise DiffbitError("head_dim is missing, which num_noise_heads requires")
-    return signals // noises, {**values, "num_attention_heads": 2 * signals}
+    return {**values, "num_attention_heads": 2 * signals}
 
 
-FAMILIES = (Motif("Motif"),)
+DEFAULTS = {"hidden_act": "poly_norm", "rms_norm_eps": 1e-6}
+FAMILIES = (Motif("Motif", "diff_v1", queries=2, keys=2, defaults=DEFAULTS),)

@@ -3,17 +3,25 @@ norms of all queries and all keys of a token; read only."""
 
 from __future__ import annotations
 
-from ._huggingface import HuggingFace
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..config import LayerSpec
+from ._huggingface import HuggingFace, changed
+
+
+class Olmo2(HuggingFace):
+    def layer(self, values: Mapping[str, Any], index: int) -> LayerSpec:
+        return replace(changed(super().layer(values, index), qk_norm_whole=True), norms="after")
+
 
 FAMILIES = (
-    HuggingFace(
+    Olmo2(
         "olmo2",
         "softmax",
         architecture="Olmo2ForCausalLM",
-        norm_eps=1e-5,
         qk_norm=True,
-        qk_norm_whole=True,
-        norms="after",
         names={"mixer_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"},
     ),
 )

@@ -8,16 +8,16 @@ so that the context is original_max_position_embeddings, and no longer.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
 from ...io.errors import DiffbitError
 from ...io.fields import Count, Positive, get, located, one_of
-from ..config import ModelConfig
+from ..config import LayerSpec, ModelConfig
 from ..layers.rope import LongRope, partial
 from ._family import ROPE, Stored
-from ._huggingface import HuggingFace, attention_of, rope_settings, rope_theta
+from ._huggingface import HuggingFace, attention_of, rope_settings, rope_theta, windowed
 
 ORIGINAL = 4096
 
@@ -28,9 +28,9 @@ class Phi3(HuggingFace):
     def read(self, values: Mapping[str, Any]) -> ModelConfig:
         place, rope = rope_settings(values)
         others = {name: value for name, value in values.items() if name not in ROPE}
-        config = super().read({**others, "rope_theta": rope_theta(values, rope, self.rope_theta)})
+        config = super().read({**others, "rope_theta": rope_theta(values, rope)})
         share = get(rope, "partial_rotary_factor", Positive, get(values, "partial_rotary_factor", Positive, 1.0))
-        width = attention_of(config).head_dim
+        width = config.rope_width
         rotated = int(width * share)
         if rotated % 2 or not 0 < rotated <= width:
             raise DiffbitError(
@@ -45,8 +45,10 @@ class Phi3(HuggingFace):
         scaling = None if rotated == width else LongRope((1.0,) * (rotated // 2))
         return replace(config, rope_scaling=scaling)
 
+    def layer(self, values: Mapping[str, Any], index: int) -> LayerSpec:
+        return windowed(super().layer(values, index), values, values.get("sliding_window"))
+
     def stored(self, config: ModelConfig, name: str) -> Stored:
-        mixer, scaling = attention_of(config), config.rope_scaling
         *path, module, kind = name.split(".")
         if module in ("gate_proj", "up_proj"):
             size = config.layers[0].mlp.intermediate_size
@@ -54,6 +56,7 @@ class Phi3(HuggingFace):
             return Stored((".".join((*path, "gate_up_proj", kind)),), first=first, of_rows=2 * size)
         if module not in ("q_proj", "k_proj", "v_proj"):
             return Stored((name,))
+        mixer, scaling = attention_of(config, name), config.rope_scaling
         queries, keys = mixer.query_rows, mixer.cache_heads * mixer.head_dim
         heads, first = {
             "q_proj": (mixer.num_heads, 0),
@@ -79,18 +82,13 @@ def _long(config: ModelConfig, rope: Mapping[str, Any], pairs: int, original: in
     return replace(config, rope_scaling=scaling, max_position=limit or config.max_position)
 
 
-def _windows(values: Mapping[str, Any]) -> Sequence[Any]:
-    return [values.get("sliding_window")] * values["num_hidden_layers"]
-
-
 FAMILIES = (
     Phi3(
         "phi3",
         "softmax",
         architecture="Phi3ForCausalLM",
-        max_position=ORIGINAL,
+        defaults={"max_position_embeddings": ORIGINAL},
         biases=(),
-        windows=_windows,
         reads=ROPE | {"sliding_window"},
     ),
 )

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from ._huggingface import HuggingFace
-from .qwen2 import READS, windows
+from .qwen2 import READS, WithWindows
 
 FAMILIES = (
-    HuggingFace(
+    WithWindows(
         "qwen3",
         "softmax",
         architecture="Qwen3ForCausalLM",
-        norm_eps=1e-6,
-        max_position=32768,
-        head_dim=128,
+        defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "head_dim": 128},
         qk_norm=True,
         writes=1,
-        windows=windows,
         reads=READS,
     ),
 )

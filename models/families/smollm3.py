@@ -7,26 +7,29 @@ without. With use_sliding_window, those without, or those of layer_types, have a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ...io.errors import DiffbitError
 from ...io.fields import Count, get, shown
-from ..config import ModelConfig
+from ..config import LayerSpec
 from ._family import ROPE
-from ._huggingface import FULL, SLIDING, HuggingFace, attention_of, layer_types
+from ._huggingface import FULL, SLIDING, HuggingFace, changed, layer_types, windowed
 
-DEFAULTS = {"tie_word_embeddings": True, "num_key_value_heads": 4}
+DEFAULTS = {
+    "rms_norm_eps": 1e-6, "rope_theta": 2000000.0, "max_position_embeddings": 32768, "tie_word_embeddings": True,
+    "num_key_value_heads": 4,
+}  # fmt: skip
 
 
 class SmolLM3(HuggingFace):
-    def read(self, values: Mapping[str, Any]) -> ModelConfig:
-        config = super().read(DEFAULTS | dict(values))
-        layers = [
-            replace(layer, mixer=replace(attention_of(config, index), rope=bool(rope)))
-            for index, (layer, rope) in enumerate(zip(config.layers, _rotated(values), strict=True))
-        ]
-        return replace(config, layers=tuple(layers))
+    def layer(self, values: Mapping[str, Any], index: int) -> LayerSpec:
+        rotated = _rotated(values)
+        window = values.get("sliding_window") if get(values, "use_sliding_window", bool, False) else None
+        types = layer_types(values, tuple(FULL if rope or window is None else SLIDING for rope in rotated))
+        if window is None and SLIDING in types:
+            raise DiffbitError(f"layer_types has {SLIDING}, but use_sliding_window or sliding_window is not set")
+        layer = changed(super().layer(values, index), rope=bool(rotated[index]))
+        return windowed(layer, values, window if types[index] == SLIDING else None)
 
 
 def _rotated(values: Mapping[str, Any]) -> Sequence[int]:
@@ -39,25 +42,13 @@ def _rotated(values: Mapping[str, Any]) -> Sequence[int]:
     return rotated[:count]
 
 
-def _windows(values: Mapping[str, Any]) -> Sequence[Any]:
-    window = values.get("sliding_window") if get(values, "use_sliding_window", bool, False) else None
-    default = tuple(FULL if rope or window is None else SLIDING for rope in _rotated(values))
-    types = layer_types(values, default)
-    if window is None and SLIDING in types:
-        raise DiffbitError(f"layer_types has {SLIDING}, but use_sliding_window or sliding_window is not set")
-    return [window if kind == SLIDING else None for kind in types]
-
-
 FAMILIES = (
     SmolLM3(
         "smollm3",
         "softmax",
         architecture="SmolLM3ForCausalLM",
-        norm_eps=1e-6,
-        rope_theta=2000000.0,
-        max_position=32768,
+        defaults=DEFAULTS,
         biases=("attention_bias", "mlp_bias"),
-        windows=_windows,
         reads=ROPE
         | {"no_rope_layers", "no_rope_layer_interval", "use_sliding_window", "sliding_window", "layer_types"},
     ),

@@ -19,12 +19,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..attention import diff_v1
 from ..config import ModelConfig
 from ..layers.rope import interleaved
 from . import diff_llama_v2, diffllama
 from ._family import ROPE, Family, Stored
-from ._huggingface import HuggingFace, attention_of
+from ._huggingface import HuggingFace, attention_of, changed
 
 HEAD_NORM_EPS = 1e-5
 
@@ -39,22 +38,21 @@ class Official(Family):
 
     def read(self, values: Mapping[str, Any]) -> ModelConfig:
         config = self.base.read(values)
-        mixer = attention_of(config)
-        if isinstance(mixer, diff_v1.Options):
-            layer = replace(config.layers[0], mixer=replace(mixer, norm_eps=HEAD_NORM_EPS))
-            config = replace(config, layers=(layer,) * config.num_layers)
-        return config
+        if self.base.attention != "diff_v1":
+            return config
+        return replace(config, layers=tuple(changed(layer, norm_eps=HEAD_NORM_EPS) for layer in config.layers))
 
     def stored(self, config: ModelConfig, name: str) -> Stored:
-        mixer = attention_of(config)
         before, _, tensor = name.rpartition(".self_attn.")
         if tensor == "o_proj.weight":
             names = (f"{before}.self_attn.out_proj.weight", name)
-            if isinstance(mixer, diff_v1.Options):
-                return Stored(names, folded=f"{before}.self_attn.subln.weight", folded_width=2 * mixer.head_dim)
-            return Stored(names)
+            if self.base.attention != "diff_v1":
+                return Stored(names)
+            width = 2 * attention_of(config, name).head_dim
+            return Stored(names, folded=f"{before}.self_attn.subln.weight", folded_width=width)
         if tensor not in ("q_proj.weight", "k_proj.weight"):
             return Stored((name,))
+        mixer = attention_of(config, name)
         heads = mixer.softmaxes if tensor == "q_proj.weight" else mixer.cache_heads
         return Stored((name,), interleaved(heads, mixer.head_dim))
 

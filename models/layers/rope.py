@@ -99,8 +99,8 @@ class Llama3(RopeScaling):
     def scaled(self, frequencies: Tensor, theta: float) -> Tensor:
         wavelength = 2 * math.pi / frequencies
         turns = self.original_max_position / wavelength  # full turns within the original context
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        return _blend(frequencies, self.factor, kept)
+        share = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return _blend(frequencies, self.factor, share)
 
 
 @dataclass(frozen=True)
@@ -161,14 +161,14 @@ class LongRope(RopeScaling):
         if rotated > pairs:
             raise DiffbitError(f"rope scaling: short_factor has {rotated} entries, wanted {pairs} at most, one a pair")
         factors = torch.tensor(self.short_factor, dtype=torch.float32, device=frequencies.device)
-        own = 1.0 / (factors * theta ** (torch.arange(rotated, device=frequencies.device) / rotated))
-        return torch.cat((own, frequencies.new_zeros(pairs - rotated)))
+        rotating = 1.0 / (factors * theta ** (torch.arange(rotated, device=frequencies.device) / rotated))
+        return torch.cat((rotating, frequencies.new_zeros(pairs - rotated)))
 
 
-def _blend(frequencies: Tensor, factor: float, kept: Tensor) -> Tensor:
-    """Blend linearly by `kept`: 1 keeps a frequency; 0 and less divides it by `factor`."""
-    kept = kept.clamp(0.0, 1.0)
-    return (1 - kept) * frequencies / factor + kept * frequencies
+def _blend(frequencies: Tensor, factor: float, share: Tensor) -> Tensor:
+    """Blend linearly by `share`: 1 keeps a frequency; 0 and less divides it by `factor`."""
+    share = share.clamp(0.0, 1.0)
+    return (1 - share) * frequencies / factor + share * frequencies
 
 
 SCALINGS: dict[str, type[RopeScaling]] = {

@@ -118,7 +118,9 @@ class MixerOptions(ABC):
 
     def state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> State:
         """Make the layer's state in torch; capacity in tokens. By default its buffers, which have a fixed size."""
-        return FixedState(*(torch.zeros(batch, *one.sizes(0), device=device) for one in self.buffers(lambda *_: ())))
+        return FixedState(
+            *(torch.zeros(batch, *buffer.sizes(0), device=device) for buffer in self.buffers(lambda *_: ()))
+        )
 
     @abstractmethod
     def operations(self, context: int, low_bit: bool) -> Operations:

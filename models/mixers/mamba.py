@@ -46,7 +46,7 @@ class Options(MixerOptions):
         return "x_proj", "dt_proj"
 
     def buffers(self, kv: KVBuffers) -> tuple[Buffer, ...]:
-        """The last K - 1 tokens before the convolution, and the scan's h."""
+        """Return the last K - 1 tokens before the convolution, and the scan's h."""
         return (
             Buffer("conv", "float32", (self.conv_width - 1, self.inner_size), "native"),
             Buffer("scan", "float32", (self.state_size, self.inner_size), "native"),
@@ -74,9 +74,9 @@ class Mamba(Mixer):
     def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None, carried: Carried) -> Tensor:
         """carried: m is added to it for later layers."""
         options, real = self.options, real_tokens(mask, x.shape[1])
-        kept = options.state(len(x), 0, x.dtype, x.device) if state is None else state
-        assert isinstance(kept, FixedState)
-        past_conv, past_scan = kept.tensors
+        fixed = options.state(len(x), 0, x.dtype, x.device) if state is None else state
+        assert isinstance(fixed, FixedState)
+        past_conv, past_scan = fixed.tensors
         u, z = self.in_proj(x).chunk(2, -1)
         u, conv = causal_conv.reference(u, *self._conv(), past_conv, real)
         dt, b, c = self.x_proj(u).split((options.dt_rank, options.state_size, options.state_size), -1)
@@ -84,7 +84,7 @@ class Mamba(Mixer):
             u, self.dt_proj(dt), z, b, c, self._decay_rates(), self.D, past_scan, real=real
         )
         if state is not None:
-            kept.tensors = conv.detach(), scan.detach()
+            fixed.tensors = conv.detach(), scan.detach()
         if self.gives:
             carried[self.layer_index] = (memory,)
         return y
@@ -117,7 +117,7 @@ class Mamba(Mixer):
         return y, {"conv": conv, "scan": scan}
 
     def _conv(self) -> tuple[Tensor, Tensor]:
-        """The convolution's weight, [K, C], and bias, [C]."""
+        """Return the convolution's weight, [K, C], and bias, [C]."""
         return self.conv1d.weight[:, 0].T, self.get_parameter("conv1d.bias")
 
     def _decay_rates(self) -> Tensor:

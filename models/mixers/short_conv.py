@@ -36,7 +36,7 @@ class Options(MixerOptions):
         return ShortConv(self, place)
 
     def buffers(self, kv: KVBuffers) -> tuple[Buffer, ...]:
-        """The last K - 1 tokens of u. Never in place: two nodes read them."""
+        """Return the last K - 1 tokens of u. Never in place: two nodes read them."""
         return (Buffer("conv", "float32", (self.conv_width - 1, self.inner_size)),)
 
     def operations(self, context: int, low_bit: bool) -> Operations:
@@ -54,15 +54,15 @@ class ShortConv(Mixer):
 
     def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None, carried: Carried) -> Tensor:
         real = real_tokens(mask, x.shape[1])
-        kept = self.options.state(len(x), 0, x.dtype, x.device) if state is None else state
-        assert isinstance(kept, FixedState)
-        (past,) = kept.tensors
+        fixed = self.options.state(len(x), 0, x.dtype, x.device) if state is None else state
+        assert isinstance(fixed, FixedState)
+        (past,) = fixed.tensors
         b, c, u = self.in_proj(x).float().chunk(3, -1)
         weight, bias = self._conv()
         positive, present = causal_conv.reference(b * u, weight, bias, past, real)
         negative, _ = causal_conv.reference(b * u, -weight, -bias, past, real)
         if state is not None:
-            kept.tensors = (present.detach(),)
+            fixed.tensors = (present.detach(),)
         return (c * (positive - negative)).to(x.dtype)
 
     def onnx_heads(self, g: Graph, x: Value, past: Cache) -> tuple[Value, Cache]:
@@ -85,7 +85,7 @@ class ShortConv(Mixer):
         return g.cast(g.op("Mul", [c, g.op("Sub", [positive, negative])]), g.dtype), {"conv": present}
 
     def _conv(self) -> tuple[Tensor, Tensor]:
-        """The convolution's weight, [K, C], and bias, [C], fp32."""
+        """Return the convolution's weight, [K, C], and bias, [C], fp32."""
         bias = self.conv1d.bias
         weight = self.conv1d.weight[:, 0].T.float()
         return weight, torch.zeros_like(weight[0]) if bias is None else bias.float()

@@ -21,7 +21,7 @@ from report import interval, table
 
 import diffbit
 from diffbit.apps.evaluate.metrics import Estimate
-from diffbit.io.drawing import drawn, line, logarithmic
+from diffbit.io.drawing import drawn, logarithmic, style
 
 DRAWS = 4000
 PLAIN = ", no matrix"  # in the name of a file that was made without an importance matrix
@@ -179,7 +179,7 @@ def draw(results: Sequence[Result], file: Path) -> None:
     with drawn(file) as (axes,):
         for index, tool in enumerate(tools):
             rows = [result for result in made if result.tool == tool]
-            look = line(index)
+            look = style(index)
             axes.plot([row.nbytes / 1e6 for row in rows], [row.divergence().value for row in rows],
                       **look | {"linestyle": "", "alpha": 0.4})  # fmt: skip
             front = [row for row in rows if best(rows, row.nbytes) is row]

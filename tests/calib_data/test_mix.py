@@ -32,7 +32,7 @@ def test_the_table_of_sources_has_the_hash_of_each_file() -> None:
         assert row[3] == hashlib.sha256(data).hexdigest()
 
 
-def test_nothing_to_evaluate_on_is_in_the_text_for_calibration() -> None:
+def test_calibration_text_has_nothing_of_the_evaluation_text() -> None:
     """Not a run of 60 characters of it."""
     calib, held_out = (load_text("mix", split).documents for split in ("calib", "eval"))
     whole = "\n".join(calib)

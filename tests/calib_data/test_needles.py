@@ -64,7 +64,7 @@ def test_the_tokens_are_those_of_the_text(trained: Callable[[str], Path]) -> Non
     assert len(needles.words) ** VALUE > 10_000  # guessing is hopeless
 
 
-def test_the_same_for_the_same_seed_and_from_the_split_asked_for(text: str, trained: Callable[[str], Path]) -> None:
+def test_needles_depend_on_seed_and_split(text: str, trained: Callable[[str], Path]) -> None:
     path = trained("softmax")
     first, again, other = rows_of(text, path), rows_of(text, path), rows_of(text, path, seed=1)
     assert first.windows.sha256 == again.windows.sha256 != other.windows.sha256

@@ -211,7 +211,7 @@ def test_several_texts_are_taken_in_shares_of_their_bytes(tmp_path: Path, limit:
             ]
 
 
-def test_what_looks_like_weights_but_is_a_file_is_one(tmp_path: Path) -> None:
+def test_existing_path_is_not_read_as_weighted_sources(tmp_path: Path) -> None:
     for name in ("a=1,b=2", "a=1", "a:b=3,c=4"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "one.txt").write_text("text")

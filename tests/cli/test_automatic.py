@@ -35,7 +35,7 @@ def run(capfd: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]
     return dict(json.loads(printed.out))
 
 
-def test_without_options_a_mix_loses_less_in_fewer_bytes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_default_mix_beats_rtn_int4_in_fewer_bytes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     mix = run(capfd, PICO, *FEW, "-o", tmp_path / "mix")
     plain = run(capfd, PICO, "--weights", "int4_g32", "--method", "rtn", "-o", tmp_path / "plain")
     assert mix["method"] == "guided" and plain["method"] == "rtn"

@@ -47,7 +47,7 @@ def test_an_editable_installation_stays_editable(monkeypatch: pytest.MonkeyPatch
         raise MissingDependency("starlette", "serve", "a server")
 
 
-def test_a_package_that_lacks_a_part_is_said_to_be_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_error_tells_a_missing_package_from_a_missing_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def message(statement: str) -> str:
         with pytest.raises(MissingDependency) as caught, needs("pocket", "lab", "this"):
             exec(statement)
@@ -95,7 +95,7 @@ def test_no_package_index_is_said_to_have_diffbit(
     assert arguments("serve") == ["starlette>=0.40", "wind>=1"]
 
 
-def test_sources_that_are_not_installed_are_a_clone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_that_is_not_installed_is_a_clone(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise metadata.PackageNotFoundError(name)
 

@@ -105,7 +105,7 @@ def test_an_object_becomes_a_dataclass() -> None:
         ({"layers": [HEAD], "names": 7}, "names is 7, wanted an object"),
     ],
 )
-def test_a_sentence_names_the_place_the_value_and_what_is_wanted(values: dict[str, Any], sentence: str) -> None:
+def test_error_names_place_value_and_expected_type(values: dict[str, Any], sentence: str) -> None:
     with pytest.raises(FieldError) as caught:
         read(Model, values, "")
     assert str(caught.value) == sentence
@@ -176,7 +176,7 @@ def test_values_that_are_refused(kind: Any, value: object, sentence: str) -> Non
     assert str(caught.value) == sentence and caught.value.place.startswith(("x", "a key of x"))
 
 
-def test_what_cannot_be_written_out_is_one_short_line() -> None:
+def test_shown_is_one_short_line_for_any_value() -> None:
     nested: Any = []
     for _ in range(100_000):
         nested = [nested]

@@ -31,7 +31,7 @@ def test_short_work_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_share_is_told_in_percent_from_where_it_was_taken_up(
+def test_progress_prints_percents_and_counts_time_from_the_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "_quiet", False)

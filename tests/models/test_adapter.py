@@ -154,7 +154,7 @@ def test_a_tied_table_with_new_rows_stays_one(tmp_path: Path) -> None:
         Checkpoint(untied, tmp_path / "adapter")
 
 
-def test_tokenizer_files_of_the_adapter_stand_for_the_models(tmp_path: Path) -> None:
+def test_tokenizer_files_of_the_adapter_replace_the_models(tmp_path: Path) -> None:
     base = saved(hf_model("llama"), tmp_path / "base")
     adapter = tmp_path / "adapter"
     write_adapter(adapter, {"model.layers.0.mlp.up_proj": (48, 32)})
@@ -181,14 +181,14 @@ MODULE = {"model.layers.0.mlp.up_proj": (48, 32)}
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication"),
         ({"target_parameters": ["experts.up"]}, "target_parameters"),
-        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4', which changes the base model"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
         ({"a_field_of_tomorrow": 1}, "a_field_of_tomorrow is 1, which diffbit does not read"),
         ({"r": 8}, "has rank 8, but its tensors have rank 4"),
         ({"alpha_pattern": {"(": 2}}, "no regular expression"),
         ({"lora_alpha": "8"}, "lora_alpha is '8', wanted a number above 0"),
     ],
 )
-def test_what_it_would_not_compute_is_refused_by_name(changes: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+def test_unsupported_adapter_settings_are_refused(changes: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     base = saved(hf_model("llama"), tmp_path / "base")
     write_adapter(
         tmp_path / "adapter", MODULE, ranks=dict.fromkeys(MODULE, 4), alphas=dict.fromkeys(MODULE, 8), **changes
@@ -234,7 +234,7 @@ def test_adapters_of_other_models_and_damaged_ones(tmp_path: Path) -> None:
     refused("is of mlx-lm's adapter, wanted PEFT's", of_mlx)
 
 
-def test_a_folder_with_an_adapter_is_not_read_without_a_word(tmp_path: Path) -> None:
+def test_folder_with_an_adapter_is_refused(tmp_path: Path) -> None:
     base = saved(hf_model("llama"), tmp_path / "base")
     write_adapter(tmp_path / "adapter", MODULE)
     with pytest.raises(DiffbitError, match=r"is an adapter of 'ORG/BASE', not a model; .* --adapter"):

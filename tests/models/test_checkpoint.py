@@ -90,7 +90,7 @@ def test_streaming_writer_and_blocks(attention: str, tmp_path: Path) -> None:
     assert torch.equal(models.load(checkpoint)(tokens(1, 4)), model(tokens(1, 4)))
 
 
-def test_a_failed_or_incomplete_write_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
     model = fresh("softmax")
     models.save(model, tmp_path / "m")
     before = models.Checkpoint(tmp_path / "m").sha256()

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from diffbit import DiffbitError
 from diffbit.io import plugins
-from diffbit.models import ModelConfig, families
+from diffbit.models import LayerSpec, ModelConfig, families
 from diffbit.models.families import HuggingFace, family_for
 
 from .helpers import small_config
 
 VARIANTS = ("diff_v1", "diff_v2", "softmax")
 
-NEW = HuggingFace("aaa", "softmax", norm_eps=1e-6)  # the first by the alphabet
+NEW = HuggingFace("aaa", "softmax", defaults={"rms_norm_eps": 1e-6})  # the first by the alphabet
 
 
 def windowed(config: ModelConfig) -> ModelConfig:
@@ -31,7 +32,7 @@ CONFIGS = {
     **{f"{name}, sub-norms": small_config(name, sub_norms=True) for name in VARIANTS},
     "all biases": small_config("softmax", qkv_bias=True, o_bias=True, mlp_bias=True),
     "biases of queries, keys and values": small_config("softmax", qkv_bias=True),
-    "norms of queries and keys": small_config("softmax", qk_norm=True),
+    "norms of queries and keys": small_config("softmax", qk_norm_eps=1e-5),
     "windows": windowed(small_config("softmax")),
     "relu2": small_config("softmax", mlp="relu2"),
 }
@@ -69,7 +70,13 @@ def test_a_new_family_does_not_take_over_what_is_written(add: Callable[..., None
 def test_a_later_family_writes_only_what_others_cannot(add: Callable[..., None]) -> None:
     before = written()
     assert before["windows"] == "diffbit"
-    add(replace(NEW, writes=2, windows=lambda values: [5] * values["num_hidden_layers"]), replace(NEW, writes=2))
+
+    class Windowed(HuggingFace):
+        def layer(self, values: Mapping[str, Any], index: int) -> LayerSpec:
+            layer = super().layer(values, index)
+            return replace(layer, mixer=replace(layer.mixer, sliding_window=5))
+
+    add(Windowed("aaa", "softmax", defaults=NEW.defaults, writes=2), replace(NEW, writes=2))
     assert written() == before | {"windows": "aaa"}
 
 
@@ -107,9 +114,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 
 @pytest.mark.parametrize("model_type", ["aaa", "internlm3"])
-def test_a_family_of_an_installed_package_does_not_either(install: Callable[[str], None], model_type: str) -> None:
+def test_installed_family_does_not_take_over_writing(install: Callable[[str], None], model_type: str) -> None:
     before = written()
-    install(f"HuggingFace({model_type!r}, 'softmax', norm_eps=1e-6)")
+    install(f"HuggingFace({model_type!r}, 'softmax', defaults={{'rms_norm_eps': 1e-6}})")
     assert model_type in {family.model_type for family in families.families()}
     assert written() == before
     values = families.write_config(CONFIGS["softmax"], "float32") | {"model_type": model_type}
@@ -117,6 +124,6 @@ def test_a_family_of_an_installed_package_does_not_either(install: Callable[[str
 
 
 def test_an_installed_family_with_the_number_of_llama_is_an_error(install: Callable[[str], None]) -> None:
-    install("HuggingFace('aaa', 'softmax', norm_eps=1e-6, writes=1)")
+    install("HuggingFace('aaa', 'softmax', defaults={'rms_norm_eps': 1e-6}, writes=1)")
     with pytest.raises(DiffbitError, match="aaa and llama would both write"):
         family_for(CONFIGS["softmax"])

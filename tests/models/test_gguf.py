@@ -126,7 +126,7 @@ def theirs(file: Path) -> Any:
 @pytest.mark.parametrize(
     "type", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 )
-def test_every_type_is_read_as_the_package_dequantizes_it(type: str, tmp_path: Path) -> None:
+def test_every_gguf_type_is_read_as_the_gguf_package_reads_it(type: str, tmp_path: Path) -> None:
     file = write(tmp_path / "m.gguf", TYPES[type], tied=type != "Q4_1")
     checkpoint = Checkpoint(file)
     assert checkpoint.dtype == {"F16": "float16", "BF16": "bfloat16"}.get(type, "float32")

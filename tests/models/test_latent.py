@@ -32,7 +32,7 @@ def config_of(attention: str, **changes: Any) -> models.ModelConfig:
     window = changes.pop("sliding_window", 0)
     config = models.ModelConfig.uniform(
         vocab_size=61, hidden_size=64, num_layers=2, num_heads=heads, num_kv_heads=kv_heads, head_dim=16,
-        intermediate_size=128, max_position=256, attention=attention, sizes=SIZES | changes.pop("sizes", {}), **changes,
+        intermediate_size=128, max_position=256, attention=attention, **(SIZES | changes),
     )  # fmt: skip
     if not window:
         return config
@@ -123,7 +123,7 @@ def test_gdla_is_its_formulas(ratio: int, window: int) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("attention", VARIANTS)
-def test_pieces_equal_the_whole_and_padding_changes_nothing(attention: str) -> None:
+def test_pieces_and_padding_change_nothing(attention: str) -> None:
     torch.manual_seed(0)
     model = models.Decoder(config_of(attention, sliding_window=3)).eval()
     for parameter in model.parameters():
@@ -193,7 +193,7 @@ def test_bytes_of_the_cache() -> None:
     assert bits["int8"] == 2 * 1000 * (64 + 32 + 2 * 4)
 
 
-def test_its_weights_are_quantized_but_for_kv_b_and_lambda(tmp_path: Path) -> None:
+def test_all_weights_but_kv_b_and_lambda_are_quantized(tmp_path: Path) -> None:
     source = write_model(tmp_path / "m", config_of("gdla"))
     report = quantize_checkpoint(source, tmp_path / "q", Scheme(weights=parse_format("int4_g32")))
     rounded = {weight.name.rpartition(".")[2] for weight in report.weights}
@@ -208,8 +208,8 @@ def test_its_weights_are_quantized_but_for_kv_b_and_lambda(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"qk_norm": True}, "qk_norm_eps is 1e-05, wanted none"),
-        ({"sizes": {"query_rank": 0}}, "gate is true and query_rank 0"),
+        ({"qk_norm_eps": 1e-5}, "qk_norm_eps is 1e-05, wanted none"),
+        ({"query_rank": 0}, "gate is true and query_rank 0"),
         ({"noise_ratio": 3}, "noise_ratio is 3, wanted a divisor of 4"),
     ],
 )

@@ -59,7 +59,7 @@ def test_a_model_of_different_layers(tmp_path: Path) -> None:
         assert torch.equal(block(x, rope), again.model.layers[index](x, rope))
 
 
-def test_only_what_a_family_can_hold_is_written_in_it() -> None:
+def test_family_writes_only_models_it_can_represent() -> None:
     uniform = small_config("diff_v1")
     layer = uniform.layers[0]
     others = [

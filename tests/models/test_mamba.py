@@ -112,7 +112,7 @@ def test_chunks_and_tokens_equal_a_prompt() -> None:
 
 
 @pytest.mark.parametrize("chunk", [9, 4])
-def test_padding_anywhere_is_as_if_it_were_not_there(chunk: int) -> None:
+def test_padding_anywhere_changes_nothing(chunk: int) -> None:
     model, ids = decoder(), tokens(1, 9)
     mask = torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1, 0]])
     cache = models.KVCache(model.config, 1, 9)

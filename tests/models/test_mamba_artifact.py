@@ -95,7 +95,7 @@ def layer_of(decoder: Decoder, scheme: Scheme) -> Layer:
 
 
 @pytest.mark.parametrize("method", [rotate, awq])
-def test_methods_leave_what_does_not_read_the_stream(folder: Path, method: ModuleType) -> None:
+def test_methods_change_only_in_proj_and_o_proj(folder: Path, method: ModuleType) -> None:
     """Rotation and scales reach in_proj and o_proj alone, and the model computes the same."""
     decoder = load(folder)
     scaled = transformed(decoder, method, Scheme(weights=parse_format("int4_g32")), IDS)

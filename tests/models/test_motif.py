@@ -105,7 +105,7 @@ def test_quantized(folder_of: Folder, tmp_path: Path, name: str) -> None:
 
 @pytest.mark.slow
 @every_config
-def test_methods_that_change_weights_find_what_holds(folder_of: Folder, tmp_path: Path, name: str) -> None:
+def test_awq_and_rotate_keep_the_function(folder_of: Folder, tmp_path: Path, name: str) -> None:
     """awq folds scales into norms and up_proj, rotate turns the residual stream, values and keys; neither goes through
     PolyNorm's gate. In 8 bits little else differs."""
     scheme = Scheme(weights=parse_format("int8"))

@@ -233,7 +233,7 @@ def test_every_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert run("outliers", model, low, *text)
 
 
-def test_what_is_carried_is_let_go_behind_its_last_reader(folder: Path) -> None:
+def test_carried_values_are_freed_after_their_last_reader(folder: Path) -> None:
     tokens = Tokens(read_config(phi.PHI), TEXT, compared_windows=2)
     decoder, seen = models.load(folder), []
     for layer in layers(decoder):

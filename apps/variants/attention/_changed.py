@@ -26,12 +26,12 @@ class Changed:
     def OP(self) -> Any:
         return replace(diff_attention_body.OP, name=self.name)
 
-    def function(self, of: diff_attention_body.Signature, grouped: bool, name: str) -> onnx_ir.Function:
+    def function(self, signature: diff_attention_body.Signature, grouped: bool, name: str) -> onnx_ir.Function:
         """Return the body as an ONNX model-local function."""
 
         def write(op: body.Nodes) -> list[body.Value]:
-            outputs = self.kind(of, op).outputs
-            return [outputs[name] for name in of.declared_outputs]
+            outputs = self.kind(signature, op).outputs
+            return [outputs[name] for name in signature.declared_outputs]
 
-        inputs = diff_attention_body.INPUTS[: len(of.inputs)] + self.inputs
-        return diff_attention_body.OP.function(write, inputs, of.declared_outputs, name)
+        inputs = diff_attention_body.INPUTS[: len(signature.inputs)] + self.inputs
+        return diff_attention_body.OP.function(write, inputs, signature.declared_outputs, name)

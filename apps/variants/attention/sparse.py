@@ -66,36 +66,38 @@ class Sparse(Biased, softmax.Softmax):
         self.drawing = PRIMES[: options.random_blocks] if options.pattern == "random" else ()
 
     def bias_of(self, query: Tensor, key: Tensor) -> Tensor:
-        of = self.options
-        if of.pattern == "dilated":
+        sizes = self.options
+        if sizes.pattern == "dilated":
             head = torch.arange(self.num_heads, device=key.device)[:, None, None]
-            parts = [(query // w == key // w) & (query % r == head % r) & (key % r == head % r) for w, r in of.segments]
+            parts = [
+                (query // w == key // w) & (query % r == head % r) & (key % r == head % r) for w, r in sizes.segments
+            ]
             return torch.stack(parts).sum(0).float().log().clamp(min=HIDDEN)
-        seen = (query - key < of.window) | (key < of.first)
-        block = query // of.block
+        seen = (query - key < sizes.window) | (key < sizes.first)
+        block = query // sizes.block
         for prime in self.drawing:
             drawn = (block + 1) * prime % MODULUS * FACTOR % MODULUS % block.clamp(min=1)
-            seen = seen | (key // of.block == drawn)
+            seen = seen | (key // sizes.block == drawn)
         return torch.zeros(seen.shape, device=key.device).masked_fill(~seen, HIDDEN)
 
     def onnx_bias_of(self, g: Graph, query: Value, key: Value) -> Value:
-        of = self.options
+        sizes = self.options
 
         def op(name: str, *inputs: Value | int) -> Value:
             return g.op(name, [g.const(x) if isinstance(x, int) else x for x in inputs])
 
-        if of.pattern == "dilated":
+        if sizes.pattern == "dilated":
             count, heads = g.const(0, np.float32), np.arange(self.num_heads)[:, None, None]
-            for w, r in of.segments:
+            for w, r in sizes.segments:
                 part = op("Equal", op("Div", query, w), op("Div", key, w))
                 for tokens in (query, key):
                     part = op("And", part, op("Equal", op("Mod", tokens, r), g.const(heads % r)))
                 count = op("Add", count, g.cast(part, np.float32))
             return op("Max", op("Log", count), g.const(HIDDEN, np.float32))
-        seen = op("Or", op("Less", op("Sub", query, key), of.window), op("Less", key, of.first))
-        block = op("Div", query, of.block)
+        seen = op("Or", op("Less", op("Sub", query, key), sizes.window), op("Less", key, sizes.first))
+        block = op("Div", query, sizes.block)
         for prime in self.drawing:
             drawn = op("Mod", op("Mul", op("Add", block, 1), prime), MODULUS)
             drawn = op("Mod", op("Mod", op("Mul", drawn, FACTOR), MODULUS), op("Max", block, 1))
-            seen = op("Or", seen, op("Equal", op("Div", key, of.block), drawn))
+            seen = op("Or", seen, op("Equal", op("Div", key, sizes.block), drawn))
         return op("Where", seen, g.const(0, np.float32), g.const(HIDDEN, np.float32))

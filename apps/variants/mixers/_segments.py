@@ -26,7 +26,9 @@ class SegmentOptions(MixerOptions):
         return 2 * pairs, 2 * pairs
 
     def state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> SegmentState:
-        return SegmentState(*(torch.zeros(batch, *one.sizes(0), device=device) for one in self.buffers(lambda *_: ())))
+        return SegmentState(
+            *(torch.zeros(batch, *buffer.sizes(0), device=device) for buffer in self.buffers(lambda *_: ()))
+        )
 
 
 class SegmentState(FixedState):

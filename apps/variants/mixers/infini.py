@@ -92,13 +92,13 @@ class Infini(Mixer):
         query, key, value = (
             heads.transpose(1, 2) for heads in (F.elu(query) + 1, F.elu(key) + 1, value)
         )  # [B, H, S, d]
-        kept = self.options.state(len(x), 0, x.dtype, x.device) if state is None else state
-        assert isinstance(kept, SegmentState)
-        past_key, past_value, memory, pending = kept.tensors
-        real, segment, place, count = segments(x, mask, kept.count, size)
+        fixed = self.options.state(len(x), 0, x.dtype, x.device) if state is None else state
+        assert isinstance(fixed, SegmentState)
+        past_key, past_value, memory, pending = fixed.tensors
+        real, segment, place, count = segments(x, mask, fixed.count, size)
 
         places = torch.arange(size, device=x.device)
-        old = (segment == 0)[..., None] & (places < kept.count % size)[:, None]  # [B, S, N]
+        old = (segment == 0)[..., None] & (places < fixed.count % size)[:, None]  # [B, S, N]
         new = (segment[..., None] == segment[:, None]).tril() & real[:, None]  # [B, S, S]
         keys, values = torch.cat((past_key, local_key), 2), torch.cat((past_value, value), 2)
         local = F.scaled_dot_product_attention(local_query, keys, values, torch.cat((old, new), -1)[:, None])
@@ -106,17 +106,17 @@ class Infini(Mixer):
         read = torch.zeros_like(local)
         ones = torch.ones_like(value[..., :1])
         for index in range(count):
-            here = (real & (segment == index)).float()[:, None, :, None]
-            begins = here.amax(2, keepdim=True) if index else torch.zeros_like(here[:, :, :1])
+            inside = (real & (segment == index)).float()[:, None, :, None]
+            begins = inside.amax(2, keepdim=True) if index else torch.zeros_like(inside[:, :, :1])
             memory, pending = memory + begins * pending, pending * (1 - begins)
-            read = read + here * _quotient(query @ memory)
-            pending = pending + (here * key).mT @ torch.cat((value - _quotient(key @ memory), ones), -1)
+            read = read + inside * _quotient(query @ memory)
+            pending = pending + (inside * key).mT @ torch.cat((value - _quotient(key @ memory), ones), -1)
         if state is not None:
             last = real & (segment == segment[:, -1:])
             put = (place[:, None] == places[:, None]) & last[:, None]  # [B, N, S]
             put, stays = put.float()[:, None], ~put.any(-1)[:, None, :, None]
             past_key, past_value = put @ local_key + stays * past_key, put @ value + stays * past_value
-            kept.keep(real, past_key, past_value, memory, pending)
+            fixed.keep(real, past_key, past_value, memory, pending)
         out = torch.lerp(local, read, self.beta.sigmoid()[:, None, None])
         return out.to(x.dtype).transpose(1, 2).flatten(2)
 
@@ -148,7 +148,7 @@ class Infini(Mixer):
         put = g.op("Mul", [g.cast(g.op("Equal", [place, places]), np.float32), real])  # [B, S, N]
         hidden = g.op("Mul", [g.cast(g.op("Greater", [places, place]), np.float32), number(-1e30)])
         rows += [row(put, 2, 4), row(hidden, 2, 3), row(begins, 2, 3), row(real, 2, 3)]
-        one = number(np.ones((1, self.options.num_heads, 1, 1)))
+        unit = number(np.ones((1, self.options.num_heads, 1, 1)))
         gate = number(self.beta.detach().sigmoid()[:, None, None].numpy())
 
         def step(keys: Value, values: Value, memory: Value, pending: Value, *token: Value) -> tuple[Value, ...]:
@@ -162,7 +162,7 @@ class Infini(Mixer):
             read = quotient(g.op("MatMul", [read_query, memory]))
             error = g.op("Sub", [value, quotient(g.op("MatMul", [read_key, memory]))])
             column = g.op("Mul", [real, transposed(read_key)])
-            ones = g.op("Expand", [one, g.op("Concat", [g.op("Shape", [value], end=3), g.const([1])], axis=0)])
+            ones = g.op("Expand", [unit, g.op("Concat", [g.op("Shape", [value], end=3), g.const([1])], axis=0)])
             update = g.op("Mul", [column, g.op("Concat", [error, ones], axis=-1)])
             out = g.op("Add", [local, g.op("Mul", [gate, g.op("Sub", [read, local])])])
             return keys, values, memory, g.op("Add", [pending, update]), out

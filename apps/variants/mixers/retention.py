@@ -115,8 +115,8 @@ class Retention(Mixer):
         out = g.op("Add", [out, g.op("Mul", [g.op("Exp", [along]), g.op("MatMul", [query, past["retained"]])])])
         last = g.op("Gather", [across, g.const([-1])], axis=3)  # [B, H, 1, 1]
         left = g.op("Mul", [key, g.op("Exp", [g.op("Sub", [last, across])])])
-        kept = g.op("Mul", [g.op("Exp", [last]), past["retained"]])
-        present = g.op("Add", [kept, g.op("MatMul", [left, value])])
+        decayed = g.op("Mul", [g.op("Exp", [last]), past["retained"]])
+        present = g.op("Add", [decayed, g.op("MatMul", [left, value])])
         power = g.op("ReduceMean", [g.op("Mul", [out, out]), g.const([3])])
         out = g.op("Div", [out, g.op("Sqrt", [g.op("Add", [power, number(NORM_EPS)])])])
         out = g.op("Reshape", [g.op("Transpose", [out], perm=[0, 2, 1, 3]), g.const([0, 0, -1])])

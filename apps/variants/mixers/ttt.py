@@ -96,10 +96,10 @@ class TTT(Mixer):
         return (error - error.mean(-1, keepdim=True) - normed * (error * normed).mean(-1, keepdim=True)) / spread
 
     def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None, carried: Carried) -> Tensor:
-        kept = self.options.state(len(x), 0, x.dtype, x.device) if state is None else state
-        assert isinstance(kept, SegmentState)
-        change, pending = kept.tensors
-        real, segment, place, count = segments(x, mask, kept.count, self.options.mini_batch)
+        fixed = self.options.state(len(x), 0, x.dtype, x.device) if state is None else state
+        assert isinstance(fixed, SegmentState)
+        change, pending = fixed.tensors
+        real, segment, place, count = segments(x, mask, fixed.count, self.options.mini_batch)
         angles = self.angles().to(x.device)[place]
         names, table = ("q_proj", "k_proj", "v_proj"), (angles.cos(), angles.sin())
         query, key, value = (
@@ -111,23 +111,23 @@ class TTT(Mixer):
         rate = self.rate_proj(x).float().sigmoid().mT[..., None] / self.options.head_dim  # [B, H, S, 1]
         rates = self.token_rates()
         now = rates[place][:, None, :, None]
-        one = torch.ones_like(rate)
-        asked, shown = torch.cat((query, one), -1), torch.cat((key, one), -1)  # [B, H, S, d + 1]
+        unit = torch.ones_like(rate)
+        asked, shown = torch.cat((query, unit), -1), torch.cat((key, unit), -1)  # [B, H, S, d + 1]
 
         z, gradients = torch.zeros_like(query), torch.zeros_like(query)
         for index in range(count):
-            here = (real & (segment == index)).float()[:, None, :, None]
-            begins = here.amax(2, keepdim=True) if index else torch.zeros_like(here[:, :, :1])
+            inside = (real & (segment == index)).float()[:, None, :, None]
+            begins = inside.amax(2, keepdim=True) if index else torch.zeros_like(inside[:, :, :1])
             change, pending = change - rates[-1] * begins * pending, pending * (1 - begins)
             weight = self.initial + change
-            z = z + here * (asked @ weight - now * (asked @ pending))  # pending: of tokens of earlier calls
-            gradient = here * self.gradient(shown @ weight, value - key)
+            z = z + inside * (asked @ weight - now * (asked @ pending))  # pending: of tokens of earlier calls
+            gradient = inside * self.gradient(shown @ weight, value - key)
             gradients = gradients + gradient
             pending = pending + (rate * shown).mT @ gradient
         seen = (segment[:, None, :, None] == segment[:, None, None]).tril()
         z = z - now * ((asked @ shown.mT * seen * rate.mT) @ gradients)
         if state is not None:
-            kept.keep(real, change, pending)
+            fixed.keep(real, change, pending)
         spread = (z.var(-1, unbiased=False, keepdim=True) + EPS).sqrt()
         out = query + self.norm_weight * (z - z.mean(-1, keepdim=True)) / spread + self.norm_bias
         return self.post_norm(out.to(x.dtype).transpose(1, 2).flatten(2))
@@ -177,8 +177,8 @@ class TTT(Mixer):
         real, begins = (g.op("Unsqueeze", [flag, g.const([2, 3])]) for flag in (real, begins))
         rate = g.op("Mul", [g.op("Sigmoid", [split("rate_proj")]), number(1 / self.options.head_dim)])
         rate = g.op("Mul", [rate, real])
-        one = g.op("Add", [g.op("Mul", [rate, number(0)]), number(1)])
-        asked, shown = (g.op("Concat", [heads, one], axis=-1) for heads in (query, key))
+        unit = g.op("Add", [g.op("Mul", [rate, number(0)]), number(1)])
+        asked, shown = (g.op("Concat", [heads, unit], axis=-1) for heads in (query, key))
         norm_weight, norm_bias = weight("norm", self.norm_weight), weight("shift", self.norm_bias)
         initial = weight("initial", self.initial)
 

@@ -11,7 +11,7 @@ from diffbit.cli.app import main
 from diffbit.io.files import locked
 
 
-def test_a_second_writer_is_refused_before_it_works(
+def test_second_writer_is_refused_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("diffbit.apps.allocate.command._text", None)  # where the work begins

@@ -32,10 +32,10 @@ def made_up() -> dict[str, Any]:
     }
 
 
-def test_a_plan_shows_what_every_budget_loses_and_the_bits_of_each_layer(tmp_path: Path) -> None:
+def test_plot_shows_losses_of_budgets_and_bits_of_layers(tmp_path: Path) -> None:
     allocation = made_up()
     with panels() as (_, axes):
-        frontier(axes[0], allocation)
+        frontier(allocation).draw(axes[0])
         lines = {line.get_label(): line.get_xydata().tolist() for line in axes[0].lines}
         names = [text.get_text() for text in axes[0].texts]
     assert lines["mixed, predicted"] == [list(point) for point in allocation["curve"]]

@@ -79,7 +79,7 @@ def odd(folder: Path) -> Path:
     key, an outlier among the values."""
     config = ModelConfig.uniform(
         vocab_size=331, hidden_size=192, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=32, intermediate_size=320,
-        max_position=96, qkv_bias=True, o_bias=True, qk_norm=True,
+        max_position=96, qkv_bias=True, o_bias=True, qk_norm_eps=1e-5,
     )  # fmt: skip
     first, second, third = config.layers
     window = replace(second, mixer=replace(second.mixer, sliding_window=17))

@@ -78,7 +78,7 @@ def test_without_a_record_the_shape_finds_it(folder: Path, tmp_path: Path) -> No
     assert references(folder / "whole", tmp_path / "old-onnx", tmp_path / "old")["old-onnx"] == ("whole", "hash")
 
 
-def test_another_model_of_the_shape_is_taken_with_a_remark(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_float_model_with_another_hash_gets_a_remark(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert references(folder / "twin", folder / "a" / "int4") == {"int4": ("twin", OTHER)}
     arguments = ["compare", folder / "twin", folder / "a" / "int4", "--max-windows", "2", "--length", "32"]
     with pytest.raises(SystemExit) as stopped:
@@ -93,7 +93,7 @@ def test_another_model_of_the_shape_is_taken_with_a_remark(folder: Path, capsys:
         (["a/int4"], [], ["a/int4: is quantized", "(whole)", "is missing", "--bits 16"]),
         (["a/int4", "onnx"], [], ["a/int4 and", "onnx: are quantized", "(whole)", "is missing"]),
         (["onnx"], ["--bits", "16"], ["onnx: is quantized", "(whole)"]),
-        (["softmax", "b/int4"], [], ["b/int4: has not the shape of", "softmax", "(whole)"]),
+        (["softmax", "b/int4"], [], ["b/int4: does not have the shape of", "softmax", "(whole)"]),
         (["whole", "twin", "a/int4"], ["--runs", "2"], ["a/int4: is quantized", "--runs"]),
         (["whole", "nothing"], [], ["nothing"]),
         (["whole", "onnx"], ["--length", "100000"], ["--length is 100000", "context"]),

@@ -168,7 +168,7 @@ def series(rng: np.random.Generator, windows: int, rho: float, documents: int | 
         (60, 0.3, 6, True, 0.92),
     ],
 )
-def test_intervals_hold_the_truth_as_often_as_they_say(
+def test_intervals_have_their_coverage(
     windows: int, rho: float, documents: int | None, lognormal: bool, least: float
 ) -> None:
     """93 to 97 % where 95 are promised, for two models on the same text; independent windows' interval does not."""
@@ -248,7 +248,7 @@ def rounded(rng: np.random.Generator, windows: int, loss: float, share: float) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("windows", "loss"), [(8, 0.05), (40, 0.05), (40, 0.008)])
-def test_the_share_recovered_lies_in_its_interval_as_often_as_it_says(windows: int, loss: float) -> None:
+def test_recovered_interval_has_its_coverage(windows: int, loss: float) -> None:
     rng = np.random.default_rng(6)
     trials, inside, resampled, none = 500, 0, 0, 0
     for _ in range(trials):
@@ -281,7 +281,7 @@ def test_the_share_recovered_against_a_slow_search() -> None:
         assert share is not None and (share.low, share.high) == pytest.approx((value, value), abs=1e-9)
 
 
-def test_where_rounding_loses_nothing_there_is_no_share() -> None:
+def test_recovered_share_is_none_without_a_loss() -> None:
     method, plain, reference = rounded(np.random.default_rng(8), 12, 0.0, 0.5)
     assert recovered(method, plain, reference) is None  # not told from zero
     method, plain, reference = rounded(np.random.default_rng(8), 12, 0.05, 0.5)

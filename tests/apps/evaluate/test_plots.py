@@ -20,7 +20,7 @@ def test_a_curve_shows_the_increase_from_wide_to_narrow() -> None:
     data = made_up.comparison()
     data["results"].reverse()  # whatever order they come in
     with panels() as (_, axes):
-        plots.draw(axes[0], plots.charts(data, "weights")[0])
+        plots.charts(data, "weights")[0].draw(axes[0])
         lines = {line.get_label(): list(line.get_ydata()) for line in axes[0].lines if line.get_linestyle() != "None"}
         ticks = [tick.get_text() for tick in axes[0].get_xticklabels()]
     assert [tick.split("\n")[0] for tick in ticks] == ["int8", "int4", "int2", "ternary"]
@@ -32,7 +32,7 @@ def test_a_curve_shows_the_increase_from_wide_to_narrow() -> None:
 
 def test_a_gain_is_drawn_hollow_on_the_floor() -> None:
     with panels() as (_, axes):
-        plots.draw(axes[0], plots.charts(made_up.comparison(("one",)), "weights")[0])
+        plots.charts(made_up.comparison(("one",)), "weights")[0].draw(axes[0])
         hollow = [line for line in axes[0].lines if line.get_markerfacecolor() == "white"]
     assert [list(line.get_xdata()) for line in hollow] == [[0]]
 
@@ -47,7 +47,7 @@ def test_long_names_of_models(tmp_path: Path) -> None:
 def test_kl_with_its_band() -> None:
     data = made_up.comparison(("one",))
     with panels() as (_, axes):
-        plots.draw(axes[0], plots.charts(data, "logits")[1])
+        plots.charts(data, "logits")[1].draw(axes[0])
         band = axes[0].collections[0].get_paths()[0].vertices
     kl = next(r["kl"] for r in data["results"] if r["format"] == "3-bit")
     heights = sorted({round(float(y), 9) for x, y in band if x == 2})
@@ -64,17 +64,20 @@ def test_several_methods_have_a_chart_for_each_model() -> None:
     ends, colors = [], []
     for chart in charts:
         with panels() as (_, axes):
-            plots.draw(axes[0], chart)
+            chart.draw(axes[0])
             lines = {line.get_label(): line for line in axes[0].lines if line.get_linestyle() != "None"}
             ends.append(axes[0].get_ylim())
         assert list(lines) == ["rtn", "gptq", "awq"]
         colors.append([line.get_color() for line in lines.values()])
         for method, line in lines.items():
-            rows = [r for r in chart.lines[method] if r["format"] == "int4_g64"]
-            place = list(chart.ticks).index("int4_g64") - (len(FORMATS) - len(line.get_xdata()))
-            assert line.get_ydata()[place] == pytest.approx(100 * (rows[0]["ratio"]["value"] - 1))
+            row = next(
+                r for r in data["results"]
+                if (r["model"], r["method"], r["format"]) == (chart.title.split(":")[0], method, "int4_g64")
+            )  # fmt: skip
+            place = list(line.get_xdata()).index(FORMATS.index("int4_g64"))
+            assert line.get_ydata()[place] == pytest.approx(100 * (row["ratio"]["value"] - 1))
     assert ends[0] == ends[1] == ends[2] and colors[0] == colors[1] == colors[2]
-    assert [chart.metric for chart in plots.charts(data, "logits")] == [plots.INCREASE, plots.KL]
+    assert [chart.unit for chart in plots.charts(data, "logits")] == ["%", " nats"]
 
 
 @pytest.mark.slow

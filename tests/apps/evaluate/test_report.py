@@ -31,6 +31,7 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.alternatives: list[str] = []
         self.cells: list[list[str]] = []
+        self.heads: list[list[str]] = []  # those of `cells` that name the columns
         self.headings: list[str] = []
         self.text = ""
         self.feed(text)
@@ -49,6 +50,8 @@ class Page(HTMLParser):
                 self.alternatives.append(value or "")
         if tag == "tr":
             self.cells.append([])
+            if self.open[-1] == "thead":
+                self.heads.append(self.cells[-1])
         if tag in ("td", "th"):
             self.cells[-1].append("")
         if tag == "h2":
@@ -70,6 +73,18 @@ class Page(HTMLParser):
             self.cells[-1][-1] += data
         if self.open and self.open[-1] == "h2":
             self.headings[-1] += data
+
+
+def rows_of(page: Page) -> list[dict[str, str]]:
+    """Return the rows of all tables, by column."""
+    rows, head = [], list[str]()
+    for texts in page.cells:
+        cells = [text.strip() for text in texts]
+        if any(texts is other for other in page.heads):
+            head = cells
+        else:
+            rows.append(dict(zip(head, cells, strict=True)))
+    return rows
 
 
 def everything(name: str = "diff") -> ReportData:
@@ -126,23 +141,29 @@ def test_nothing_is_loaded_and_every_link_leads_somewhere(source: str, page: Pag
 def test_every_figure_tells_its_numbers(page: Page) -> None:
     assert len(page.alternatives) == 9
     told = " ".join(page.alternatives)
-    assert "KL against size: diff-onnx 0.012 nats at 0.425 MB, plain-onnx 0.018 nats at 0.425 MB." in told
-    assert "Hidden states by layer. diff: largest value 1.00 in the first layer, 3.00 in the last, 3.00 at most" in told
+    assert "KL against size. diff-onnx 0.012 nats at 0.425 MB; plain-onnx 0.018 nats at 0.425 MB." in told
+    assert "diff, largest: 1 at first, 3 at last, 3 at most" in told
     assert "Weights: increase of perplexity. diff: int8 -0.01%, int4_g64 3.05%, int2_g64 232%" in told
-    assert "diff at int4_g32, relative error of outputs: worst model.layers.2.self_attn.q_proj.weight at 6.00%" in told
+    assert "relative error of outputs in %: at most 6.00%, of model.layers.2.self_attn.q_proj.weight" in told
 
 
 def test_the_tables_hold_the_numbers(page: Page) -> None:
     rows = [[cell.strip() for cell in row] for row in page.cells]
     assert ["diff", "diff_v1", "1,234,567", "3", "64", "1,228,800", "3.05", "abababababab"] in rows
     assert any(row[:2] == ["plain", "15.0"] and "layer 2, channel 42, token 0" in row[-1] for row in rows)
-    four = next(row for row in rows if row[:2] == ["int4_g64", "diff"])
-    assert four[2].startswith("20.6") and four[3] == "+3.05% [+2.72, +3.38%]" and four[6] == "4.25"
-    assert any(
-        row[:2] == ["int4_g64", "plain − diff"] and row[3] == "diff loses less than plain, 5 roundings of each"
-        for row in rows
+    tables = rows_of(page)
+    four = next(row for row in tables if row.get("Format") == "int4_g64" and row["Model"] == "diff")
+    assert four["Perplexity"] == "20.6" and four["Increase"] == "+3.05% [+2.72, +3.38%]"
+    assert four["Bits/weight"] == "4.25" and four["MB"] == "0.425" and four["What"] == "weights"
+    verdicts = [row for row in tables if row.get("Format") == "int4_g64" and row.get("Models") == "plain − diff"]
+    assert verdicts[0]["Which loses less?"] == "diff loses less than plain, 5 roundings of each"
+    given = next(row for row in tables if row.get("Model") == "diff-onnx")
+    assert (given["What"], given["Made of"], given["Format"], given["Method"]) == (
+        "artifact",
+        "diff",
+        "int4_g64",
+        "gptq",
     )
-    assert ["diff-onnx", "diff", "int4_g64", "gptq", "ONNX Runtime"] in [row[:5] for row in rows]
     assert ["diff-onnx", "int4_g32", "2.5 MB", "10 MB", "4.00×"] in rows
     assert ["integer codes", "2,000,000", "80.0%", "4,000,000", "4.00"] in rows
     assert ["graph", "500,000", "20.0%", "–", "–"] in rows
@@ -150,7 +171,7 @@ def test_the_tables_hold_the_numbers(page: Page) -> None:
 
 def test_what_a_token_costs(page: Page) -> None:
     rows = [[cell.strip() for cell in row] for row in page.cells]
-    assert ["int4_g64", "diff", "4.25 MB", "100 kB", "–", "8.00 million", "1.50 million", "0.0200 million"] in rows
+    assert ["diff", "int4_g64", "4.25 MB", "100 kB", "–", "8.00", "1.50", "0.0200"] in rows
 
 
 def test_findings_say_what_the_intervals_allow(page: Page) -> None:
@@ -166,8 +187,9 @@ def test_findings_say_what_the_intervals_allow(page: Page) -> None:
     assert "Weights were rounded once" in once and "take their inputs in float" in once
     told = "not established whether plain or diff loses less, 5 roundings of each"
     assert f"perplexity of diff vs plain; {told}." in text and " loses less than " not in text
-    rows = [[cell.strip() for cell in row] for row in Page(render(unsure)).cells]
-    assert next(row for row in rows if row[:2] == ["int4_g64", "plain − diff"])[3] == told
+    rows = rows_of(Page(render(unsure)))
+    verdicts = [row for row in rows if row.get("Format") == "int4_g64" and row.get("Models") == "plain − diff"]
+    assert verdicts[0]["Which loses less?"] == told
 
 
 def test_tiles_have_the_same_side_first() -> None:
@@ -189,14 +211,15 @@ def test_quantized_models_as_given() -> None:
     comparison = made_up.comparison(("whole",), folders={"rtn": 1.0, "gptq": 0.5, "gptq-onnx": 0.5}, swept=False)
     comparison["results"][1]["format"] = "mix, 4.3 bits"
     page = Page(render(ReportData(comparison=comparison)))
-    rows = [[cell.strip() for cell in row] for row in page.cells]
-    assert ["whole-rtn", "mix, 4.3 bits", "gptq", "torch", "0.0120 [0.0108, 0.0132]"] in [row[:5] for row in rows]
-    assert ["whole-gptq-onnx", "int4_g64", "gptq", "ONNX Runtime"] in [row[:4] for row in rows]
-    pair = next(row for row in rows if row[0] == "whole-gptq − whole-rtn")
-    assert pair[1] == "−0.00600 [−0.00800, −0.00400]"
-    assert pair[-1] == "whole-gptq loses less than whole-rtn"
-    pair = next(row for row in rows if row[0] == "whole-gptq-onnx − whole-gptq")
-    assert pair[-1] == "no difference established between whole-gptq-onnx and whole-gptq"
+    rows = {row.get("Model") or row.get("Models"): row for row in rows_of(page)}
+    given = rows["whole-rtn"]
+    assert (given["Format"], given["Method"], given["KL"]) == ("mix, 4.3 bits", "gptq", "0.0120 [0.0108, 0.0132]")
+    assert rows["whole-gptq-onnx"]["What"] == "artifact" and rows["whole-rtn"]["What"] == "checkpoint"
+    pair = rows["whole-gptq − whole-rtn"]
+    assert pair["Difference of KL, nats per token"] == "−0.00600 [−0.00800, −0.00400]"
+    assert pair["Which loses less?"] == "whole-gptq loses less than whole-rtn"
+    pair = rows["whole-gptq-onnx − whole-gptq"]
+    assert pair["Which loses less?"] == "no difference established between whole-gptq-onnx and whole-gptq"
     assert "is rounded from its float checkpoint" not in page.text
     page = Page(render(ReportData(comparison=made_up.comparison(("whole",), folders={"a": 1, "b": 0.5}, swept=False))))
     findings = page.text[page.text.index("Findings") : page.text.index("The models")]
@@ -207,15 +230,15 @@ def test_several_methods() -> None:
     comparison = made_up.comparison(methods=("rtn", "gptq", "awq"))
     comparison["skipped"] = [{"model": "diff", "format": "ternary", "method": "awq", "reason": "ternary has no groups"}]
     page = Page(render(ReportData(comparison=comparison)))
-    rows = [[cell.strip() for cell in row] for row in page.cells]
-    four = [row for row in rows if row[0] == "int4_g64" or row[:1] == [""]]
-    gptq = next(row for row in four if row[1:3] == ["diff", "gptq"] and row[4].startswith("+1.21%"))
-    assert gptq[5] == "60.0% [55.0, 65.0%]"
-    assert next(row for row in rows if row[:3] == ["int4_g64", "diff", "rtn"])[5] == "–"
+    recovered = "Of rtn's loss recovered"
+    rows = {(row.get("Format"), row.get("Model"), row.get("Method")): row for row in rows_of(page)}
+    gptq = rows["int4_g64", "diff", "gptq"]
+    assert gptq["Increase"].startswith("+1.21%") and gptq[recovered] == "60% (55% to 65%)"
+    assert rows["int4_g64", "diff", "rtn"][recovered] == "-"
     comparison["results"][2]["recovered"] = {"value": 0.4, "low": -9.57, "high": 0.95}
-    rows = [[cell.strip() for cell in row] for row in Page(render(ReportData(comparison=comparison))).cells]
-    assert [row[5] for row in rows if len(row) > 5 and row[5][:3] == "not"] == ["not established"]
-    assert any(row[:3] == ["int4_g64", "gptq", "plain − diff"] for row in rows)
+    again = rows_of(Page(render(ReportData(comparison=comparison))))
+    assert [row[recovered] for row in again if row.get(recovered, "")[:3] == "not"] == ["not established"]
+    assert rows["int4_g64", None, "gptq"]["Models"] == "plain − diff"
     assert "Weights at int4_g64 by gptq, the best of 3 methods" in page.text
     assert "Weights rounded by rtn, gptq, awq (rtn: to nearest)" in page.text and "128 other windows" in page.text
     assert "Left out, diff by awq: ternary has no groups." in page.text
@@ -223,13 +246,12 @@ def test_several_methods() -> None:
 
 def test_needles_beside_perplexity() -> None:
     page = Page(render(ReportData(comparison=made_up.comparison(needles=(128, 1024)))))
-    rows = [[cell.strip() for cell in row] for row in page.cells]
-    four = next(row for row in rows if row[:2] == ["int4", "diff"])
-    assert four[6:] == ["384 B", "89.7%", "−0.3 [−1.3, +0.7]", "89.7%", "−0.3 [−1.3, +0.7]"]
-    whole = next(row for row in rows if row[:2] == ["16", "diff"] and len(row) == 11)
-    assert whole[7:9] == ["90.0%", "–"]
-    pair = next(row for row in rows if row[:2] == ["int4", "plain − diff"])
-    assert pair[4:] == ["−1.1 [−1.6, −0.6]"] * 2
+    names = ["Found, 6:2 of 128", "Found, 6:2 of 1024"]
+    rows = [row for row in rows_of(page) if names[0] in row and "KV bytes/token" in row and row["Model"] == "diff"]
+    four = next(row for row in rows if row["Format"] == "int4")
+    assert four["KV bytes/token"] == "384.0" and {four[name] for name in names} == {"89.7% (-0.3 [-1.3, +0.7])"}
+    pair = next(row for row in rows_of(page) if row.get("Format") == "int4" and row.get("Models") == "plain − diff")
+    assert [pair[f"{name}, points"] for name in names] == ["−1.1 [−1.6, −0.6]"] * 2
     assert "32 rows a setting" in page.text and "KV cache at int4: perplexity of diff vs plain" in page.text
     # of weights, logits and cache: perplexity, KL and two sets; of the artifacts: KL and size
     assert page.tags.count("img") == 3 * (2 + 2) + 1

@@ -186,10 +186,10 @@ def test_bad_input_is_refused(checkpoints: list[Path], text: Windows) -> None:
 def test_the_plot_shows_points_to_the_16_bit_model(tmp_path: Path) -> None:
     data = made_up.comparison(needles=(128, 1024))
     charts = plots.charts(data, "kv")
-    assert [chart.metric.unit for chart in charts] == ["%", " nats", " points", " points"]
+    assert [chart.unit for chart in charts] == ["%", " nats", " points", " points"]
     assert charts[3].title == "KV cache: 2 of 6 needles"
     with panels() as (_, axes):
-        plots.draw(axes[0], charts[3])
+        charts[3].draw(axes[0])
         lines = {line.get_label(): list(line.get_ydata()) for line in axes[0].lines}
         ticks = [tick.get_text() for tick in axes[0].get_xticklabels()]
         band = axes[0].collections[0].get_paths()[0].vertices

@@ -18,7 +18,7 @@ def test_numbers_of_bits_and_names() -> None:
     assert [v.format for v in listed if v.what == "logits"] == ["8-bit", "6-bit", "5-bit", "4-bit", "3-bit", "2-bit"]
 
 
-def test_parts_of_attention_take_the_bits_they_have() -> None:
+def test_parts_of_attention_skip_widths_they_cannot_have() -> None:
     listed = variants(["16", "8", "6", "4", "3", "2", "int4", "int8"], ["kv", "kv:0", "logits", "keys", "values", "qk"])
     named = {what: [v.format for v in listed if v.what == what] for what in WHAT}
     assert named["logits"] == ["8-bit", "6-bit", "4-bit", "3-bit", "2-bit"]

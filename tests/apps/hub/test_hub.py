@@ -316,7 +316,7 @@ def test_names() -> None:
     assert hub.download("some/folder") == Path("some/folder")
 
 
-def test_what_deeper_folders_say_of_a_model_comes_with_it(stand_in: Hub) -> None:
+def test_files_of_deeper_folders_are_downloaded(stand_in: Hub) -> None:
     """Without these, an embedding model would silently make another vector, and a chat model miss its tools."""
     deeper = {"1_Pooling/config.json": b"{}", "additional_chat_templates/tool_use.jinja": b"T"}
     others = {"2_Dense/model.safetensors": b"", "additional_chat_templates/rag.jinja": b""}

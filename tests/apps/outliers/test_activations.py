@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from diffbit.apps.outliers.activations import OutlierReport, measure, rows
-from diffbit.apps.outliers.plot import plot_outliers
 from diffbit.apps.outliers.statistics import RANKS, Summary
 from diffbit.calib_data import Windows
+from diffbit.io.drawing import SITES, outliers_chart, write_charts
 from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig, rope_for
 from diffbit.models.mixers import mamba
@@ -90,8 +90,9 @@ def test_layer_without_attention_has_no_logits(tmp_path: Path) -> None:
     assert alone.attention_logits is None and len(alone.hidden_states.layers) == 2
     assert [row["activations"] for row in rows([report, alone])] == ["attention logits", *2 * ["hidden states"]]
     assert [row["logits_max"] for row in alone.layer_rows()] == [None, None]
-    plot_outliers([report.to_dict(), alone.to_dict()], tmp_path / "both.svg")
-    plot_outliers([alone.to_dict()], tmp_path / "alone.svg")
+    for name, reports in (("both", [report, alone]), ("alone", [alone])):
+        charts = [outliers_chart([one.to_dict() for one in reports], site) for site in SITES]
+        write_charts(tmp_path / f"{name}.svg", charts)
 
 
 @pytest.mark.parametrize("attention", ["softmax", "diff_v1", "diff_v2"])

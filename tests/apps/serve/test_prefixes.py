@@ -34,11 +34,11 @@ def artifact(
 
 
 def serve(
-    artifact: Path, folder: Path, *questions: list[int], most: int = MOST, rows: int = 2
+    artifact: Path, folder: Path, *questions: list[int], limit: int = MOST, rows: int = 2
 ) -> list[tuple[int, np.ndarray]]:
     """What a new server computes: (cached tokens, logits after the prompt and an answer) of each question."""
     session = Session(artifact)
-    batch = Rows.of(session, rows, PrefixFiles(folder, session.artifact, most))
+    batch = Rows.of(session, rows, PrefixFiles(folder, session.artifact, limit))
     results = []
     for question in questions:
         row, cached, logits = batch.begin(SYSTEM + question, lambda: True)
@@ -112,10 +112,10 @@ def test_what_is_no_prefix_is_left_out(artifact: Path, tmp_path: Path) -> None:
 def test_the_folder_stays_small(artifact: Path, tmp_path: Path) -> None:
     serve(artifact, tmp_path, *QUESTIONS[:2])
     (file,) = files(tmp_path)
-    serve(artifact, tmp_path, *QUESTIONS[:2], most=file.stat().st_size - 1)
+    serve(artifact, tmp_path, *QUESTIONS[:2], limit=file.stat().st_size - 1)
     assert files(tmp_path) == [file]  # it was read, and nothing was written
     file.unlink()
-    serve(artifact, tmp_path, *QUESTIONS[:2], most=100)
+    serve(artifact, tmp_path, *QUESTIONS[:2], limit=100)
     assert not files(tmp_path)
 
 

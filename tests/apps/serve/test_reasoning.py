@@ -94,7 +94,7 @@ def test_thinking_has_its_own_field(
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-def test_a_model_that_does_not_think_may_write_of_tags(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_think_tags_are_text_if_the_model_does_not_think(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     answers(monkeypatch, ANSWER)
     assert chat(client, "plain")["choices"][0]["message"]["content"] == ANSWER
     completion = client.post("/v1/completions", json={"model": "switched", "prompt": "x"}).json()

@@ -219,7 +219,7 @@ def test_engine_answers_as_generate_does(
         engine.submit(Request([5] * 256, take(0), sampler(0), 1))
 
 
-def test_a_text_that_cannot_be_written_again_frees_its_row(
+def test_row_is_freed_if_its_text_cannot_be_computed_again(
     artifacts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from diffbit.apps.show.command import page_text, write_page
 from diffbit.apps.show.document import document
-from diffbit.apps.show.page import render, write_page
 
 from .pages import PROMPT, Elements, data_of, maps_of
 
@@ -43,14 +43,14 @@ def shown(trained: Callable[[str], Path]) -> dict[str, Any]:
 
 
 def test_hostile_texts_stay_in_the_data(shown: dict[str, Any]) -> None:
-    plain, page = Elements(render(shown)), render(hostile(shown))
+    plain, page = Elements(page_text(shown)), page_text(hostile(shown))
     assert data_of(page) == hostile(shown)
     assert Elements(page).tags == plain.tags
     assert Elements(page).attributes == plain.attributes
 
 
 def test_the_policy_allows_the_script_and_the_style_alone(shown: dict[str, Any]) -> None:
-    page = Elements(render(shown))
+    page = Elements(page_text(shown))
     (policy,) = [one["content"] for one, _ in page.all("meta") if one.get("http-equiv") == "Content-Security-Policy"]
     assert policy is not None
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))

@@ -50,7 +50,7 @@ def test_answers_are_learned_and_questions_are_not() -> None:
     assert kept == f"\0plain text\0{answers}{chat(TURNS[:2])}\0"
 
 
-def test_a_template_that_changes_earlier_messages_makes_a_text_like_any_other() -> None:
+def test_all_tokens_count_if_the_template_changes_earlier_messages() -> None:
     conversation = Conversation(forgetful(TURNS), TURNS)
     assert answer_spans(conversation, forgetful) is None
     assert learned_tokens([conversation], characters(), forgetful).all()

@@ -20,11 +20,11 @@ from diffbit.models import Decoder, ModelConfig, load
 from .toy import options
 
 
-def test_its_gradient_is_that_of_a_hundredth_of_the_layers_mean(text: str, tmp_path: Path) -> None:
+def test_auxiliary_loss_has_weight_one_hundredth(text: str, tmp_path: Path) -> None:
     """Of version 1 with gains, which a checkpoint after step 3 folds into a copy of the model."""
     model = ModelConfig.uniform(
         vocab_size=288, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8, intermediate_size=64,
-        max_position=32, attention="moh_diff_v1", sizes={"shared_heads": 1, "top_k": 2}, tie_embeddings=True,
+        max_position=32, attention="moh_diff_v1", shared_heads=1, top_k=2, tie_embeddings=True,
     )  # fmt: skip
     config = options(text, model=model, steps=4, head_gain=1.0)
     train(config, tmp_path / "out")

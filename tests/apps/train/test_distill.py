@@ -118,7 +118,7 @@ def test_a_distilled_run_resumes_bit_for_bit(
     )
 
 
-def test_the_texts_loss_stays_the_texts_and_weights_count(text: str, tmp_path: Path, teachers: dict[str, Path]) -> None:
+def test_distill_weight_does_not_change_the_text_loss(text: str, tmp_path: Path, teachers: dict[str, Path]) -> None:
     path = str(teachers["float"])
     config = options(text, tokenizer=path, distill=path, steps=1, warmup=1, clip=1e9)
     rows = {}

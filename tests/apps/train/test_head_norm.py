@@ -82,7 +82,7 @@ def test_gradients_against_differences() -> None:
     assert torch.autograd.gradcheck(product, tensors)
 
 
-def test_a_run_with_it_resumes_to_the_bit_and_leaves_a_diffllama(
+def test_run_with_head_norm_resumes_exactly_and_saves_diffllama(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = options(text, learning_rate=1e-2, head_gain=GAIN, o_proj_init=0.5)

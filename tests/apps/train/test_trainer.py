@@ -301,7 +301,7 @@ def test_only_some_tensors_are_trained(text: str, tmp_path: Path) -> None:
         replace(config, only="*.q_proj.*, *.query.*")
 
 
-def test_frozen_beside_a_trained_gain_of_heads_is_resumed(text: str, tmp_path: Path) -> None:
+def test_resume_with_head_gain_and_frozen_o_proj(text: str, tmp_path: Path) -> None:
     """A checkpoint stores o_proj folded with the gain, which is then not applied twice."""
     config = options(text, head_gain=0.1, only="*.q_proj.*,*.k_proj.*")
     whole = train(config, tmp_path / "whole")

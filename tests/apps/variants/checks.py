@@ -13,7 +13,8 @@ from diffbit.runtime import Session
 
 from . import artifacts
 
-MASK = torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0, 1]])
+LENGTH = 40
+MASK = torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0, 1] * 2])
 
 
 def random_decoder(config: ModelConfig, size: float = 0.15) -> Decoder:
@@ -37,10 +38,10 @@ def ids_of(config: ModelConfig, batch: int, length: int) -> Tensor:
 
 @torch.no_grad()
 def check_pieces_equal_the_whole(model: Decoder, atol: float = 2e-5) -> None:
-    ids = ids_of(model.config, 2, 20)
+    ids = ids_of(model.config, 2, LENGTH)
     whole = model(ids)
-    for sizes in ((20,), (1,) * 20, (7, 1, 2, 10)):
-        cache, logits, at = KVCache(model.config, 2, 20), [], 0
+    for sizes in ((LENGTH,), (1,) * LENGTH, (7, 1, 2, 30)):
+        cache, logits, at = KVCache(model.config, 2, LENGTH), [], 0
         for size in sizes:
             logits.append(model(ids[:, at : at + size], cache=cache))
             at += size
@@ -50,13 +51,16 @@ def check_pieces_equal_the_whole(model: Decoder, atol: float = 2e-5) -> None:
 
 
 @torch.no_grad()
-def check_padding_is_as_if_it_were_not_there(model: Decoder, atol: float = 2e-5, padding: Tensor = MASK) -> None:
-    """Padding in front, behind and between, in one call and in pieces; the other row of the batch has none."""
-    ids = ids_of(model.config, 2, 20)
+def check_padding_changes_nothing(model: Decoder, atol: float = 2e-5, padding: Tensor = MASK) -> None:
+    """Compare with the tokens alone: padding in front and between, in one call and in pieces; another row has none."""
+    ids = ids_of(model.config, 2, LENGTH)
     mask = torch.cat((padding, torch.ones_like(padding)))
     alone = model(ids[:1, padding[0].bool()]), model(ids[1:])
-    for chunk in (20, 6, 1):
-        cache, parts = KVCache(model.config, 2, 20), [slice(at, min(at + chunk, 20)) for at in range(0, 20, chunk)]
+    for chunk in (LENGTH, 6, 1):
+        cache, parts = (
+            KVCache(model.config, 2, LENGTH),
+            [slice(at, min(at + chunk, LENGTH)) for at in range(0, LENGTH, chunk)],
+        )
         pieces = [model(ids[:, part], cache=cache, attention_mask=mask[:, : part.stop]) for part in parts]
         logits = torch.cat(pieces, 1)
         assert logits.isfinite().all()

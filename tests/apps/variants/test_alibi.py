@@ -12,10 +12,9 @@ from torch import Tensor
 
 from diffbit import DiffbitError
 from diffbit.apps.variants.attention import alibi, alibi_diff_v1, alibi_diff_v2
-from diffbit.models import KVCache
 from diffbit.models.mixers import Place
 
-from .artifacts import artifact_of, check_session, model_of, tokens
+from .artifacts import artifact_of, check_session, model_of
 
 OPTIONS = {
     "alibi": alibi.Options(4, 2, 32),
@@ -64,23 +63,6 @@ def test_heads_are_the_formula(name: str) -> None:
         parameter.normal_(0, 0.2)
     x = torch.randn(1, 21, 64)
     torch.testing.assert_close(module(x, ())[0].double(), slow(x[0], module, OPTIONS[name]), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("window", [0, 7])
-def test_pieces_are_the_whole_and_padding_is_not_there(name: str, window: int) -> None:
-    model = model_of(type(OPTIONS[name])(**asdict(OPTIONS[name]) | {"sliding_window": window}))
-    ids = tokens(1, 30)
-    cache = KVCache(model.config, 1, 30)
-    pieces = [model(ids[:, a:b], cache=cache) for a, b in ((0, 1), (1, 13), (13, 29), (29, 30))]
-    torch.testing.assert_close(torch.cat(pieces, 1), model(ids), rtol=0, atol=2e-4)
-    mask = torch.ones(1, 30, dtype=torch.long)
-    mask[0, [0, 1, 29]] = 0
-    if not window:  # which counts padding
-        mask[0, [7, 20]] = 0
-    real = mask[0].bool()
-    padded = model(ids, attention_mask=mask)[:, real]
-    torch.testing.assert_close(padded, model(ids[:, real]), rtol=0, atol=2e-4)
 
 
 def test_rope_is_refused() -> None:

@@ -17,7 +17,6 @@ from diffbit.models import Decoder, LayerSpec, ModelConfig, rope_for
 from diffbit.models.mlp import swiglu
 from diffbit.quantize import Scheme
 from diffbit.quantize.methods import awq, rotate, rotate_heads
-from diffbit.quantize.reorder import reordered
 
 from ...quantize.transforms import transformed
 from . import artifacts, checks
@@ -78,13 +77,6 @@ def test_a_layer_is_its_equations() -> None:
         torch.testing.assert_close(out[row].double(), by_the_book(x[row].double(), weights), rtol=0, atol=1e-5)
 
 
-def test_pieces_padding_and_gradients() -> None:
-    model = checks.random_decoder(CONFIG)
-    checks.check_pieces_equal_the_whole(model)
-    checks.check_padding_is_as_if_it_were_not_there(model)
-    checks.check_gradients_reach_every_parameter(model)
-
-
 @pytest.mark.parametrize(
     ("weights", "kv", "dtype", "bound"),
     [(None, "float", "fp32", 1e-4), ("int8_g32", "int8", "fp32", 0.1), (None, "float", "fp16", 0.05)],
@@ -95,15 +87,6 @@ def test_artifact_computes_what_torch_does(
     model = checks.random_decoder(CONFIG)
     checks.check_artifact(model, tmp_path / "a", weights, dtype, bound)
     artifacts.check_session(*artifacts.artifact_of(model, tmp_path / "b", weights=weights, kv=kv, dtype=dtype), bound)
-
-
-def test_another_order_of_channels_is_the_same_model() -> None:
-    model, other, ids = checks.random_decoder(CONFIG), Decoder(CONFIG), checks.ids_of(CONFIG, 2, 9)
-    state = model.state_dict()
-    read = reordered(CONFIG, state.__getitem__, 1)
-    other.load_state_dict({name: read(name) for name in state})
-    assert not torch.equal(state["model.layers.0.mlp.up_proj.weight"], other.model.layers[0].mlp.up_proj.weight)
-    torch.testing.assert_close(other(ids), model(ids), rtol=0, atol=2e-5)
 
 
 def test_methods_that_scale_or_rotate() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -14,8 +12,6 @@ from diffbit.models import LayerSpec, ModelConfig, rope_for
 from diffbit.models.attention import softmax
 from diffbit.models.mixers import Place
 from diffbit.models.mlp import swiglu
-
-from . import checks
 
 OPTIONS = infini.Options(num_heads=2, head_dim=8, segment=4)
 CONFIG = ModelConfig(
@@ -79,17 +75,3 @@ def test_infini_is_its_equations() -> None:
     heads = module.heads(x, rope_for(CONFIG, torch.arange(15).expand(2, 15)), None, None, {})
     for row in range(2):
         torch.testing.assert_close(heads[row].double(), by_the_book(x[row], module, 4), rtol=0, atol=1e-5)
-
-
-def test_pieces_padding_and_gradients() -> None:
-    model = checks.random_decoder(CONFIG)
-    checks.check_pieces_equal_the_whole(model)
-    checks.check_padding_is_as_if_it_were_not_there(model)
-    checks.check_gradients_reach_every_parameter(model)
-
-
-@pytest.mark.parametrize(
-    ("weights", "dtype", "bound"), [(None, "fp32", 1e-4), ("int8_g32", "fp32", 0.1), (None, "fp16", 0.05)]
-)
-def test_artifact_computes_what_torch_does(tmp_path: Path, weights: str | None, dtype: str, bound: float) -> None:
-    checks.check_artifact(checks.random_decoder(CONFIG), tmp_path, weights, dtype, bound)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
 from diffbit import DiffbitError
 from diffbit.apps.variants.mlp import kan
-from diffbit.models import Decoder, LayerSpec, ModelConfig
+from diffbit.models import LayerSpec, ModelConfig
 from diffbit.models.attention import diff_v1
 from diffbit.models.mixers import Place
 from diffbit.quantize import Scheme
 from diffbit.quantize.methods import awq, rotate
-from diffbit.quantize.reorder import reordered
 
 from ...quantize.transforms import transformed
 from . import checks
@@ -68,29 +65,6 @@ def test_splines_sum_to_one_inside_the_grid() -> None:
     module = OPTIONS.module(Place(0, 1))
     x = torch.linspace(-2, 2, 101)[None, :, None]
     torch.testing.assert_close(module.features(x)[..., 1:].sum(-1), torch.ones(1, 101))
-
-
-def test_pieces_padding_and_gradients() -> None:
-    model = checks.random_decoder(CONFIG)
-    checks.check_pieces_equal_the_whole(model)
-    checks.check_padding_is_as_if_it_were_not_there(model)
-    checks.check_gradients_reach_every_parameter(model)
-
-
-@pytest.mark.parametrize(
-    ("weights", "dtype", "bound"), [(None, "fp32", 1e-4), ("int8_g32", "fp32", 0.1), (None, "fp16", 0.05)]
-)
-def test_artifact_computes_what_torch_does(tmp_path: Path, weights: str | None, dtype: str, bound: float) -> None:
-    checks.check_artifact(checks.random_decoder(CONFIG), tmp_path, weights, dtype, bound)
-
-
-def test_another_order_of_channels_is_the_same_model() -> None:
-    model, other, ids = checks.random_decoder(CONFIG), Decoder(CONFIG), checks.ids_of(CONFIG, 2, 9)
-    state = model.state_dict()
-    read = reordered(CONFIG, state.__getitem__, 1)
-    other.load_state_dict({name: read(name) for name in state})
-    assert not torch.equal(state["model.layers.0.mlp.up_proj.weight"], other.model.layers[0].mlp.up_proj.weight)
-    torch.testing.assert_close(other(ids), model(ids), rtol=0, atol=2e-5)
 
 
 def test_methods_that_scale_the_stream() -> None:

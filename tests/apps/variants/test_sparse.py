@@ -12,10 +12,10 @@ from torch import Tensor
 
 from diffbit import DiffbitError
 from diffbit.apps.variants.attention import sparse
-from diffbit.models import KVCache, ModelConfig, rope_for
+from diffbit.models import ModelConfig, rope_for
 from diffbit.models.mixers import Place
 
-from .artifacts import artifact_of, check_session, model_of, tokens
+from .artifacts import artifact_of, check_session, model_of
 
 OPTIONS = {
     "window": sparse.Options(4, 2, 32, window=5, first=2),
@@ -98,20 +98,6 @@ def test_random_blocks_are_spread() -> None:
     places = [4 * block // i for i in range(40, 400) for block in drawn(i, 4)]
     assert len(places) > 3.9 * 360
     assert all(abs(places.count(quarter) / len(places) - 0.25) < 0.04 for quarter in range(4))
-
-
-@pytest.mark.parametrize("pattern", OPTIONS)
-def test_pieces_are_the_whole_and_padding_is_not_there(pattern: str) -> None:
-    model = model_of(OPTIONS[pattern])
-    ids = tokens(1, 40)
-    cache = KVCache(model.config, 1, 40)
-    pieces = [model(ids[:, a:b], cache=cache) for a, b in ((0, 1), (1, 13), (13, 39), (39, 40))]
-    torch.testing.assert_close(torch.cat(pieces, 1), model(ids), rtol=0, atol=2e-4)
-    mask = torch.ones(1, 40, dtype=torch.long)
-    mask[0, [0, 1, 7, 20, 39]] = 0
-    real = mask[0].bool()
-    padded = model(ids, attention_mask=mask)[:, real]
-    torch.testing.assert_close(padded, model(ids[:, real]), rtol=0, atol=2e-4)
 
 
 def test_segments_without_the_token_itself_are_refused() -> None:

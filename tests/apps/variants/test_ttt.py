@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,8 +11,6 @@ from diffbit.models import LayerSpec, ModelConfig
 from diffbit.models.attention import softmax
 from diffbit.models.mixers import Place
 from diffbit.models.mlp import swiglu
-
-from . import checks
 
 OPTIONS = ttt.Options(num_heads=2, head_dim=8, mini_batch=4)
 MIXERS = OPTIONS, softmax.Options(2, 1, 8), ttt.Options(2, 8, mini_batch=6)
@@ -75,17 +70,3 @@ def test_ttt_is_its_equations() -> None:
         torch.testing.assert_close(heads[row].double(), by_the_book(x[row], module, 4), rtol=0, atol=2e-5)
     module.initial[:, :, :] = 0.5  # the state matters: it starts from these numbers
     assert (module.heads(x, (), None, None, {}) - heads).abs().max() > 0.1
-
-
-def test_pieces_padding_and_gradients() -> None:
-    model = checks.random_decoder(CONFIG)
-    checks.check_pieces_equal_the_whole(model, atol=1e-4)
-    checks.check_padding_is_as_if_it_were_not_there(model, atol=1e-4)
-    checks.check_gradients_reach_every_parameter(model)
-
-
-@pytest.mark.parametrize(
-    ("weights", "dtype", "bound"), [(None, "fp32", 1e-4), ("int8_g32", "fp32", 0.1), (None, "fp16", 0.05)]
-)
-def test_artifact_computes_what_torch_does(tmp_path: Path, weights: str | None, dtype: str, bound: float) -> None:
-    checks.check_artifact(checks.random_decoder(CONFIG), tmp_path, weights, dtype, bound)

@@ -69,15 +69,6 @@ def test_yoco_is_its_equations() -> None:
     torch.testing.assert_close(model(ids)[0].double(), by_the_book(model, ids[0]), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_pieces_padding_and_gradients(name: str) -> None:
-    model = checks.random_decoder(CONFIGS[name])
-    checks.check_pieces_equal_the_whole(model, atol=1e-4)
-    in_front = (torch.arange(20) >= 7).long()[None]  # a window counts padding between tokens, too
-    checks.check_padding_is_as_if_it_were_not_there(model, atol=1e-4, padding=in_front)
-    checks.check_gradients_reach_every_parameter(model)
-
-
 @pytest.mark.parametrize(("name", "weights", "kv", "bound"), [
     ("softmax", None, "float", 1e-4), ("diff_v1", None, "float", 1e-4), ("diff_v1", "int8_g32", "int8", 0.1),
 ])  # fmt: skip

@@ -248,7 +248,7 @@ def test_a_changed_file_is_refused(artifacts: dict[str, Path], tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/apps/web/node_modules")
-def test_where_storage_is_full_the_model_is_held_in_memory(artifacts: dict[str, Path], tmp_path: Path) -> None:
+def test_page_keeps_the_model_in_memory_if_storage_is_full(artifacts: dict[str, Path], tmp_path: Path) -> None:
     """With room for no file, for the small ones, for a part of the weights, and for all."""
     write_site(artifacts["text"], tmp_path / "site", packages=MODULES, slow=True)
     session = Session(artifacts["text"])

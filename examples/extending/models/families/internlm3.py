@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from . import HuggingFace
 
-FAMILIES = (HuggingFace("internlm3", "softmax", norm_eps=1e-6, max_position=32768),)
+FAMILIES = (HuggingFace("internlm3", "softmax", defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 32768}),)
