@@ -16,6 +16,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import torch
+from caches import FIRST, WINDOW, low_bit_cache
 from numpy.typing import NDArray
 
 from diffbit.export.onnx_graph import DATA, MICROSOFT, MODEL, PAGE, OnnxGraph
@@ -25,13 +26,13 @@ from diffbit.ops import diff_attention, diff_attention_body, kv_cache
 from diffbit.runtime import native
 
 Array = NDArray[Any]
-WINDOW = 32  # recent tokens that a cache of grids keeps
 # The kinds of cache that are measured; "+ qk" with the query in integers
 KINDS = {
     "fp32": diff_attention.Signature(),
     "fp16": diff_attention.Signature(),
     "int8": diff_attention.Signature(8, 8),
     "int4": diff_attention.Signature(4, 4),
+    "int3": diff_attention.Signature(3, 3),
     "int2": diff_attention.Signature(2, 2),
     "int8 + qk int8": diff_attention.Signature(8, 8, 8),
     "int4 + qk int8": diff_attention.Signature(4, 4, 8),
@@ -91,12 +92,9 @@ class Attention:
                 codes, steps = kv_cache.quantize_rows(torch.from_numpy(exact))
                 cache |= {f"past_{name}": codes.numpy(), f"past_{name}_scale": steps.numpy()}
             else:
-                count = kv_cache.quantized_tokens(self.past, WINDOW)
-                codes, grids = kv_cache.quantize_blocks(torch.from_numpy(exact[:, :, :count]), bits)
-                recent = np.zeros((*exact.shape[:2], WINDOW + kv_cache.BLOCK, self.d), np.float16)
-                recent[:, :, : self.past - count] = exact[:, :, count:]
-                cache |= {f"past_{name}": kv_cache.pack(codes, bits).numpy(), f"past_{name}_scale": grids.numpy()}
-                cache[f"past_{name}_recent"] = recent
+                parts = low_bit_cache(torch.from_numpy(exact), bits, name)
+                for suffix, part in zip(("", "_scale", "_recent"), parts, strict=True):
+                    cache[f"past_{name}{suffix}"] = part.numpy()
         return cache
 
     def grown(self, kv: str, past: dict[str, Array]) -> dict[str, Array]:
@@ -105,8 +103,6 @@ class Attention:
         for name, array in past.items():
             bits = kind.key_bits if "key" in name else kind.value_bits
             tokens = kv_cache.quantized_tokens(self.total, WINDOW) if bits < 8 else self.total
-            if bits < 8 and name.endswith("scale"):
-                tokens //= kv_cache.BLOCK
             slots = array.shape[2] if name.endswith("recent") else tokens
             buffers[name] = np.zeros((*array.shape[:2], slots, *array.shape[3:]), array.dtype)
             buffers[name][:, :, : array.shape[2]] = array
@@ -144,7 +140,7 @@ class Attention:
             num_heads=self.pairs, num_kv_heads=kv_heads, branches=kind.branches,
             noise_ratio=1 if repeated else self.ratio, wide_value=1, scale=self.scale,
             norm_eps=self.norm_eps, key_bits=kind.key_bits, value_bits=kind.value_bits, query_bits=kind.query_bits,
-            window=WINDOW,
+            window=WINDOW, first=FIRST,
         )  # fmt: skip
         for name, value in zip(kind.outputs, outputs, strict=True):
             if name == "out":

@@ -173,7 +173,7 @@ def _show(report: Report, by_weight: bool) -> None:
             {
                 "KV cache": name,
                 "bytes per 1000 tokens": size.kv_bytes_per_1k_tokens,
-                "bytes of the residual window": size.kv_fixed_bytes,
+                "fixed bytes": size.kv_fixed_bytes,
             }
             for name, size in (("before", before), (attention_name(attention), after))
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -23,7 +23,7 @@ __all__ = ["MaxMemory", "MethodOptions", "Model", "SchemeOptions", "window_lengt
 
 AUTO = "auto"  # the method is chosen (automatic.py)
 MEASURING_WINDOWS = 16  # default for text that only measures errors
-KV_FORMATS = ("fp16", "int8", "int4", "int2", "none")
+KV_FORMATS = ("fp16", "int8", "int4", "int3", "int2", "none")
 # outside of the classes, whose annotations are evaluated without this file's names
 COMPLETE_KV = completion(lambda: KV_FORMATS, ",")
 COMPLETE_METHOD = completion(lambda: plugins.names("diffbit.quantize.methods"), "+")
@@ -76,8 +76,8 @@ class SchemeOptions:
         typer.Option(
             metavar="FORMAT",
             autocompletion=COMPLETE_KV,
-            help="KV cache format: fp16, int8, int4, int2 or none (float), or one format each for keys and values: "
-            "int8,int4.",
+            help="KV cache format: fp16, int8, int4, int3, int2 or none (float), or one format each for keys and "
+            "values: int8,int4.",
         ),
     ] = None
     qk: Annotated[
@@ -88,7 +88,13 @@ class SchemeOptions:
     ] = None
     kv_window: Annotated[
         int | None,
-        typer.Option(help="Residual window: recent tokens that an int4 or int2 cache keeps in float16; default: 32."),
+        typer.Option(
+            help="Residual window: recent tokens that an int4, int3 or int2 cache keeps in float16; default: 32."
+        ),
+    ] = None
+    kv_first: Annotated[
+        int | None,
+        typer.Option(help="First tokens that an int4, int3 or int2 cache keeps in float16, 0 to 16; default: 4."),
     ] = None
     states: Annotated[
         Literal["int8"] | None,
@@ -111,7 +117,7 @@ class SchemeOptions:
             if self != SchemeOptions(scheme_file=self.scheme_file):
                 raise DiffbitError(
                     "--scheme reads the whole scheme from a file; leave out --weights, --embedding, --head, "
-                    "--override, --activations, --kv, --qk, --kv-window and --states"
+                    "--override, --activations, --kv, --qk, --kv-window, --kv-first and --states"
                 )
             return Scheme.from_file(self.scheme_file)
         formats = (self.weights, self.embedding, self.head, self.kv, self.qk, self.states)
@@ -139,9 +145,14 @@ class SchemeOptions:
         scheme = AttentionScheme(
             qk=None if self.qk == "none" else self.qk, keys=cache["keys"], values=cache["values"], states=self.states
         )
-        if self.kv_window is not None and not scheme.has_window:
-            raise DiffbitError("--kv-window is for an int4 or int2 cache; pass --kv int4 or --kv int2, or leave it out")
-        return scheme if self.kv_window is None else replace(scheme, window=self.kv_window)
+        counts = {"window": self.kv_window, "first": self.kv_first}
+        changes: dict[str, Any] = {name: count for name, count in counts.items() if count is not None}
+        if changes and not scheme.has_window:
+            raise DiffbitError(
+                f"--kv-{next(iter(changes))} is for an int4, int3 or int2 cache; pass --kv int4, int3 or int2, or "
+                "leave it out"
+            )
+        return replace(scheme, **changes)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..formats.base import LARGE
 from ..io import files
 from ..io.errors import DiffbitError
+from ..io.fields import to_dict
 from ..io.progress import track
 from ..io.resources import require
 from ..io.tokenizer_files import open_tokenizer, tokenizer_files
@@ -129,7 +130,7 @@ def export_artifact(
             "scheme": plan.scheme.to_dict() if quantized else None,
             "source": _source(source),
             **{name: (source.quantization or {}).get(name) for name in ("method", "calibration")},
-            "cache": {"layers": [{"buffers": [asdict(buffer) for buffer in layer]} for layer in cache.layers]},
+            "cache": {"layers": [{"buffers": [to_dict(buffer) for buffer in layer]} for layer in cache.layers]},
             "context_length": length,
             **({"output": HIDDEN} if embeddings else {}),
             "optional_inputs": graph.optional_inputs,

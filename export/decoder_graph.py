@@ -38,9 +38,8 @@ from ..models import Block, ModelConfig, rope_tables
 from ..models.graph import GROUP_QUERY_MULTIPLE, Cache, Change, Heads
 from ..ops import diff_attention_body, float_matmul
 from ..ops.body import END
-from ..ops.cache import Buffer, CacheSpec, tokens_each
+from ..ops.cache import Buffer, CacheSpec
 from ..ops.diff_attention import Signature
-from ..ops.kv_cache import BLOCK
 from ..quantize import AttentionScheme
 from ..quantize.device_cache import operator
 from ..runtime.artifact import LOGITS_FROM, SHORTER_BY
@@ -224,7 +223,7 @@ class DecoderGraph(OnnxGraph):
             wide_value=heads.wide_value,
             scale=heads.head_dim**-0.5,
             norm_eps=heads.norm_eps,
-            window=self.scheme.window if self.scheme.has_window else 0,
+            **self._float16_tokens(heads),
             **signature.attributes,
         )
         by_name = {}
@@ -235,13 +234,18 @@ class DecoderGraph(OnnxGraph):
                 value.name = ""  # marks an omitted output in ONNX
         return by_name["out"], {name: by_name[f"present_{name}"] for name in past} if appends else {}
 
-    def attention_inputs(self, past: Cache, heads: Heads, branches: int) -> tuple[Signature, int, Cache]:
+    def attention_inputs(self, past: Cache, heads: Heads, branches: int) -> tuple[Signature, dict[str, int], Cache]:
         self._has_rows = False
         position_ids, cos, sin = self._rope(heads)
         values = {"past_length": self.past_length, "position_ids": position_ids, "cos": cos, "sin": sin}
         values |= {"attention_mask": self.attention_mask, **{f"past_{name}": buffer for name, buffer in past.items()}}
         signature = operator(self.scheme, branches, heads.noise_ratio, heads.sliding_window)
-        return signature, self.scheme.window, values
+        return signature, self._float16_tokens(heads), values
+
+    def _float16_tokens(self, heads: Heads) -> dict[str, int]:
+        """Return the attributes for what a low-bit cache keeps in float16."""
+        window = self.scheme.window if self.scheme.has_window else 0
+        return {"window": window, "first": self.scheme.first_tokens(heads.sliding_window)}
 
     def embed(self, table: Tensor | QTensor) -> None:
         """Add the embedding [V, E]. A float32 graph keeps a 16-bit table: half the bytes, the same numbers."""
@@ -343,6 +347,4 @@ class DecoderGraph(OnnxGraph):
 
 def _named(buffer: Buffer, when: str) -> list[int | str]:
     """Return the buffer's shape with names for varying dimensions."""
-    names = {1: f"{when}_sequence", BLOCK: f"{when}_groups"}
-    shape = zip(buffer.shape, buffer.fixed, strict=True)
-    return ["batch_size", *(fixed or names[tokens_each(str(dim))] for dim, fixed in shape)]
+    return ["batch_size", *(size or f"{when}_sequence" for size in buffer.fixed)]

@@ -170,6 +170,7 @@ class Graph(Builder, Protocol):
         query [B, Q, ...] is for the last Q of all tokens, and no cache is returned.
         """
 
-    def attention_inputs(self, past: Cache, heads: Heads, branches: int) -> tuple[Signature, int, Cache]:
+    def attention_inputs(self, past: Cache, heads: Heads, branches: int) -> tuple[Signature, dict[str, int], Cache]:
         """Return what a mixer needs for an attention of its own over the scheme's cache (ops/cache_body.py): a
-        signature, the residual window, and the inputs past_length, position_ids, cos, sin, attention_mask, past_*."""
+        signature, the attributes window and first, and the inputs past_length, position_ids, cos, sin,
+        attention_mask, past_*."""

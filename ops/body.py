@@ -83,7 +83,7 @@ class Raw(str):
 
 Operand: TypeAlias = Value | float | Sequence[int]
 Outputs: TypeAlias = Value | Sequence[Value]
-Attribute: TypeAlias = float | str | Sequence[int]
+Attribute: TypeAlias = float | str | Sequence[float]
 
 
 class Nodes:
@@ -171,6 +171,10 @@ class Nodes:
     def number(self, value: float) -> Value:
         """float32 []."""
         return self("Constant", value_float=float(value))
+
+    def numbers(self, *values: float) -> Value:
+        """float32 [n]."""
+        return self("Constant", value_floats=[float(value) for value in values])
 
     def ints(self, *values: int) -> Value:
         """int64 [n]."""

@@ -2,14 +2,14 @@
 what a cache holds; diff_attention_body.py is that operator's body. Other mixers can write theirs with it, too.
 
 Shapes are in comments: n = branches, w = 1 + wide_value, G = kv heads that hold a value, r = H/G heads that share one.
-In a cache of 4 or 2 bits, `before` tokens are codes before the call and `after` tokens after it; those in between are
-available as codes and as floats.
+In a cache below 8 bits, `before` tokens are codes before the call and `after` tokens after it; those in between are
+available as codes and as floats. Of the `before` tokens, the first `firsts` are available as floats, too.
 
 With a sliding window, the `base` tokens before the first one that the call's first token sees are dropped, and
-past_length, T, `before` and `after` count from there. With 4 and 2 bits, `base` is a multiple of 32.
+past_length, T, `before` and `after` count from there. Below 8 bits, `base` is a multiple of 32.
 
 There is one mask for all heads, and the cost of a decode step is linear in the context. It uses only widely supported
-operators, for browsers too: no float16 arithmetic, and float32 products of codes, exact up to 2^24.
+operators, for browsers too: no float16 arithmetic, and float32 products of levels, exact up to 2^24.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from .body import END, Nodes, Operand, Value
-from .kv_cache import BLOCK
+from .hadamard import transform
+from .kv_cache import BLOCK, LEVELS, OFFSET_TOKENS, PLANES, THRESHOLDS
 from .signature import Type
 
 if TYPE_CHECKING:
@@ -28,10 +29,10 @@ class Side(NamedTuple):
     """Keys or values of a call; fields that the cache's format does not have are None."""
 
     bits: int
-    floats: Value | None = None  # [B, Hk, T, d]; with 4 or 2 bits [B, Hk, T - before, d]
-    codes: Value | None = None  # float32 [B, Hk, T, d]; with 4 or 2 bits [B, Hk, after/32, 32, d]
-    scale: Value | None = None  # [B, Hk, T]; with 4 or 2 bits, it and `zero` are [B, Hk, after/32, 1, d]
-    zero: Value | None = None
+    floats: Value | None = None  # [B, Hk, T, d]; below 8 bits [B, Hk, firsts + T - before, d], rotated
+    levels: Value | None = None  # float32 [B, Hk, n, d] with n = T; below 8 bits n = after
+    scale: Value | None = None  # float32 [B, Hk, n]
+    offset: Value | None = None  # float32 [B, Hk, 1, d]
 
 
 class CacheBody:
@@ -43,7 +44,7 @@ class CacheBody:
     n: Value | int
     G: Value | int
     r: Value
-    queries: Value  # [B, G, n, r*S, d], rotated and scaled
+    queries: Value  # [B, G, n, r*S, d], after RoPE and scaled
 
     def __init__(self, of: Signature, op: Nodes) -> None:
         self.of, self.op = of, op
@@ -63,6 +64,10 @@ class CacheBody:
         self.d = self.inputs["cos"].size(1) * 2 if width is None else width
         self.zero_f, self.one_f = self.op.number(0), self.op.number(1)
 
+    def _transform(self, rows: Value) -> Value:
+        """Apply the Hadamard transform of a cache's rows to float32 [..., d]."""
+        return transform(self.op, rows, self.op("BitwiseAnd", self.d, self.op("Neg", self.d)))
+
     def _rotate(self, name: str, heads: Operand) -> Value:
         """Apply RoPE to query or key [B, S, heads, d]."""
         rows = self.inputs["position_ids"]
@@ -73,14 +78,14 @@ class CacheBody:
         return self.op("Concat", low * cos - high * sin, high * cos + low * sin, axis=-1)
 
     def _base(self) -> Value:
-        """Return the number of tokens that no query sees and, with 4 and 2 bits, that are already quantized."""
+        """Return the number of tokens that no query sees and, below 8 bits, that are already quantized."""
         none = self.op.ints(0)
         if not self.of.sliding_window:
             return none
         base = self.op("Max", self.past_length - (self.of.sliding_window - 1), none)
         if not self.blockwise:
             return base
-        return self.op("Min", base / self.block * self.block, self._quantized_tokens(self.past_length)[1])
+        return self.op("Min", base / self.block * self.block, self._quantized_tokens(self.past_length))
 
     def _visible(self) -> None:
         """Compute one mask for all heads: causal in the cache's order, without padding."""
@@ -96,54 +101,58 @@ class CacheBody:
         self.visible = self.op("And", causal, seen).unsqueeze(1)  # [B, 1, 1, S, T]
 
     def _lengths(self) -> None:
-        """Compute the lengths that keys and values of 4 and 2 bits share."""
-        self.d_blocks = self.d / self.block
+        """Compute the lengths that keys and values below 8 bits share."""
         before = self.past_length if self.of.appends else self.T
-        self.before_blocks, self.before = self._quantized_tokens(before)
-        self.after_blocks, self.after = self._quantized_tokens(self.T)
-        _, end_of_query = self._quantized_tokens(self.query_index + 1)
+        self.before, self.after = self._quantized_tokens(before), self._quantized_tokens(self.T)
         self.newly = self.after - self.before
         self.recent_past, self.recent_present = before - self.before, self.T - self.after
+        self.first = self.op.dim("first")
+        self.firsts = self.op("Min", self.first, self.before)
         # [S, after - before]: whether the call's token reads the other token's code
-        self.coded = self.op("Less", self.key_index.slice(self.before, self.after, 0), end_of_query)
+        token, end = self.key_index.slice(self.before, self.after, 0), self._quantized_tokens(self.query_index + 1)
+        self.coded = self.op("And", self.op("GreaterOrEqual", token, self.first), self.op("Less", token, end))
 
-    def _quantized_tokens(self, count: Value) -> tuple[Value, Value]:
-        """Return how many of `count` tokens are codes: in blocks, and in tokens."""
-        blocks = self.op("Max", count - self.op.dim("window"), 0) / self.block
-        return blocks, blocks * self.block
+    def _quantized_tokens(self, count: Value) -> Value:
+        """Return how many of `count` tokens are codes."""
+        return self.op("Max", count - self.op.dim("window"), 0) / self.block * self.block
 
     # ---- the cache ----
 
     def _append(self, name: str, rows: Value, bits: int) -> Side:
         if bits < 8:
-            return self._append_blocks(name, rows, bits)
+            return self._append_rotated(name, rows, bits)
         if bits == 16:
             new = rows.like(self.inputs[f"past_{name}"])
-            return Side(bits, floats=self._grow(name, new).cast(Type.FLOAT32))
+            return Side(bits, self._grow(name, new).cast(Type.FLOAT32))
         scale, codes = self._quantize_rows(rows.cast(Type.FLOAT32), 3, bits)
         codes = self._grow(name, codes.cast(Type.INT8)).cast(Type.FLOAT32)
-        return Side(bits, codes=codes, scale=self._grow(f"{name}_scale", scale.squeeze(-1)))
+        return Side(bits, None, codes, self._grow(f"{name}_scale", scale.squeeze(3)))
 
     def _read(self, name: str, bits: int) -> Side:
         """Read the presents of another node."""
         tokens = self.T if bits >= 8 else self.after
         buffer = self.inputs[f"past_{name}"].slice(0, tokens, 2)
         if bits == 16:
-            return Side(bits, floats=buffer.cast(Type.FLOAT32))
-        scale = self.inputs[f"past_{name}_scale"].slice(0, tokens if bits == 8 else self.after_blocks, 2)
+            return Side(bits, buffer.cast(Type.FLOAT32))
+        scale = self.inputs[f"past_{name}_scale"].slice(0, tokens, 2).cast(Type.FLOAT32)
         if bits == 8:
-            return Side(bits, codes=buffer.cast(Type.FLOAT32), scale=scale)
-        recent = self.inputs[f"past_{name}_recent"].slice(0, self.recent_present, 2)
-        return self._blockwise(bits, recent.cast(Type.FLOAT32), buffer, scale)
+            return Side(bits, None, buffer.cast(Type.FLOAT32), scale)
+        firsts, offset, residual = self._recent(name)
+        floats = self.op("Concat", firsts.slice(0, self.firsts, 2), residual.slice(0, self.recent_present, 2), axis=2)
+        shift = offset.cast(Type.FLOAT32) if name == "key" else None
+        return Side(bits, floats.cast(Type.FLOAT32), self._levels(self._unpack(buffer, bits), bits), scale, shift)
+
+    def _recent(self, name: str) -> tuple[Value, Value, Value]:
+        """Return the first tokens, the offset, and the residual window of the past; only keys have an offset."""
+        past, offset = self.inputs[f"past_{name}_recent"], self.first + int(name == "key")
+        return past.slice(0, self.first, 2), past.slice(self.first, offset, 2), past.slice(offset, END, 2)
 
     def _grow(self, name: str, new: Value, old_length: Value | None = None, length: Value | None = None) -> Value:
         """Return a buffer's first `length` tokens, past and `new`, and make the present, which keeps those behind."""
         past, end = self.inputs[f"past_{name}"], self.op.ints(END)
         old_length, length = old_length or self.past_length, length or self.T
         if self.of.sliding_window:
-            bits = self.of.key_bits if "key" in name else self.of.value_bits
-            base = self.base / self.block if "scale" in name and bits < 8 else self.base
-            return self._turn(name, new, base, base + old_length, base + length)
+            return self._turn(name, new, self.base, self.base + old_length, self.base + length)
         tokens = self.op("Concat", past.slice(0, old_length, 2), new, axis=2)
         self.outputs[f"present_{name}"] = self.op("Concat", tokens, past.slice(length, end, 2), axis=2)
         return tokens
@@ -178,104 +187,138 @@ class CacheBody:
     def _divisor(self, scale: Value) -> Value:
         return self.op("Where", self.op("Equal", scale, self.zero_f), self.one_f, scale)
 
-    def _append_blocks(self, name: str, rows: Value, bits: int) -> Side:
-        """Append rows of 4 or 2 bits."""
-        op, past, newly = self.op, self.inputs[f"past_{name}_recent"], self.newly
-        end = op.ints(END)
-        recent = op("Concat", past.slice(0, self.recent_past, 2), rows.cast(Type.FLOAT16), axis=2)
-        kept, behind = recent.slice(newly, end, 2), past.slice(self.recent_present, end, 2)
-        self.outputs[f"present_{name}_recent"] = op("Concat", kept, behind, axis=2)
-        floats = recent.cast(Type.FLOAT32)
-
-        new = floats.slice(0, newly, 2).view(self.B, self.Hk, newly / self.block, self.block, self.d)
-        top = op.number(2**bits - 1)
-        zero, largest = (op(reduce, new, 3, keepdims=1) for reduce in ("ReduceMin", "ReduceMax"))
-        scale_half, zero_half = (x.cast(Type.FLOAT16) for x in ((largest - zero) / top, zero))
-        codes = (new - zero) / self._divisor(scale_half.cast(Type.FLOAT32))
-        codes = op("Clip", op("Round", codes), self.zero_f, top)
-        both = op("Concat", scale_half, zero_half, axis=3)  # [B, Hk, newly/32, 2, d]
-        both = self._grow(f"{name}_scale", both, self.before_blocks, self.after_blocks)
+    def _append_rotated(self, name: str, rows: Value, bits: int) -> Side:
+        """Append rows below 8 bits."""
+        op, newly, end = self.op, self.newly, self.op.ints(END)
+        firsts, offset, residual = self._recent(name)
+        new = self._transform(rows.cast(Type.FLOAT32)).cast(Type.FLOAT16)
+        recent = op("Concat", residual.slice(0, self.recent_past, 2), new, axis=2)  # from `before` on
+        leaving = recent.slice(0, newly, 2).cast(Type.FLOAT32)
+        if name == "key":
+            offset = self._offset(leaving, offset)
+            leaving = leaving - offset.cast(Type.FLOAT32)
+        known = op("Min", self.first, self.past_length)
+        present = (
+            *(firsts.slice(0, known, 2), new.slice(0, self.first - known, 2), firsts.slice(self.T, end, 2)),
+            *([offset] if name == "key" else []),
+            *(recent.slice(newly, end, 2), residual.slice(self.recent_present, end, 2)),
+        )
+        self.outputs[f"present_{name}_recent"] = op("Concat", *present, axis=2)
+        codes, scale = self._encode_rows(leaving, bits)
         packed = self._grow(name, self._pack(codes, bits), self.before, self.after)
-        return self._blockwise(bits, floats, packed, both)
+        scale = self._grow(f"{name}_scale", scale, self.before, self.after).cast(Type.FLOAT32)
+        floats = op("Concat", firsts.slice(0, self.firsts, 2), recent, axis=2).cast(Type.FLOAT32)
+        shift = offset.cast(Type.FLOAT32) if name == "key" else None
+        return Side(bits, floats, self._levels(self._unpack(packed, bits), bits), scale, shift)
 
-    def _blockwise(self, bits: int, floats: Value, packed: Value, both: Value) -> Side:
-        """Return a side of `after` tokens in blocks from bytes, and scales and zero points."""
-        scale, zero = self.op.split(both.cast(Type.FLOAT32), 3, 2)
-        codes = self._unpack(packed, bits).cast(Type.FLOAT32)
-        return Side(bits, floats, codes.view(self.B, self.Hk, self.after_blocks, self.block, self.d), scale, zero)
+    def _offset(self, leaving: Value, past: Value) -> Value:
+        """Return the offset of the keys: the past's, or that of the first block if it leaves the window in this call.
+
+        `computed` is 1 if it does, else 0: then the means have no row.
+        """
+        op, tokens = self.op, OFFSET_TOKENS
+        before, after = (op("Min", count + self.base, 1) for count in (self.before, self.after))
+        computed = after - before
+        rows = leaving.slice(tokens.start, computed * (tokens.stop - tokens.start) + tokens.start, 2)
+        halves = rows.view(self.B, self.Hk, computed, 2, 2, 2, 2, self.d)
+        for _ in range(4):  # halves added to halves
+            halves = op("ReduceSum", halves, 3, keepdims=0)
+        mean = (halves * (1 / len(tokens))).cast(Type.FLOAT16)
+        return op("Concat", mean, past, axis=2).slice(0, 1, 2)
+
+    def _encode_rows(self, x: Value, bits: int) -> tuple[Value, Value]:
+        """Quantize rows [B, Hk, tokens, d] of float32 -> codes, integers in float32, and scales float16
+        [B, Hk, tokens]."""
+        op = self.op
+        unit, numbers = self._quantize_rows(x, 3, 8)
+        energy = op("Max", op("ReduceSum", numbers * numbers, 3, keepdims=1), self.one_f)
+        z = numbers * op("Sqrt", self.d.cast(Type.FLOAT32) / energy)
+        thresholds = op.numbers(*THRESHOLDS[bits]).reshape([-1, 1, 1, 1, 1])  # in front, so that long runs are added
+        codes = op("ReduceSum", op("Greater", z, thresholds).cast(Type.FLOAT32), 0, keepdims=0)
+        levels = self._levels(codes, bits)
+        dot, norm = (op("ReduceSum", product, 3, keepdims=0) for product in (numbers * levels, levels * levels))
+        return codes, (unit.squeeze(3) * (dot / norm)).cast(Type.FLOAT16)
+
+    def _levels(self, codes: Value, bits: int) -> Value:
+        """Return the levels [B, Hk, tokens, d] of codes. GatherElements takes a quarter of Gather's time."""
+        codes = codes.cast(Type.INT32).reshape(-1)
+        levels = self.op("GatherElements", self.op.numbers(*LEVELS[bits]), codes, axis=0)
+        return levels.reshape(self.B, self.Hk, -1, self.d)
 
     def _pack(self, codes: Value, bits: int) -> Value:
-        """Return bytes [B, Hk, tokens, d*bits/8]. Channels that differ only in the second-last index of
-        [B, Hk, tokens, d/32, 8/bits, 4*bits] share a byte."""
-        places, width = 8 // bits, self.op.ints(4 * bits)
-        parts = codes.view(self.B, self.Hk, self.newly, self.d_blocks, places, width)
-        weights = self.op.ints(*(1 << i * bits for i in range(places))).reshape([places, 1])
-        packed = self.op("ReduceSum", parts * weights.cast(Type.FLOAT32), 4, keepdims=0)
-        return packed.view(self.B, self.Hk, self.newly, self.d_blocks * width).cast(Type.UINT8)
+        """Return bytes [B, Hk, tokens, d*bits/8]. In a plane, channels that differ only in the second-last index of
+        [groups, 8/width, 4*width] share a byte."""
+        op = self.op
+        planes: list[Value] = []
+        for width in PLANES[bits]:
+            plane = codes
+            if len(planes) + 1 < len(PLANES[bits]):
+                codes = op("Floor", codes * 2.0**-width)
+                plane = plane - codes * 2.0**width
+            weights = op.numbers(*(1 << i for i in range(0, 8, width))).reshape([8 // width, 1])
+            parts = plane.view(-1, 8 // width, 4 * width)
+            planes.append(op("ReduceSum", parts * weights, 1, keepdims=0))
+        packed = op("Concat", *planes, axis=1) if len(planes) > 1 else planes[0]
+        return packed.view(self.B, self.Hk, self.newly, self.d / self.block * (4 * bits)).cast(Type.UINT8)
 
     def _unpack(self, packed: Value, bits: int) -> Value:
-        """Return codes uint8 [blocks, 32]: one shift per place, in two dimensions, which takes half the time of one
+        """Return codes uint8 [groups, 32]: one shift per place, in two dimensions, which takes half the time of one
         broadcasting BitShift."""
-        mask, fields = self.op.ints(2**bits - 1).cast(Type.UINT8), []
-        packed = packed.view(-1, 4 * bits)
-        for i in range(8 // bits):
-            field = packed
-            if i:
-                field = self.op("BitShift", packed, self.op.ints(i * bits).cast(Type.UINT8), direction="RIGHT")
-            fields.append(field if (i + 1) * bits == 8 else self.op("BitwiseAnd", field, mask))  # the last needs none
-        return self.op("Concat", *fields, axis=1)
+        op, widths = self.op, PLANES[bits]
+        packed = packed.reshape(-1, 4 * bits)
+        planes = op.split(packed, 1, [4 * width for width in widths]) if len(widths) > 1 else [packed]
+        codes, low = [], 0  # low: the place of the plane's lowest bit in a code
+        for width, plane in zip(widths, planes, strict=True):
+            mask, fields = self._byte(((1 << width) - 1) << low), []
+            for place in range(0, 8, width):
+                field = plane
+                if place != low:
+                    direction = "RIGHT" if place > low else "LEFT"
+                    field = op("BitShift", plane, self._byte(abs(place - low)), direction=direction)
+                alone = low == 0 and place + width == 8
+                fields.append(field if alone else op("BitwiseAnd", field, mask))
+            codes.append(op("Concat", *fields, axis=1))
+            low += width
+        return op("BitwiseOr", *codes) if len(codes) > 1 else codes[0]
 
-    def _dequantized(self, side: Side) -> Value:
-        """[B, G, w, after, d]."""
-        assert side.codes and side.scale and side.zero
-        return (side.codes * side.scale + side.zero).view(self.B, self.G, self.w, self.after, self.d)
+    def _byte(self, value: int) -> Value:
+        """uint8 [1]."""
+        return self.op.ints(value).cast(Type.UINT8)
 
     # ---- scores ----
 
     def _scores(self, keys: Side) -> Value:
         """[B, G, n, r, S, T], before any mask."""
         shape = (self.B, self.G, self.n, self.r, self.S)
-        if keys.bits >= 8:
-            return self._row_scores(keys).reshape(*shape, self.T)
+        if keys.bits == 16:
+            assert keys.floats
+            return self._products(self.queries, keys.floats).reshape(*shape, self.T)
+        if keys.bits == 8:
+            return self._level_scores(self.queries, keys).reshape(*shape, self.T)
         assert keys.floats
-        # codes below `before`, floats from `after` on, and in between depending on the query's position
-        if self.of.query_bits:
-            low = self._block_scores(keys)
-        else:
-            low = self.queries @ self._dequantized(keys).transpose(0, 1, 2, 4, 3)
-        low, high = low.view(*shape, self.after), self._products(self.queries, keys.floats).reshape(*shape, -1)
-        before, newly_low = self.op.split(low, -1, [self.before, self.newly])
-        newly_high, after = self.op.split(high, -1, [self.newly, self.recent_present])
-        return self.op("Concat", before, self.op("Where", self.coded, newly_low, newly_high), after, axis=-1)
+        # floats of the first tokens, codes below `before`, floats from `after` on, and in between depending on the
+        # query's position
+        queries = self._transform(self.queries)
+        low = self._level_scores(queries, keys).view(*shape, self.after)
+        high = self._products(queries, keys.floats).reshape(*shape, -1)
+        _, before, newly_low = self.op.split(low, -1, [self.firsts, self.before - self.firsts, self.newly])
+        firsts, newly_high, after = self.op.split(high, -1, [self.firsts, self.newly, self.recent_present])
+        newly = self.op("Where", self.coded, newly_low, newly_high)
+        return self.op("Concat", firsts, before, newly, after, axis=-1)
 
     def _products(self, queries: Value, keys: Value) -> Value:
-        """Multiply [B, G, n, r*S, d] by [B, G, w, d, keys]; with w = 1 the branches share the key."""
+        """Multiply [B, G, n, r*S, d] by [B, Hk, keys, d]; with w = 1 the branches share the key."""
         return queries @ keys.reshape(self.B, self.G, self.w, -1, self.d).transpose(0, 1, 2, 4, 3)
 
-    def _row_scores(self, keys: Side) -> Value:
-        if keys.floats:
-            return self._products(self.queries, keys.floats)
-        assert keys.codes and keys.scale
+    def _level_scores(self, queries: Value, keys: Side) -> Value:
+        assert keys.levels and keys.scale
         key_scale = keys.scale.reshape(self.B, self.G, self.w, 1, -1)
-        if not self.of.query_bits:
-            return self._products(self.queries, keys.codes) * key_scale
-        scale, codes = self._quantize_rows(self.queries, 4, self.of.query_bits)
-        return self._products(codes, keys.codes) * scale * key_scale
-
-    def _block_scores(self, keys: Side) -> Value:
-        """Fold the scales of a block of 32 keys into the query: [B, G, n, blocks, r*S, d] x [B, G, w, blocks, d, 32].
-        The zero points are multiplied with the unrounded query, [B, G, w, blocks, d] x [B, G, n, d, r*S], and the
-        middle of a key's codes with the query's rounding error."""
-        assert keys.codes and keys.scale and keys.zero
-        blocks = (self.B, self.G, self.w, self.after_blocks)
-        codes = keys.codes.view(*blocks, self.block, self.d).transpose(0, 1, 2, 3, 5, 4)
-        scaled = self.queries.unsqueeze(3) * keys.scale.view(*blocks, 1, self.d)
-        scale, rounded = self._quantize_rows(scaled, 5, self.of.query_bits)
-        at_zero = keys.zero.view(*blocks, self.d) @ self.queries.transpose(0, 1, 2, 4, 3)
-        lost = self.op("ReduceSum", scaled - rounded * scale, 5, keepdims=1)
-        middle = self.op.number((2**keys.bits - 1) / 2)
-        scores = rounded @ codes * scale + (at_zero.unsqueeze(-1) + lost * middle)
-        return scores.transpose(0, 1, 2, 4, 3, 5)
+        if self.of.query_bits:
+            scale, codes = self._quantize_rows(queries, 4, self.of.query_bits)
+            scores = self._products(codes, keys.levels) * scale * key_scale
+        else:
+            scores = self._products(queries, keys.levels) * key_scale
+        return scores + self._products(queries, keys.offset) if keys.offset else scores
 
     # ---- values ----
 
@@ -283,20 +326,28 @@ class CacheBody:
         """[B, G, w, r*S, d]."""
         if values.bits == 16:
             assert values.floats
-            return self._mix(weights, values.floats, self.T)
+            return self._mix(weights, values.floats)
         if values.bits == 8:
-            assert values.codes and values.scale
-            scale = values.scale.reshape(self.B, self.G, self.w, 1, self.T)
-            weights = weights.reshape(self.B, self.G, 1, self.rS, self.T)
-            return weights * scale @ values.codes.reshape(self.B, self.G, self.w, self.T, self.d)
+            return self._mix_levels(weights, values)
         assert values.floats
-        before, newly, after = self.op.split(weights, -1, [self.before, self.newly, self.recent_present])
-        low = self.op("Concat", before, self.op("Where", self.coded, newly, self.zero_f), axis=-1)
-        high = self.op("Concat", self.op("Where", self.coded, self.zero_f, newly), after, axis=-1)
-        low = self._mix(low, self._dequantized(values), self.after)
-        return low + self._mix(high, values.floats, self.T - self.before)
+        parts = [self.firsts, self.before - self.firsts, self.newly, self.recent_present]
+        firsts, before, newly, after = self.op.split(weights, -1, parts)
+        newly_low, newly_high = (
+            self.op("Where", self.coded, *pair) for pair in ((newly, self.zero_f), (self.zero_f, newly))
+        )
+        low = self.op("Concat", firsts * self.zero_f, before, newly_low, axis=-1)
+        high = self.op("Concat", firsts, newly_high, after, axis=-1)
+        return self._transform(self._mix_levels(low, values) + self._mix(high, values.floats))
 
-    def _mix(self, weights: Value, values: Value, tokens: Value) -> Value:
-        """[B, G, r, S, tokens] x [B, G, w, tokens, d]: one product for both halves of a wide value."""
-        weights = weights.view(self.B, self.G, 1, self.rS, tokens)
-        return weights @ values.view(self.B, self.G, self.w, tokens, self.d)
+    def _mix_levels(self, weights: Value, values: Side) -> Value:
+        assert values.levels and values.scale
+        scale = values.scale.reshape(self.B, self.G, self.w, 1, -1)
+        return self._flat(weights) * scale @ values.levels.reshape(self.B, self.G, self.w, -1, self.d)
+
+    def _mix(self, weights: Value, values: Value) -> Value:
+        """[B, G, r, S, tokens] x [B, Hk, tokens, d]: one product for both halves of a wide value."""
+        return self._flat(weights) @ values.reshape(self.B, self.G, self.w, -1, self.d)
+
+    def _flat(self, weights: Value) -> Value:
+        """[B, G, 1, r*S, tokens]."""
+        return weights.view(self.B, self.G, 1, self.rS, weights.size(4))

@@ -39,61 +39,62 @@ The cache. key_bits and value_bits set the formats of keys and values independen
     16      T, or float32, float16  -                                                   -
             [B, Hk, C, d]
     8       int8 [B, Hk, C, d]      float32 [B, Hk, C]: a scale a row                   -
-    4, 2    uint8                   float16 [B, Hk, C/32, 2, d]: scales and zero        float16
-            [B, Hk, C, d*bits/8]    points of blocks, 32 tokens of a channel            [B, Hk, window+32, d]
+    4, 3, 2 uint8                   float16 [B, Hk, C]: a scale a row                   float16
+            [B, Hk, C, d*bits/8]                                                        [B, Hk, R, d]
 
-Keys are cached rotated; RoPE rounds both products and their difference to float32. Rows of a sub-head are quantized
-from float32 numbers (8 bits) or from float16 numbers (4 and 2). Contents of a buffer beyond its tokens are never read
-as numbers.
+Keys are cached after RoPE, which rounds both products and their difference to float32. Rows of a sub-head are quantized
+from float32 numbers (8 bits) or, after the Hadamard transform, from float16 numbers (4, 3 and 2). Contents of a buffer
+beyond its tokens are never read as numbers.
 
 16 and 8 bits: the past buffer holds past_length tokens, C >= past_length; the present [B, Hk, max(C, T), ..] holds T.
 If C < T it grows; otherwise it has the same capacity, and past and present may share memory. Entries behind the T
 tokens are the past's.
 
-4 and 2 bits: with quantized(t) = max(0, t - window) // 32 * 32, the buffer holds the first quantized(past_length)
-tokens, C >= quantized(past_length), a multiple of 32 like d; `recent`, the residual window, holds the others in
-float16, token quantized(past_length) + i in slot i. The present holds quantized(T) tokens in max(C, quantized(T)), and
-its recent the others; further slots of present_recent are undefined. So in a call the tokens before quantized(T) exist
-as codes, those from quantized(past_length) on, old and new, as float16, and those in between as both. Token s reads
+4, 3 and 2 bits: with quantized(t) = max(0, t - window) // 32 * 32, the buffer holds the first quantized(past_length)
+tokens, C >= quantized(past_length), a multiple of 32 like d. `recent` holds rows in float16, rotated: the first `first`
+tokens; of keys then the offset; then the residual window, window + 32 slots, which has the tokens that are not
+quantized, token quantized(past_length) + i in its slot i. So R = first + window + 32, and one more for keys. The
+present holds quantized(T) tokens in max(C, quantized(T)), and its recent the others; further slots of present_recent
+are undefined. The offset is computed when the first block is quantized; until then its slot is undefined. So in a call
+the tokens before quantized(T) exist as codes, those from quantized(past_length) on, old and new, as float16, and those
+in between as both. Token s reads
 
-    key or value j of token s:  from its code if j < quantized(past_length + s + 1), else as float16
+    key or value j of token s:  from its code if first <= j < quantized(past_length + s + 1), else as float16
 
 as it would if the tokens came one by one. So neither the cache nor the output depends on how a prompt is split into
-calls, except for the rounding of float32 sums. Padding is treated like other tokens: it shares blocks with its
-neighbours.
+calls, except for the rounding of float32 sums. Padding is treated like other tokens: it can be among the first tokens,
+and among those of the offset.
 
 Sliding window (sliding_window n > 0): a token sees itself and the n - 1 before it, and the cache is a ring, which never
-grows: [B, Hk, R, ..] with R = `kv_cache.ring_rows`, n tokens or, with 4 and 2 bits, the blocks of 32 that contain n.
-Token t is in slot t mod R, and so are a block's scales; the recent tokens are not a ring, and all rules above hold. A
+grows: [B, Hk, R, ..] with R = `kv_cache.ring_rows`, n tokens or, below 8 bits, the blocks of 32 that contain n; first
+is 0. Token t is in slot t mod R, and so is its scale; the recent tokens are not a ring, and all rules above hold. A
 call sees the tokens in the ring and its own; afterwards the ring holds the last R of the tokens that it stores. A
 window that no context exceeds gives bit for bit the same result as no window.
 
 Query-only: `past_key`, ... are the presents of another node without a sliding window, which hold the T tokens, the last
 S of which are the queries; past_length is T - S. There are no presents. A low-bit cache is read as stored: the tokens
-before quantized(T) from their codes, whatever the query's position.
+before quantized(T), but for the first, from their codes, whatever the query's position.
 
 Rows of their own length (past_length [B]): row b is computed as if it were alone, after past_length[b] tokens; a row
 with a number below 0 is left alone, and its output is zero. The attention mask has at least as many columns as the
 longest row has tokens; a row reads the first of them. Only kernels on a CPU do this, for few new tokens, and only where
 past and present share memory; the body takes one length.
 
-Query bits (query_bits 8 or 4; key_bits 8, 4 or 2): products with codes of keys are integer products. The query, rotated
-and multiplied by scale, each operation rounded to float32, is quantized per row (`kv_cache.row_scores`, 8-bit keys) or
-per row and block of 32 keys (`kv_cache.block_scores`). The int32 dot product is exact, followed, in float32, by
+Query bits (query_bits 8 or 4; key_bits below 16): products with codes of keys are integer products. The query, after
+RoPE, multiplied by scale and rotated if the keys are, each operation rounded to float32, is quantized per row
+(`kv_cache.row_scores`). The int32 dot product of its codes and the keys' levels is exact, followed, in float32, by
 
-    row:   dot * query's scale * key's scale
-    block: dot * u's scale + query . zero + (2^key_bits - 1) / 2 * sum(u - its codes * u's scale)
-           where u = query * the block's scales
+    dot * query's scale * key's scale (+ query . offset)
 
 Products with float16 keys are float32. query_bits 0: the float32 query is multiplied with float32 keys,
-code * scale (+ zero).
+level * scale (+ offset).
 
 Attributes: num_heads (H), num_kv_heads (Hk), branches, noise_ratio (R), wide_value, scale, norm_eps, key_bits,
-value_bits, query_bits, window (read for 4 and 2 bits only), sliding_window, spec_version.
+value_bits, query_bits, window and first (read below 8 bits only), sliding_window, spec_version.
 
-Integers (codes, packed bytes, dot products) and the scales and zero points of the cache are bit-identical in every
-implementation, except for the sign of zero. An infinite or NaN number makes its row or block NaN, with codes 0, in the
-reference and in kernels; the body does not define it. All other arithmetic is in float32, whatever T is.
+Integers (codes, packed bytes, dot products) and the scales and offsets of the cache are bit-identical in every
+implementation, except for the sign of zero. An infinite or NaN number makes its row NaN in the reference and in
+kernels; the body does not define it. All other arithmetic is in float32, whatever T is.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class Signature:
                 attribute.check(OP.name, getattr(self, attribute.name))
         if self.query_bits and self.key_bits == 16:
             raise DiffbitError(
-                f"{OP.name}: query_bits is {self.query_bits} and key_bits 16, wanted keys of 8, 4 or 2 bits for an "
+                f"{OP.name}: query_bits is {self.query_bits} and key_bits 16, wanted keys of fewer bits for an "
                 "integer product"
             )
         if self.branches == 1 and self.noise_ratio > 1:
@@ -138,8 +139,8 @@ class Signature:
         """Raise DiffbitError if heads of this width cannot be cached."""
         if min(self.key_bits, self.value_bits) < 8 and d % kv_cache.BLOCK:
             raise DiffbitError(
-                f"{OP.name}: heads are {d} wide, wanted a multiple of {kv_cache.BLOCK} for keys or values of 4 or 2 "
-                "bits; use 8 bits"
+                f"{OP.name}: heads are {d} wide, wanted a multiple of {kv_cache.BLOCK} for keys or values of fewer "
+                "than 8 bits; use 8 bits"
             )
 
     @property

@@ -15,20 +15,28 @@ if TYPE_CHECKING:
 
 
 class Cached(NamedTuple):
-    """Keys or values of a call as the cache holds them: the first n tokens as codes, the last m as floats. Some tokens
-    are both: `coded` says which form a query reads. Leading dimensions are [B, Hk], or any others."""
+    """Keys or values of a call as the cache holds them: the first n tokens as codes, and all T tokens as floats, of
+    which only those that some query reads are right. Leading dimensions are [B, Hk], or any others. Below 8 bits, all
+    rows are rotated (`kv_cache.rotate`)."""
 
     bits: int
-    codes: torch.Tensor  # [..., n, d]
-    scale: torch.Tensor  # of the codes: [..., n]; 4 and 2 bits, with zero points: [..., n/32, 2, d]
-    floats: torch.Tensor  # [..., m, d]
-    coded: torch.Tensor  # bool [S, T]: read as a code
+    levels: torch.Tensor  # [..., n, d]; those of int8 are its codes
+    scale: torch.Tensor  # [..., n]
+    offset: torch.Tensor  # [..., 1, d], of the codes; zeros where the cache has none
+    floats: torch.Tensor  # [..., T, d]; int8: [..., 0, d]
+    coded: torch.Tensor  # bool [S, T], [1, T] without new tokens: read as a code
     # the buffer, its scale, the recent tokens
     presents: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
+    @property
+    def is_rotated(self) -> bool:
+        return self.bits < 8
+
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Cached:
-        """Apply `change` to codes, scale and floats."""
-        return self._replace(codes=change(self.codes), scale=change(self.scale), floats=change(self.floats))
+        """Apply `change` to levels, scale, offset and floats."""
+        return self._replace(
+            levels=change(self.levels), scale=change(self.scale), offset=change(self.offset), floats=change(self.floats)
+        )
 
     def grouped(self, groups: int, width: int) -> Cached:
         """Reshape [B, Hk, ...] to [B, G, w, ...]."""
@@ -39,17 +47,12 @@ class Cached(NamedTuple):
         return self.apply(lambda x: x[:, :, branch % x.shape[2]])
 
     def as_stored(self, steps: int) -> Cached:
-        """For `steps` queries that read every code that exists; without presents."""
-        import torch
-
-        coded = torch.arange(self.coded.shape[1], device=self.codes.device) < self.codes.shape[-2]
-        return self._replace(coded=coded.expand(steps, -1), presents=(None, None, None))
+        """For `steps` queries that read every code that the last one reads; without presents."""
+        return self._replace(coded=self.coded[-1:].expand(steps, -1), presents=(None, None, None))
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """Dequantize the codes: [..., n, d]."""
-        if self.bits >= 8:
-            return self.codes.to(dtype) * self.scale[..., None].to(dtype)
-        return kv_cache.dequantize_blocks(self.codes, self.scale).to(dtype)
+        return self.levels.to(dtype) * self.scale[..., None].to(dtype) + self.offset.to(dtype)
 
 
 def append(
@@ -60,14 +63,16 @@ def append(
     past_length: int,
     bits: int,
     window: int,
+    first: int = 0,
+    has_offset: bool = False,
     ring: bool = False,
 ) -> Cached:
-    """Append new rows [B, Hk, S, d] to the past. ring: whether the buffers are rings; tokens that they have overwritten
-    become zeros."""
+    """Append new rows [B, Hk, S, d] to the past. has_offset: they are keys. ring: whether the buffers are rings; tokens
+    that they have overwritten become zeros."""
     import torch
 
     total = past_length + rows.shape[2]
-    places = range(past_length + 1, total + 1)  # the length when each new token is the last
+    places = range(past_length + 1, total + 1) or [total]  # the length when each new token is the last; one at least
 
     def extended(past: torch.Tensor, length: int, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return all stored entries in order, and the present."""
@@ -82,77 +87,98 @@ def append(
         return entries, present
 
     def coded(ends: list[int]) -> torch.Tensor:
-        return torch.arange(total, device=rows.device) < torch.tensor(ends, device=rows.device).view(-1, 1)
+        """Whether a token is at least `first` and below the end that each new token sees."""
+        tokens = torch.arange(total, device=rows.device)
+        return (tokens >= first) & (tokens < torch.tensor(ends, device=rows.device).view(-1, 1))
 
-    nothing = rows[:, :, :0]
+    nothing, no_offset = rows[:, :, :0], rows.new_zeros(*rows.shape[:2], 1, rows.shape[3])
     if bits == 16:
         floats, present = extended(past, past_length, rows)
         no_scale = nothing[..., 0].float()
-        return Cached(bits, nothing, no_scale, floats, coded([0 for _ in places]), (present, None, None))
+        return Cached(bits, nothing, no_scale, no_offset, floats, coded([0 for _ in places]), (present, None, None))
     assert scale is not None
     if bits == 8:
         codes, new_scale = kv_cache.quantize_rows(rows)
         codes, present = extended(past, past_length, codes)
         in_use, scale = extended(scale, past_length, new_scale)
-        return Cached(bits, codes, in_use, nothing, coded([total for _ in places]), (present, scale, None))
+        read = torch.ones(len(places), total, dtype=torch.bool, device=rows.device)
+        return Cached(bits, codes, in_use, no_offset, nothing, read, (present, scale, None))
     assert recent is not None
     before, after = (kv_cache.quantized_tokens(tokens, window) for tokens in (past_length, total))
-    floats = torch.cat((recent[:, :, : past_length - before], rows.half()), 2)  # from `before` on
-    codes, new_scale = kv_cache.quantize_blocks(floats[:, :, : after - before], bits)
+    firsts, offset, residual = recent.split([first, has_offset, recent.shape[2] - first - has_offset], 2)
+    new = kv_cache.rotate(rows.float()).half()
+    floats = torch.cat((residual[:, :, : past_length - before], new), 2)  # from `before` on
+    known = min(past_length, first)
+    firsts = torch.cat((firsts[:, :, :known], new[:, :, : first - known], firsts[:, :, total:]), 2)
+    if has_offset and before == 0 and after > 0:
+        offset = kv_cache.offset_of(floats).unsqueeze(2)
+    leaving = floats[:, :, : after - before].float()
+    codes, new_scale = kv_cache.encode_rows(leaving - offset.float() if has_offset else leaving, bits)
     packed, present = extended(past, before, kv_cache.pack(codes, bits))
-    in_use, scale = extended(scale, before // kv_cache.BLOCK, new_scale)
-    recent = torch.cat((floats[:, :, after - before :], recent[:, :, total - after :]), 2)
-    presents, codes = (present, scale, recent), kv_cache.unpack(packed, bits)
+    in_use, scale = extended(scale, before, new_scale)
+    recent = torch.cat((firsts, offset, floats[:, :, after - before :], residual[:, :, total - after :]), 2)
+    levels = kv_cache.levels_of(kv_cache.unpack(packed, bits), bits)
+    unread = new.new_zeros(*new.shape[:2], before, new.shape[3])
+    unread[:, :, :first] = firsts[:, :, :before]
+    floats = torch.cat((unread, floats), 2)
     read = coded([kv_cache.quantized_tokens(place, window) for place in places])
-    return Cached(bits, codes, in_use, floats, read, presents)
+    offset = offset.float() if has_offset else no_offset
+    return Cached(bits, levels, in_use, offset, floats, read, (present, scale, recent))
 
 
-def cached(rows: torch.Tensor, length: int, format: str, window: int) -> Cached:
+def cached(rows: torch.Tensor, length: int, format: str, window: int, first: int, has_offset: bool) -> Cached:
     """Put rows [B, Hk, T, d] into a cache of `format` (kv_cache.BITS), for queries of the last `length` tokens."""
     import torch
 
     bits, d = kv_cache.BITS[format], rows.shape[3]
     dtype = {"float": rows.dtype, "fp16": torch.float16, "int8": torch.int8}.get(format, torch.uint8)
 
-    def empty(dtype: torch.dtype, *width: int) -> torch.Tensor:
-        return rows.new_empty(*rows.shape[:2], 0, *width, dtype=dtype)
+    def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return rows.new_zeros(*rows.shape[:2], *shape, dtype=dtype)
 
-    past, recent = empty(dtype, d * min(bits, 8) // 8), empty(torch.float16, d)
-    scale = empty(torch.float32) if bits == 8 else empty(torch.float16, 2, d)
-    stored = append(rows, past, scale, recent, 0, bits, window)
+    past, recent = empty(dtype, 0, d * min(bits, 8) // 8), empty(torch.float16, first + has_offset, d)
+    scale = empty(torch.float32 if bits == 8 else torch.float16, 0)
+    stored = append(rows, past, scale, recent, 0, bits, window, first, has_offset)
     return stored._replace(coded=stored.coded[rows.shape[2] - length :])
 
 
 def scores(query: torch.Tensor, keys: Cached, query_bits: int) -> torch.Tensor:
-    """Multiply queries [B, G, r, S, d], rotated and scaled, by keys [B, G, ...] -> [B, G, r, S, T], without a mask."""
+    """Multiply queries [B, G, r, S, d], after RoPE and scaled, by keys [B, G, ...] -> [B, G, r, S, T], without a
+    mask."""
     import torch
     from torch.nn.functional import pad
 
     dtype, total, shape = query.dtype, keys.coded.shape[1], query.shape[:-1]
     query = query.flatten(2, 3)  # [B, G, r*S, d]
-    high = query @ keys.floats.to(dtype).transpose(-1, -2)
-    if not keys.codes.shape[-2]:
-        return high.view(*shape, total)
-    if not query_bits:
-        low = query @ keys.dequantized(dtype).transpose(-1, -2)
-    elif keys.bits == 8:
-        low = kv_cache.row_scores(query, keys.codes, keys.scale, query_bits)
+    if keys.is_rotated:
+        query = kv_cache.rotate(query.float()).to(dtype) if query_bits else kv_cache.rotate(query)
+    if not keys.levels.shape[-2]:
+        return (query @ keys.floats.to(dtype).transpose(-1, -2)).view(*shape, total)
+    if query_bits:
+        low = kv_cache.row_scores(query, keys.levels, keys.scale, query_bits)
+        low = low + query @ keys.offset.to(dtype).transpose(-1, -2)
     else:
-        low = kv_cache.block_scores(query, keys.codes, keys.scale, query_bits, keys.bits)
-    low, high = pad(low, (0, total - low.shape[-1])), pad(high, (total - high.shape[-1], 0))
-    return torch.where(keys.coded, low.view(*shape, total), high.view(*shape, total))
+        low = query @ keys.dequantized(dtype).transpose(-1, -2)
+    low = pad(low, (0, total - low.shape[-1])).view(*shape, total)
+    if not keys.floats.shape[-2]:
+        return low
+    high = (query @ keys.floats.to(dtype).transpose(-1, -2)).view(*shape, total)
+    return torch.where(keys.coded, low, high)
 
 
 def mixed(weights: torch.Tensor, values: Cached) -> torch.Tensor:
     """Multiply weights [B, G, r, S, T], 0 for hidden tokens, by values [B, G, w, ...] -> [B, G, r, S, w, d]."""
     import torch
 
-    total, dtype = weights.shape[-1], weights.dtype
-    numbers, floats = values.dequantized(dtype), values.floats.to(dtype)
-    low = weights.masked_fill(~values.coded, 0)[..., : numbers.shape[-2]]
-    high = weights.masked_fill(values.coded, 0)[..., total - floats.shape[-2] :]
-    out = torch.einsum("bgrst,bgwtd->bgrswd", high, floats)
-    return out + torch.einsum("bgrst,bgwtd->bgrswd", low, numbers) if numbers.shape[-2] else out
+    dtype = weights.dtype
+    out = torch.zeros((), dtype=dtype, device=weights.device)
+    if count := values.levels.shape[-2]:
+        low = weights.masked_fill(~values.coded, 0)[..., :count]
+        out = out + torch.einsum("bgrst,bgwtd->bgrswd", low, values.dequantized(dtype))
+    if values.floats.shape[-2]:
+        high = weights.masked_fill(values.coded, 0)
+        out = out + torch.einsum("bgrst,bgwtd->bgrswd", high, values.floats.to(dtype))
+    return kv_cache.rotate(out) if values.is_rotated else out
 
 
 def _difference(
@@ -220,6 +246,7 @@ def reference(
     value_bits: int = 16,
     query_bits: int = 0,
     window: int = 0,
+    first: int = 0,
     sliding_window: int = 0,
 ) -> tuple[torch.Tensor | None, ...]:
     """Compute the op in torch: inputs as in diff_attention.py, past_length as an int. Returns all seven outputs; None
@@ -247,8 +274,11 @@ def reference(
         key_rows = rotated(rows.view(batch, steps, num_kv_heads, d), position_ids, cos, sin).transpose(1, 2)
         value_rows = value.view(batch, steps, num_kv_heads, d).transpose(1, 2)
     before, ring = total - key_rows.shape[2], sliding_window > 0
-    keys = append(key_rows, past_key, past_key_scale, past_key_recent, before, key_bits, window, ring)
-    values = append(value_rows, past_value, past_value_scale, past_value_recent, before, value_bits, window, ring)
+    layout = window, first
+    keys = append(key_rows, past_key, past_key_scale, past_key_recent, before, key_bits, *layout, True, ring)
+    values = append(
+        value_rows, past_value, past_value_scale, past_value_recent, before, value_bits, *layout, False, ring
+    )
     if not of.appends:
         keys, values = keys.as_stored(steps), values.as_stored(steps)
 

@@ -33,12 +33,17 @@ OP = schema.HADAMARD
 
 def body(op: Nodes) -> Value:
     (A,) = op.inputs
-    block, block_scalar = op.dim("block"), op.attribute("block")
-    stages = op("Round", op("Log", block_scalar.cast(Type.FLOAT32)) / op("Log", 2.0)).cast(Type.INT64)
+    return transform(op, A.cast(Type.FLOAT32), op.dim("block")).like(A)
+
+
+def transform(op: Nodes, rows: Value, block: Value) -> Value:
+    """Write the transform of rows float32 [..., K] in a body; block: int64 [1]."""
+    width = block.squeeze(0).cast(Type.FLOAT32)
+    stages = op("Round", op("Log", width) / op("Log", 2.0)).cast(Type.INT64)
 
     # [h, n], n the blocks of all rows, so that long runs are added. Each stage is the same: of neighbours (u, v) along
     # h first all sums, then all differences, which makes neighbours of those that the next stage wants
-    columns = A.cast(Type.FLOAT32).reshape(-1, block).transpose(1, 0)
+    columns = rows.reshape(-1, block).transpose(1, 0)
     count = columns.size(1)
     pairs = op.shape((block / 2, 2, count))
 
@@ -47,8 +52,8 @@ def body(op: Nodes) -> Value:
         return op("Concat", u + v, u - v, axis=0)
 
     columns = op.loop(stages, columns.view(block, 1, count), stage, "float[n, h, w]").view(block, count)
-    scale = op.ints(1).cast(Type.FLOAT64) / op("Sqrt", block_scalar.cast(Type.FLOAT64))
-    return (columns.transpose(1, 0).view(op("Shape", A)) * scale.cast(Type.FLOAT32)).like(A)
+    scale = op("Sqrt", op.number(1) / width)  # the same as float32(1 / sqrt(h)), since 1 / h is exact
+    return columns.transpose(1, 0).view(op("Shape", rows)) * scale
 
 
 function = partial(OP.function, body)

@@ -35,7 +35,7 @@ TOKENS = ("tensors.batch", "tensors.steps", "tensors.total", "tensors.channels")
 
 DIFF_ATTENTION = Op(
     "DiffAttention",
-    version=5,
+    version=6,
     names=6,
     inputs=(
         Tensor("query", T),
@@ -71,10 +71,11 @@ DIFF_ATTENTION = Op(
         Integer("wide_value", 0, 1, default=0),
         Number("scale"),
         Number("norm_eps", default=0.0),
-        Integer("key_bits", choices=(16, 8, 4, 2), default=16),
-        Integer("value_bits", choices=(16, 8, 4, 2), default=16),
+        Integer("key_bits", choices=(16, 8, 4, 3, 2), default=16),
+        Integer("value_bits", choices=(16, 8, 4, 3, 2), default=16),
         Integer("query_bits", choices=(0, 8, 4), default=0),
         Integer("window", 0, 1 << 20, default=0),
+        Integer("first", 0, 16, default=0),
         Integer("sliding_window", 0, 1 << 24, default=0),
     ),
     opsets=(("", 21), ("com.microsoft", 1)),
@@ -87,7 +88,7 @@ DIFF_ATTENTION = Op(
             *("mask_row = tensors.attention_mask.shape[1]", "positions = tensors.cos.shape[0]"),
             *("node.branches", "node.noise_ratio", "wide_value = node.width - 1"),
             *("lambda_per_token = tensors.lambda.rank == 3", "node.key_bits", "node.value_bits", "node.query_bits"),
-            *("node.window", "node.sliding_window"),
+            *("node.window", "node.first", "node.sliding_window"),
             *("tensors.query.type", "key_type = tensors.keys.past.type", "value_type = tensors.values.past.type"),
         ),
         floats=("node.scale", "node.norm_eps"),

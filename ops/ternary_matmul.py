@@ -91,12 +91,12 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     from torch.nn.functional import pad
 
     codes = pad((weight + 1).byte(), (0, -weight.shape[1] % BLOCK), value=1)
-    return kv_cache.pack(codes, 2, BLOCK_BYTES)
+    return kv_cache.pack_plane(codes, 2, BLOCK_BYTES)
 
 
 def unpack(packed: torch.Tensor, columns: int) -> torch.Tensor:
     """Invert `pack`: uint8 [N, 32*ceil(K/128)] -> int8 {-1, 0, 1} [N, K]."""
-    return kv_cache.unpack(packed, 2, BLOCK_BYTES)[:, :columns].char() - 1
+    return kv_cache.unpack_plane(packed, 2, BLOCK_BYTES)[:, :columns].char() - 1
 
 
 def rounded(a: torch.Tensor, bits: int = 8) -> tuple[torch.Tensor, torch.Tensor]:

@@ -49,20 +49,21 @@ def logits_hook(bits: int) -> Callable[[Tensor, Tensor], Tensor]:
 class LowBitAttention(Arithmetic):
     """Low-bit keys, values and products of a scheme: the reference for the device's operator."""
 
-    def __init__(self, scheme: AttentionScheme) -> None:
+    def __init__(self, scheme: AttentionScheme, sliding_window: int = 0) -> None:
         self.scheme = scheme
+        self.float16_tokens = scheme.window, scheme.first_tokens(sliding_window)
 
     def logits(self, query: Tensor, key: Tensor, scale: float, branch: int, of_values: bool = False) -> Tensor:
         scheme = self.scheme
         format = scheme.value_format if of_values else scheme.key_format
-        keys = cached(key.float(), query.shape[2], format, scheme.window)
+        keys = cached(key.float(), query.shape[2], format, *self.float16_tokens, not of_values)
         queries = (query.float() * scale).unflatten(1, (key.shape[1], -1))  # [B, G, r, S, d]
         return scores(queries, keys, scheme.query_bits).flatten(1, 2)
 
     def mix(self, probabilities: Tensor, value: Tensor, head_dim: int) -> Tensor:
-        scheme, groups = self.scheme, value.shape[1]
+        groups, length, format = value.shape[1], probabilities.shape[2], self.scheme.value_format
         rows = value.float().unflatten(-1, (-1, head_dim)).transpose(2, 3)  # [B, G, w, T, d]
-        values = cached(rows.flatten(1, 2), probabilities.shape[2], scheme.value_format, scheme.window)
+        values = cached(rows.flatten(1, 2), length, format, *self.float16_tokens, False)
         shares = probabilities.unflatten(1, (groups, -1))  # [B, G, r, S, T]
         return mixed(shares, values.grouped(groups, rows.shape[2])).flatten(4).flatten(1, 2)
 
@@ -82,4 +83,4 @@ def set_attention(model: nn.Module, scheme: AttentionScheme) -> None:
             if scheme.logits is not None:
                 module.logits_hook = logits_hook(scheme.logits)
             if scheme.is_low_bit:
-                module.arithmetic = LowBitAttention(scheme)
+                module.arithmetic = LowBitAttention(scheme, module.sliding_window)

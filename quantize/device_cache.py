@@ -3,14 +3,15 @@
 Buffers of one layer and one sequence; `tokens` is the capacity, Hk the number of heads in the cache, d their width
 (ops/kv_cache.py describes the numbers, ops/diff_attention.py how the operator uses them):
 
-    format      key, value                         key_scale, value_scale          key_recent, value_recent
-    float       T [Hk, tokens, d]
-    fp16        float16 [Hk, tokens, d]
-    int8        int8 [Hk, tokens, d]               float32 [Hk, tokens]
-    int4, int2  uint8 [Hk, tokens, d * bits / 8]   float16 [Hk, tokens/32, 2, d]   float16 [Hk, window + 32, d]
+    format            key, value                         key_scale, value_scale   key_recent, value_recent
+    float             T [Hk, tokens, d]
+    fp16              float16 [Hk, tokens, d]
+    int8              int8 [Hk, tokens, d]               float32 [Hk, tokens]
+    int4, int3, int2  uint8 [Hk, tokens, d * bits / 8]   float16 [Hk, tokens]     float16 [Hk, R, d]
 
-T is the graph's float type. Keys and values may have different formats. With a sliding window, all buffers but the
-recent ones are rings (`kv_cache.ring_rows`).
+T is the graph's float type. R = first + window + 32, and one more for the offset of the keys. Keys and values may have
+different formats. With a sliding window, first is 0, and all buffers but the recent ones are rings
+(`kv_cache.ring_rows`).
 
 A state of a fixed size, fp32 [..., d], may be int8, too, with scales float32 [...] in a buffer <name>_scale. Each call
 reads it, computes in float32, and rounds what it leaves, so results depend slightly on how tokens are split into calls.
@@ -22,7 +23,7 @@ from dataclasses import replace
 from functools import partial
 
 from ..models import ModelConfig
-from ..ops.cache import TOKENS, Buffer, CacheSpec, tokens_each
+from ..ops.cache import TOKENS, Buffer, CacheSpec
 from ..ops.diff_attention import Signature
 from ..ops.kv_cache import BITS, BLOCK, quantized_tokens, ring_rows
 from .scheme import AttentionScheme
@@ -71,27 +72,23 @@ def buffers(
     dtype, in_place: of float buffers. DiffAttention's kernel always writes low-bit buffers in place.
     """
 
-    def tokens(format: str, block: int = 1) -> str:
-        dim = TOKENS if block == 1 else f"{TOKENS}/{block}"
-        return f"{dim}%{ring_rows(sliding_window, BITS[format]) // block}" if sliding_window else dim
-
     if scheme.is_low_bit and in_place != "never":
         in_place = "native"
     formats = {"key": scheme.key_format, "value": scheme.value_format}
-    rows: list[tuple[str, str, tuple[int | str, ...]]] = []
+    codes, scales, recents = [], [], []
     for part, format in formats.items():
+        bits = BITS[format]
+        tokens = f"{TOKENS}%{ring_rows(sliding_window, bits)}" if sliding_window else TOKENS
+        window = scheme.window if bits < 8 else None
         kind = {"float": dtype, "fp16": "float16", "int8": "int8"}.get(format, "uint8")
-        width = head_dim * BITS[format] // 8 if kind == "uint8" else head_dim
-        rows.append((part, kind, (heads, tokens(format), width)))
-    for part, format in formats.items():
-        if format == "int8":
-            rows.append((f"{part}_scale", "float32", (heads, tokens(format))))
-        elif BITS[format] < 8:
-            rows.append((f"{part}_scale", "float16", (heads, tokens(format, BLOCK), 2, head_dim)))
-    for part, format in formats.items():
-        if BITS[format] < 8:
-            rows.append((f"{part}_recent", "float16", (heads, scheme.window + BLOCK, head_dim)))
-    return tuple(Buffer(name, kind, shape, in_place) for name, kind, shape in rows)
+        codes.append(Buffer(part, kind, (heads, tokens, head_dim * min(bits, 8) // 8), in_place, window))
+        if bits <= 8:
+            kind = "float32" if bits == 8 else "float16"
+            scales.append(Buffer(f"{part}_scale", kind, (heads, tokens), in_place, window))
+        if window is not None:
+            rows = scheme.first_tokens(sliding_window) + (part == "key") + window + BLOCK
+            recents.append(Buffer(f"{part}_recent", "float16", (heads, rows, head_dim), in_place, window))
+    return (*codes, *scales, *recents)
 
 
 def step_bytes(config: ModelConfig, scheme: AttentionScheme, dtype: str, context: int) -> float:
@@ -104,15 +101,15 @@ def step_bytes(config: ModelConfig, scheme: AttentionScheme, dtype: str, context
     total = 0.0
     for name, buffer in cache_spec(config, scheme, dtype).buffers.items():
         readers = 1 + givers.count(int(name.partition(".")[0]))
-        format = scheme.key_format if buffer.name.startswith("key") else scheme.value_format
-        stored = low if BITS[format] < 8 else context
-        if buffer.name.endswith("recent"):
-            total += buffer.nbytes(0) / (scheme.window + BLOCK) * (readers * (context - low) + 1)
-        elif not buffer.holds_tokens:  # a state, which is read and written as a whole
+        stored = context if buffer.window is None else low
+        if not buffer.holds_tokens:  # a state, which is read and written as a whole
             total += 2 * buffer.nbytes(0)
         elif buffer.ring:
-            tokens = buffer.ring * next(tokens_each(dim) for dim in buffer.shape if isinstance(dim, str))
-            total += buffer.nbytes(0) / tokens * (readers * min(stored, tokens) + 1)
-        else:
-            total += buffer.nbytes(BLOCK) / BLOCK * (readers * stored + 1)
+            total += buffer.nbytes(0) / buffer.ring * (readers * min(stored, buffer.ring) + 1)
+        elif buffer.grows:
+            total += buffer.nbytes(1) * (readers * stored + 1)
+        else:  # recent tokens, and behind codes the first ones and the offset
+            rows = int(buffer.shape[1])
+            read = context - low + (rows - scheme.window - BLOCK if low else 0)
+            total += buffer.nbytes(0) / rows * (readers * read + 1)
     return total

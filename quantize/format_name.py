@@ -31,7 +31,7 @@ def format_name(config: ModelConfig, scheme: Scheme, unquantized: str = "float")
     else:
         (format,) = formats
         name = unquantized if format is None else format.name
-    attention = {part: value for part, value in scheme.attention.to_dict().items() if part != "window"}
+    attention = {part: value for part, value in scheme.attention.to_dict().items() if part not in ("window", "first")}
     if "keys" in attention and attention["keys"] == attention.get("values"):
         attention = {"kv": attention.pop("keys")} | {p: value for p, value in attention.items() if p != "values"}
     return ", ".join([name, *(f"{part} {value}" for part, value in attention.items())])

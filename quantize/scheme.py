@@ -4,7 +4,7 @@
     embedding = "int8"                # the token embedding
     head = "int8"                     # the output layer
     activations = "int8"              # inputs of these layers, one scale per token; "int4": ternary only; absent: float
-    attention = { logits = 8, qk = "int8", keys = "int4", values = "int4", window = 32 }    # absent: float
+    attention = { logits = 8, qk = "int8", keys = "int4", values = "int4", window = 32, first = 4 }  # absent: float
 
     [overrides]                       # by module name; * also matches dots; the last match wins
     "lm_head" = "int8"
@@ -17,9 +17,9 @@ are quantized only if an override spells out the name ("*.lambda_proj"). The sam
 and the head ("model.embed_tokens", "lm_head").
 
 In `attention`, logits is a number of bits, with one scale per query row (attention.py). keys and values are the formats
-of the KV cache: fp16, int8, int4 or int2 (ops/kv_cache.py); the last two keep `window` recent tokens in float16. qk,
-int8 or int4, is the format of queries, so that q k^T is a product of integers; keys have at most as many bits. states =
-"int8" is for recurrent layers.
+of the KV cache: fp16, int8, int4, int3 or int2 (ops/kv_cache.py); the last three keep the `first` and at least `window`
+recent tokens in float16. qk, int8 or int4, is the format of queries, so that q k^T is a product of integers; keys have
+at most as many bits. states = "int8" is for recurrent layers.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from ..io.fields import bounds, check, get, located, one_of, read, shown
 from ..models import ModelConfig
 from ..models.checkpoint.names import is_linear, shapes
 from ..ops.cache import Buffer
-from ..ops.kv_cache import BITS, BLOCK
+from ..ops.kv_cache import BITS, BLOCK, MAX_FIRST
 
 TABLE_FORMAT = "int8"  # default of embedding and head with low-bit weights; research/weights compares others
 FINE_TABLES = ("int8_g32", "int8_g64", "int8_g128")  # weights of these formats have embedding and head of the same
 LOGIT_BITS = range(2, 17)
 ACTIVATIONS = ("int8", "int4")
 QK = ("int8", "int4")
-KV = ("int8", "int4", "int2")
+KV = ("int8", "int4", "int3", "int2")
 CACHED = ("fp16", *KV)  # formats of a KV cache
-WINDOW = 32  # tokens
+WINDOW, FIRST = 32, 4  # tokens
 MOST_WINDOW = 1 << 20
 EMBEDDING_MODULE = "model.embed_tokens"
 HEAD_MODULE = "lm_head"
@@ -60,14 +60,16 @@ TABLES = (EMBEDDING_MODULE, HEAD_MODULE)
 @dataclass(frozen=True)
 class AttentionScheme:
     """logits: bits of the attention logits, 2 to 16. qk: format of queries, "int8" or "int4". keys, values: formats of
-    the KV cache, "fp16", "int8", "int4" or "int2". states: format of what a recurrent layer keeps, "int8". None: float.
-    window: the least number of recent tokens that a cache of less than 8 bits keeps in float16."""
+    the KV cache, "fp16", "int8", "int4", "int3" or "int2". states: format of what a recurrent layer keeps, "int8".
+    None: float. window, first: the least number of recent tokens, and the number of first tokens, that a cache of fewer
+    than 8 bits keeps in float16."""
 
     logits: Annotated[int, bounds(LOGIT_BITS[0], LOGIT_BITS[-1])] | None = None
     qk: Annotated[str, one_of(*QK)] | None = None
     keys: Annotated[str, one_of(*CACHED)] | None = None
     values: Annotated[str, one_of(*CACHED)] | None = None
     window: Annotated[int, bounds(0, MOST_WINDOW)] = WINDOW
+    first: Annotated[int, bounds(0, MAX_FIRST)] = FIRST
     states: Annotated[str, one_of("int8")] | None = None
 
     def __post_init__(self) -> None:
@@ -94,8 +96,12 @@ class AttentionScheme:
 
     @property
     def has_window(self) -> bool:
-        """Whether the cache keeps recent tokens in float16."""
+        """Whether the cache keeps recent tokens, and the first ones, in float16."""
         return any(BITS[format] < 8 for format in (self.key_format, self.value_format))
+
+    def first_tokens(self, sliding_window: int) -> int:
+        """Return how many first tokens a layer's cache keeps in float16; a sliding window drops them."""
+        return self.first if self.has_window and not sliding_window else 0
 
     def check(self, config: ModelConfig) -> None:
         """Raise DiffbitError if a model's heads do not fit the cache's formats."""
@@ -118,7 +124,7 @@ class AttentionScheme:
         """Return the fields that are not float, as plain JSON."""
         values = {name: getattr(self, name) for name in ("logits", "qk", "keys", "values", "states")}
         values = {name: value for name, value in values.items() if value is not None}
-        return values | ({"window": self.window} if self.has_window else {})
+        return values | ({"window": self.window, "first": self.first} if self.has_window else {})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> AttentionScheme:

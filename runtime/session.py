@@ -6,9 +6,9 @@ present, and a decode step writes one row into it. Otherwise the graph returns a
 the new tokens, or a state or a ring of the same size), which is bound as the past of the next call.
 
 Batches of unequal prompts need an `attention_mask` (1: token, 0: padding), with padding on either side. The session
-moves each row's tokens to its start, so the blocks of a low-bit cache are the same as for the row alone. In a model
-with rings or states, which count positions, it moves them to the end, so no padding separates a prompt from the
-generated tokens. Positions count real tokens only.
+moves each row's tokens to its start, so the first tokens and the blocks of a low-bit cache are those of the row alone.
+In a model with rings or states, which count positions, it moves them to the end, so no padding separates a prompt from
+the generated tokens. Positions count real tokens only.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Session:
         self._buffers = self.artifact.cache.buffers
         ways = ("always", "native") if self.native else ("always",)
         self._in_place = [buffer.in_place in ways for buffer in self._buffers.values()]
-        grows = (buffer.grows or buffer.name.endswith("_recent") for buffer in self._buffers.values())
-        self._to_end = not all(grows)  # whether a row's tokens are moved to its end
+        from_start = (buffer.holds_tokens and not buffer.ring for buffer in self._buffers.values())
+        self._to_end = not all(from_start)  # whether a row's tokens are moved to its end
         try:
             self._check_signature()
         except UnicodeDecodeError:  # of an axis
@@ -244,7 +244,7 @@ class Session:
         """Append one token per row, [B, 1], and return the logits after it, [B, V].
 
         Raises DiffbitError like `prefill`, and for rows of unequal length if the cache rounds tokens in blocks (int4,
-        int2), because a row would depend on the other rows.
+        int3, int2), because a row would depend on the other rows.
         """
         ids = _integers(token_ids, "token_ids")
         if ids.shape[1] != 1 or not ids.shape[0]:

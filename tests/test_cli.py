@@ -142,7 +142,7 @@ def completions(line: str) -> list[str]:
         ("diffbit train --preset t", ["tiny"]),
         ("diffbit train --attention diff", ["diff_v1", "diff_v2"]),
         ("diffbit quantize x --weights int8", ["int8_g32", "int8"]),
-        ("diffbit quantize x --kv int8,int", ["int8,int8", "int8,int4", "int8,int2"]),
+        ("diffbit quantize x --kv int8,int", ["int8,int8", "int8,int4", "int8,int3", "int8,int2"]),
         ("diffbit quantize x --method gp", ["gptq"]),
         ("diffbit quantize x --method rotate+gp", ["rotate+gptq"]),
         ("diffbit compare x --method rtn,gp", ["rtn,gptq"]),

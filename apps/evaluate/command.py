@@ -137,8 +137,8 @@ def compare(
     float model, and with the others. Float models alone are quantized to several formats.
 
     All are measured on the same text, and their differences are paired. Attention can be quantized too: its logits at
-    any number of bits, qk (integer products of queries and keys) at 8 or 4, and kv (the KV cache; kv:0 without recent
-    tokens in float16), or keys and values alone, at 8, 4 or 2.
+    any number of bits, qk (integer products of queries and keys) at 8 or 4, and kv (the KV cache; kv:0 without
+    tokens in float16), or keys and values alone, at 8, 4, 3 or 2.
     """
     from ...calib_data import samples
     from ...quantize.methods import parse_recipe

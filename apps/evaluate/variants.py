@@ -6,7 +6,8 @@ attention (quantize/attention.py) take the widths that they have a format for an
 
     logits          2 to 8, dynamic absmax per query row (arXiv 2410.05258, Figure 8); in torch, not in artifacts
     qk              8, 4: integer products; the keys then have as many bits
-    kv, kv:0        8, 4, 2, or int8, int4, int2: keys and values of the KV cache; kv:0 keeps no tokens in float16
+    kv, kv:0        8, 4, 3, 2, or int8, int4, int3, int2: keys and values of the KV cache; kv:0 keeps no tokens in
+                    float16
     keys, values    the same, one without the other
 
 A method is a recipe of quantize/methods, such as "gptq" or "rotate+gptq".
@@ -55,7 +56,7 @@ class Variant:
     """What is measured of a model."""
 
     what: str  # one of WHAT, UNCHANGED or FOLDERS
-    format: str  # int4_g64, nf4, ...; int8, int4, int2 for qk and the KV cache; "4-bit" for logits
+    format: str  # int4_g64, nf4, ...; int8, int4, int3, int2 for qk and the KV cache; "4-bit" for logits
     method: str  # rtn, gptq, rotate+gptq, ...; NO_METHOD unless weights are rounded
     bits: float  # of one number, without scales; ternary: log2(3); of a mix of formats, the average with scales
     scheme: Scheme
@@ -153,7 +154,7 @@ def _attention(part: str, entries: Iterable[str]) -> list[Variant]:
         names = dict.fromkeys(f"int{entry}" if entry.isdigit() else entry for entry in entries)
         bits = {name: int(name.removeprefix("int")) for name in names if name in CACHED[part]}
         rounded = ("keys", "values") if part.startswith("kv") else (part,)
-        more = {"window": 0} if part == "kv:0" else {}
+        more = {"window": 0, "first": 0} if part == "kv:0" else {}
         schemes = {name: AttentionScheme.from_dict(dict.fromkeys(rounded, name) | more) for name in bits}
     return [Variant(part, name, NO_METHOD, bits[name], Scheme(attention=schemes[name])) for name in bits]
 

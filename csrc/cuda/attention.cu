@@ -1,7 +1,7 @@
 // DiffAttention: cuts a call into parts (cpu/attention/op.cpp does the same on a CPU).
 //
 // The past is copied into present unless they are the same memory; from then on everything is in place. A part has at most
-// FEW_STEPS steps, which with a cache of blocks all see the same quantized tokens; attention_decode.cu computes it. A call
+// FEW_STEPS steps, which with a low-bit cache all see the same quantized tokens; attention_decode.cu computes it. A call
 // with more steps that attention_prefill.cu supports is not cut.
 #include "attention.h"
 
@@ -52,7 +52,7 @@ struct Window {
   const Attention& a;
   int64_t past, all, base, room, heads, at = 0;  // base: the first of the tokens
   struct Place {
-    int64_t rows, scales, row, scale, together;  // offsets in the workspace; bytes of a token's row, and of `together` scales
+    int64_t rows, scales, row, scale;  // offsets in the workspace; bytes of a token's row, and of its scale
   } keys, values;
   int64_t mask, bytes;
 
@@ -62,11 +62,10 @@ struct Window {
     for (const bool of_keys : {true, false}) {
       Place& place = of_keys ? keys : values;
       const Side side = side_of(a, of_keys);
-      place.together = scale_tokens(side);
       place.row = row_bytes(a, of_keys);
-      place.scale = scale_bytes(a, side);
+      place.scale = scale_bytes(side);
       place.rows = take(heads * room * place.row);
-      place.scales = take(heads * room / place.together * place.scale);
+      place.scales = take(heads * room * place.scale);
     }
     mask = take(a.batch * room * static_cast<int64_t>(sizeof(int64_t)));
     bytes = at;
@@ -78,25 +77,26 @@ struct Window {
     return begin;
   }
 
-  /// The first token that step s sees.
+  /// The first token that step s needs: one that it sees, and of a low-bit cache the block that was quantized last, so that
+  /// the keys' offset exists.
   int64_t base_of(int64_t s) const {
     const int64_t seen = past + s + 1 - a.sliding_window, first = seen > 0 ? seen : 0;
     if (!blockwise(a)) return first;
     const int64_t block = first / CACHE_BLOCK * CACHE_BLOCK, quantized = quantized_tokens(past + s, a.window);
-    return block < quantized ? block : quantized;
+    return block < quantized ? block : quantized > 0 ? quantized - CACHE_BLOCK : 0;
   }
 
   /// Runs the call on the workspace's tokens, from `first` on.
   Attention from(char* workspace, int64_t first) const {
     Attention local = a;
     local.past_length = past - first;
-    const auto shifted = [&](int64_t offset, int64_t bytes, int64_t together) {
-      return static_cast<void*>(workspace + offset + (first - base) / together * bytes);
+    const auto shifted = [&](int64_t offset, int64_t bytes) {
+      return static_cast<void*>(workspace + offset + (first - base) * bytes);
     };
-    local.present_key = shifted(keys.rows, keys.row, 1);
-    local.present_value = shifted(values.rows, values.row, 1);
-    if (keys.scale) local.present_key_scale = shifted(keys.scales, keys.scale, keys.together);
-    if (values.scale) local.present_value_scale = shifted(values.scales, values.scale, values.together);
+    local.present_key = shifted(keys.rows, keys.row);
+    local.present_value = shifted(values.rows, values.row);
+    if (keys.scale) local.present_key_scale = shifted(keys.scales, keys.scale);
+    if (values.scale) local.present_value_scale = shifted(values.scales, values.scale);
     local.key_capacity = local.value_capacity = room;
     local.attention_mask = static_cast<const int64_t*>(a.attention_mask) + first;
     return local;
@@ -114,9 +114,7 @@ struct Window {
       const Turn rows{side.rows, workspace + place.rows, side.capacity, room, base, begin, end, place.row, back};
       if (const char* wrong = start(rows, heads, stream)) return wrong;
       if (!place.scale) continue;
-      const int64_t together = place.together;
-      const Turn scales{side.scales, workspace + place.scales, side.capacity / together, room / together, base / together,
-                        begin / together, end / together, place.scale, back};
+      const Turn scales{side.scales, workspace + place.scales, side.capacity, room, base, begin, end, place.scale, back};
       if (const char* wrong = start(scales, heads, stream)) return wrong;
     }
     return nullptr;
@@ -181,7 +179,7 @@ const char* refused(const Attention& a) {
     return sentence("DiffAttention: heads are %lld wide, wanted an even number of at most %lld",
                     static_cast<long long>(a.d), static_cast<long long>(ATTENTION_MOST_D));
   if (blocks && a.d % CACHE_BLOCK)
-    return sentence("DiffAttention: heads are %lld wide, wanted a multiple of %lld for keys or values of 4 or 2 bits",
+    return sentence("DiffAttention: heads are %lld wide, wanted a multiple of %lld for keys or values of 4, 3 or 2 bits",
                     static_cast<long long>(a.d), static_cast<long long>(CACHE_BLOCK));
   return nullptr;
 }

@@ -7,6 +7,7 @@
 #include "../ort/layouts.h"
 #include "api.h"
 #include "device.h"
+#include "hadamard.h"
 
 namespace diffbit::cuda {
 
@@ -23,8 +24,8 @@ struct Part {
 const char* copy_past(const Attention& a, bool keys, cudaStream_t stream);
 const char* append(const Attention& a, Part part, cudaStream_t stream);
 
-/// Keys or values of a call's tokens as 16-bit numbers of its type, [B, Hk, capacity, d]: token t is in row t where a query
-/// sees it quantized, and in row t + apart where not.
+/// Keys or values of a call's tokens as 16-bit numbers of its type, not rotated, [B, Hk, capacity, d]: token t is in row t
+/// where a query sees it quantized, and in row t + apart where not. One of the first tokens is in both as it was.
 struct Rows {
   const void* rows;
   int64_t capacity, apart;
@@ -108,10 +109,19 @@ __host__ __device__ inline int64_t row_bytes(const Attention& a, bool keys) {
   return side.bits == 16 && side.type == ort::FLOAT32 ? a.d * 4 : a.d * side.bits / 8;
 }
 
-/// How many of a sub-head's tokens share scales, and the bytes of these.
-__host__ __device__ inline int64_t scale_tokens(const Side& side) { return side.bits < 8 ? CACHE_BLOCK : 1; }
-__host__ __device__ inline int64_t scale_bytes(const Attention& a, const Side& side) {
-  return side.bits == 16 ? 0 : side.bits == 8 ? sizeof(float) : 2 * a.d * sizeof(__half);
+/// Bytes of a row's scale.
+__host__ __device__ inline int64_t scale_bytes(const Side& side) {
+  return side.bits == 16 ? 0 : side.bits == 8 ? sizeof(float) : sizeof(__half);
+}
+
+/// The recent rows of a sub-head: the first tokens, the offset of keys, the residual window.
+__host__ __device__ inline int64_t residual_row(const Attention& a, bool keys) { return a.first + keys; }
+__host__ __device__ inline int64_t recent_rows(const Attention& a, bool keys) {
+  return residual_row(a, keys) + a.window + CACHE_BLOCK;
+}
+/// The offset of a sub-head's keys [d]; null for values, which have none.
+__device__ __forceinline__ const __half* offset_of(const Attention& a, const Side& side, int64_t head) {
+  return side.keys ? side.recent + (head * recent_rows(a, true) + a.first) * a.d : nullptr;
 }
 
 __device__ __forceinline__ float nan_number() { return __int_as_float(0x7fffffff); }
@@ -144,47 +154,159 @@ __device__ __forceinline__ float2 rotated(const Attention& a, int64_t b, int64_t
                      __fadd_rn(__fmul_rn(high, c), __fmul_rn(low, n)));
 }
 
-/// Channels i and i + d / 2 of step s as floats, as a float cache would store them.
-__device__ __forceinline__ float2 fresh(const Attention& a, const Side& side, int64_t b, int64_t s, int64_t sub_head,
-                                        int64_t i) {
-  const int64_t row = (b * a.steps + s) * a.kv_heads + sub_head;
-  if (side.keys) return rotated(a, b, s, side.fresh, row, i);
-  return make_float2(number(side.fresh, a.type, row * a.d + i), number(side.fresh, a.type, row * a.d + i + a.d / 2));
+// ---- rows of a warp ----
+// Lane l has the channels l + 32 k of a row of d numbers in x[k], and zeros beyond the last.
+
+constexpr int MOST_PIECES = static_cast<int>(ATTENTION_MOST_D) / 32;
+
+__device__ __forceinline__ float warp_sum(float x) {
+  for (int with = 16; with; with /= 2) x += __shfl_xor_sync(0xffffffffu, x, with);
+  return x;
+}
+__device__ __forceinline__ float warp_most(float x) {
+  for (int with = 16; with; with /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, with));
+  return x;
 }
 
-/// A warp writes a sub-head's row of step s to a cache of 16 or 8 bits.
-__device__ __forceinline__ void append_row(const Attention& a, const Side& side, int64_t b, int64_t s, int64_t sub_head,
-                                           int lane) {
-  const int64_t half = a.d / 2, slot = (b * a.kv_heads + sub_head) * side.capacity + a.past_length + s;
-  if (side.bits == 16) {
-    for (int64_t i = lane; i < half; i += 32) {
-      const float2 x = fresh(a, side, b, s, sub_head, i);
-      put_number(side.rows, side.type, slot * a.d + i, x.x);
-      put_number(side.rows, side.type, slot * a.d + i + half, x.y);
-    }
-    return;
-  }
+/// Calls use(k, channel) for each of a lane's channels.
+template <int PIECES, class Use>
+__device__ __forceinline__ void each_channel(int64_t d, int lane, const Use& use) {
+#pragma unroll
+  for (int k = 0; k < PIECES; ++k)
+    if (const int64_t channel = lane + 32 * k; channel < d) use(k, channel);
+}
+
+/// A row whose channels i and i + d / 2 are pair(i).
+template <int PIECES, class Pair>
+__device__ __forceinline__ void row_of_pairs(int64_t d, int lane, float (&x)[PIECES], const Pair& pair) {
+#pragma unroll
+  for (int k = 0; k < PIECES; ++k) x[k] = 0;
+  each_channel<PIECES>(d, lane, [&](int k, int64_t channel) {
+    const bool low = channel < d / 2;
+    const float2 both = pair(low ? channel : channel - d / 2);
+    x[k] = low ? both.x : both.y;
+  });
+}
+
+/// Rounds a row to whole numbers -top .. top (kv_cache.quantize_rows). Returns the scale.
+template <int PIECES>
+__device__ __forceinline__ float round_row(float (&x)[PIECES], float top) {
   float largest = 0;
   bool finite = true;
-  for (int64_t i = lane; i < half; i += 32) {
-    const float2 x = fresh(a, side, b, s, sub_head, i);
-    finite = finite && fabsf(x.x) <= FLT_MAX && fabsf(x.y) <= FLT_MAX;
-    largest = fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y)));
+#pragma unroll
+  for (int k = 0; k < PIECES; ++k) {
+    finite = finite && fabsf(x[k]) <= FLT_MAX;
+    largest = fmaxf(largest, fabsf(x[k]));
   }
-  for (int with = 16; with; with /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, with));
   finite = __all_sync(0xffffffffu, finite);
-  const float scale = finite ? __fdiv_rn(largest, 127.0f) : nan_number();
-  const auto code = [&](float x) {
-    const float rounded = !finite || scale == 0 ? 0.0f : rintf(__fdiv_rn(x, scale));
-    return static_cast<int8_t>(fminf(127.0f, fmaxf(-127.0f, rounded)));  // beyond 127 only if scale is denormal
-  };
-  int8_t* codes = reinterpret_cast<int8_t*>(side.rows) + slot * a.d;
-  for (int64_t i = lane; i < half; i += 32) {
-    const float2 x = fresh(a, side, b, s, sub_head, i);
-    codes[i] = code(x.x);
-    codes[i + half] = code(x.y);
+  const float scale = finite ? __fdiv_rn(warp_most(largest), top) : nan_number();
+#pragma unroll
+  for (int k = 0; k < PIECES; ++k)  // beyond top only if scale is denormal
+    x[k] = !finite || scale == 0 ? 0.0f : fminf(top, fmaxf(-top, rintf(__fdiv_rn(x[k], scale))));
+  return scale;
+}
+
+/// Rotates a row of a low-bit cache (kv_cache.rotate).
+template <int PIECES>
+__device__ __forceinline__ void rotate(float (&x)[PIECES], int64_t d, int lane) {
+  const int64_t size = d & -d;  // of a block, at least 32
+  int stages = 5;
+#pragma unroll
+  for (int apart = 1; apart < 32; apart *= 2)
+#pragma unroll
+    for (int k = 0; k < PIECES; ++k) {
+      if (32 * k >= d) break;
+      const float other = __shfl_xor_sync(0xffffffffu, x[k], apart);
+      x[k] = lane & apart ? __fsub_rn(other, x[k]) : __fadd_rn(x[k], other);
+    }
+#pragma unroll
+  for (int apart = 1; apart < PIECES; apart *= 2) {
+    if (32 * apart >= size) break;
+    ++stages;
+#pragma unroll
+    for (int k = 0; k < PIECES; ++k)
+      if (!(k & apart) && k + apart < PIECES) butterfly(x[k], x[k + apart]);
   }
+  const float scale = ldexpf(stages % 2 ? 0.70710678118654752f : 1.0f, -(stages / 2));  // 1 / sqrt(size)
+#pragma unroll
+  for (int k = 0; k < PIECES; ++k) x[k] = __fmul_rn(x[k], scale);
+}
+
+/// A sub-head's row of step s in float32, as a cache of floats would store it.
+template <int PIECES>
+__device__ __forceinline__ void fresh_row(const Attention& a, const Side& side, int64_t b, int64_t s, int64_t sub_head,
+                                          int lane, float (&x)[PIECES]) {
+  const int64_t row = (b * a.steps + s) * a.kv_heads + sub_head;
+  row_of_pairs(a.d, lane, x, [&](int64_t i) {
+    if (side.keys) return rotated(a, b, s, side.fresh, row, i);
+    return make_float2(number(side.fresh, a.type, row * a.d + i), number(side.fresh, a.type, row * a.d + i + a.d / 2));
+  });
+}
+
+/// Writes a sub-head's row of step s to a cache of 16 or 8 bits.
+template <int PIECES>
+__device__ __forceinline__ void append_row(const Attention& a, const Side& side, int64_t b, int64_t s, int64_t sub_head,
+                                           int lane) {
+  const int64_t slot = (b * a.kv_heads + sub_head) * side.capacity + a.past_length + s, at = slot * a.d;
+  float x[PIECES];
+  fresh_row(a, side, b, s, sub_head, lane, x);
+  if (side.bits == 16) {
+    each_channel<PIECES>(a.d, lane, [&](int k, int64_t i) { put_number(side.rows, side.type, at + i, x[k]); });
+    return;
+  }
+  const float scale = round_row(x, 127.0f);
+  each_channel<PIECES>(a.d, lane, [&](int k, int64_t i) { side.rows[at + i] = static_cast<int8_t>(x[k]); });
   if (lane == 0) reinterpret_cast<float*>(side.scales)[slot] = scale;
+}
+
+// ---- the cache as it is stored ----
+
+/// The levels (kv_cache.LEVELS) of four codes of 4, 3 or 2 bits, a byte each.
+__device__ __forceinline__ uint32_t levels_of(uint32_t codes, int bits) {
+  const uint32_t by = __byte_perm(codes | codes >> 4, 0, 0x4420);  // a code in 4 bits, of which 3 select
+  if (bits == 2) return __byte_perm(0x7f26da81u, 0, by);
+  if (bits == 3) return __byte_perm(0xf2d3b181u, 0x7f4f2d0eu, by);
+  const uint32_t negative = __byte_perm(0xc6b5a081u, 0xfaeee1d4u, by), positive = __byte_perm(0x2c1f1206u, 0x7f604b3au, by);
+  const uint32_t upper = (codes >> 3 & 0x01010101u) * 0xffu;
+  return (positive & upper) | (negative & ~upper);
+}
+
+/// A token's row of a sub-head, in any type of cache.
+struct Token {
+  const char* x;
+  int bits;
+  int64_t type;          // of 16 bits
+  float scale;           // of the row
+  const __half* offset;  // [d]; null: none
+
+  /// A code's level, or the number itself.
+  __device__ __forceinline__ float level(int64_t i) const {
+    if (bits == 16) return number(x, type, i);
+    if (bits == 8) return static_cast<float>(reinterpret_cast<const int8_t*>(x)[i]);
+    const uint8_t* packed = reinterpret_cast<const uint8_t*>(x) + i / 32 * 4 * bits;  // of 32 channels
+    const int k = static_cast<int>(i % 32), plane = bits == 4 ? 4 : 2, width = 4 * plane;
+    unsigned code = packed[k % width] >> k / width * plane & ((1u << plane) - 1);
+    if (bits == 3) code |= (packed[8 + k % 4] >> k / 4 & 1u) << 2;
+    return static_cast<float>(static_cast<int8_t>(levels_of(code, bits)));
+  }
+  __device__ __forceinline__ float at(int64_t i) const {
+    return level(i) * scale + (offset ? to_float(offset[i]) : 0.0f);
+  }
+};
+
+/// Token t, with `after` quantized tokens in a low-bit cache.
+__device__ __forceinline__ Token token_of(const Attention& a, const Side& side, int64_t head, int64_t t,
+                                          int64_t after) {
+  if (side.bits < 8 && (t < a.first || t >= after)) {
+    const int64_t row = t < a.first ? t : residual_row(a, side.keys) + t - after;
+    const __half* x = side.recent + (head * recent_rows(a, side.keys) + row) * a.d;
+    return {reinterpret_cast<const char*>(x), 16, ort::FLOAT16, 1.0f, nullptr};
+  }
+  const int64_t slot = head * side.capacity + t;
+  const char* x = side.rows + slot * row_bytes(a, side.keys);
+  if (side.bits == 16) return {x, 16, side.type, 1.0f, nullptr};
+  if (side.bits == 8) return {x, 8, 0, reinterpret_cast<const float*>(side.scales)[slot], nullptr};
+  return {x, side.bits, 0, to_float(reinterpret_cast<const __half*>(side.scales)[slot]), offset_of(a, side, head)};
 }
 
 }  // namespace diffbit::cuda

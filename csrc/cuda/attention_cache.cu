@@ -2,9 +2,9 @@
 //
 // A part of few steps reads the cache as it is stored. A prompt reads every token hundreds of times, so it is unpacked once
 // per call, into 16-bit numbers of the activations' type in the workspace; that moves fewer bytes than the prompt's products
-// read. A cache of blocks is unpacked into two runs of rows, one behind the other: the quantized tokens, and the tokens that
-// at least one step sees unquantized, which are the recent ones of the past and all new ones. Some tokens are in both, and
-// attention_prefill.cu decides for each query which it sees.
+// read. A low-bit cache is rotated back and unpacked into two runs of rows, one behind the other: the quantized tokens, and
+// the tokens that at least one step sees unquantized, which are the recent ones of the past and all new ones. Some tokens are
+// in both, and attention_prefill.cu decides for each query which it sees. The first tokens are floats in both.
 #include "attention.h"
 
 namespace diffbit::cuda {
@@ -43,94 +43,116 @@ __global__ void __launch_bounds__(32 * WARPS) append_rows(const Attention a, con
   if (row >= rows || side.bits < 8) return;
   const int64_t s = row / a.kv_heads % part.steps;
   const int64_t b = row / a.kv_heads / part.steps;
-  append_row(a, side, b, part.first + s, row % a.kv_heads, static_cast<int>(threadIdx.x % 32));
+  append_row<MOST_PIECES>(a, side, b, part.first + s, row % a.kv_heads, static_cast<int>(threadIdx.x % 32));
 }
 
-/// The scale and the zero point of a block's numbers, `stride` apart; NaN if a number is not finite.
-__device__ float2 scale_and_zero(const __half* x, int64_t stride, float top) {
-  float least = to_float(x[0]), most = least;
-  bool finite = true;
-  for (int64_t k = 0; k < CACHE_BLOCK; ++k) {
-    const float y = to_float(x[k * stride]);
-    finite = finite && fabsf(y) <= FLT_MAX;
-    least = fminf(least, y), most = fmaxf(most, y);
-  }
-  const float scale = to_float(from_float<__half>(__fdiv_rn(__fsub_rn(most, least), top)));
-  return finite ? make_float2(scale, least) : make_float2(nan_number(), nan_number());
+/// The positive thresholds of codes of 2, 3 and 4 bits (kv_cache.THRESHOLDS).
+__constant__ float THRESHOLDS[3][7] = {
+    {0.9816f}, {0.5006f, 1.05f, 1.748f}, {0.2582f, 0.5224f, 0.7996f, 1.0993f, 1.4371f, 1.8435f, 2.4008f}};
+
+/// A warp's row of step s as a low-bit cache has it before it is quantized: rotated, in float16.
+__device__ void put_fresh(const Attention& a, const Side& side, int64_t b, int64_t s, int64_t sub_head, int lane,
+                          __half* to) {
+  float x[MOST_PIECES];
+  fresh_row(a, side, b, s, sub_head, lane, x);
+  rotate(x, a.d, lane);
+  each_channel<MOST_PIECES>(a.d, lane, [&](int k, int64_t i) { to[i] = from_float<__half>(x[k]); });
+  const int64_t t = a.past_length + s, head = b * a.kv_heads + sub_head;
+  if (t >= a.first) return;
+  __half* first = side.recent + (head * recent_rows(a, side.keys) + t) * a.d;
+  each_channel<MOST_PIECES>(a.d, lane, [&](int k, int64_t i) { first[i] = from_float<__half>(x[k]); });
 }
 
-__device__ unsigned code_of(__half x, float2 by, float top) {
-  const float code = rintf(__fdiv_rn(__fsub_rn(to_float(x), by.y), by.x == 0 ? 1.0f : by.x));
-  return code > 0 ? static_cast<unsigned>(fminf(top, code)) : 0;  // also 0 for a NaN
-}
-
-/// A thread block quantizes the 32 tokens of a sub-head from `first` on; `group` [32, d] is shared memory.
-__device__ void quantize_block(const Attention& a, const Side& side, int64_t head, int64_t first, const __half* group) {
-  const int64_t d = a.d, slot = head * side.capacity + first;
-  const int bits = side.bits, bytes = 4 * bits;  // of 32 channels
-  const float top = static_cast<float>((1 << bits) - 1);
-  uint8_t* codes = reinterpret_cast<uint8_t*>(side.rows) + slot * d * bits / 8;
-  __half* scales = reinterpret_cast<__half*>(side.scales) + slot / CACHE_BLOCK * 2 * d;
-  for (int64_t at = threadIdx.x; at < d * bits / 8; at += blockDim.x) {  // a byte of each of the 32 tokens
-    const int64_t channel = at / bytes * CACHE_BLOCK + at % bytes;
-    float2 by[4];
+/// The offset's channel whose numbers of the tokens 0 ... 31 begin at x (kv_cache.offset_of).
+__device__ __half mean(const __half* x, int64_t d) {
+  float sums[CACHE_BLOCK / 2];
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      if (k == 8 / bits) break;
-      by[k] = scale_and_zero(group + channel + k * bytes, d, top);
-      scales[channel + k * bytes] = from_float<__half>(by[k].x);
-      scales[d + channel + k * bytes] = from_float<__half>(by[k].y);
-    }
-    for (int64_t t = 0; t < CACHE_BLOCK; ++t) {
-      unsigned byte = 0;
+  for (int k = 0; k < CACHE_BLOCK / 2; ++k) sums[k] = to_float(x[(CACHE_BLOCK / 2 + k) * d]);
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
-        if (k < 8 / bits) byte |= code_of(group[t * d + channel + k * bytes], by[k], top) << k * bits;
-      codes[t * (d * bits / 8) + at] = static_cast<uint8_t>(byte);
-    }
-  }
+  for (int count = CACHE_BLOCK / 4; count; count /= 2)
+#pragma unroll
+    for (int k = 0; k < count; ++k) sums[k] = __fadd_rn(sums[k], sums[k + count]);
+  return from_float<__half>(sums[0] / (CACHE_BLOCK / 2));
 }
 
-/// A sub-head of keys or values in blocks: quantizes the block that the part's tokens complete (at most one), moves the recent
-/// tokens up, and appends the new ones. Shared memory: that block before quantization, [32, d].
+/// A warp quantizes token t's rotated row of a sub-head (kv_cache.encode_rows, pack). offset: null for none.
+__device__ void encode_row(const Attention& a, const Side& side, int64_t head, int64_t t, const __half* row,
+                           const __half* offset, int lane) {
+  const int bits = side.bits;
+  float n[MOST_PIECES] = {}, energy = 0, product = 0, squares = 0;
+  each_channel<MOST_PIECES>(a.d, lane, [&](int k, int64_t i) {
+    n[k] = __fsub_rn(to_float(row[i]), offset ? to_float(offset[i]) : 0.0f);
+  });
+  const float unit = round_row(n, 127.0f);
+#pragma unroll
+  for (int k = 0; k < MOST_PIECES; ++k) energy += n[k] * n[k];  // these sums are exact
+  const float factor = __fsqrt_rn(__fdiv_rn(static_cast<float>(a.d), fmaxf(warp_sum(energy), 1.0f)));
+  uint8_t* packed = reinterpret_cast<uint8_t*>(side.rows) + (head * side.capacity + t) * a.d * bits / 8;
+  each_channel<MOST_PIECES>(a.d, lane, [&](int k, int64_t) {  // all lanes: d is a multiple of 32
+    const float z = __fmul_rn(n[k], factor);
+    unsigned code = z > 0;
+    for (int i = 0; i < (1 << (bits - 1)) - 1; ++i)
+      code += (z > THRESHOLDS[bits - 2][i]) + (z > -THRESHOLDS[bits - 2][i]);
+    const float level = static_cast<int8_t>(levels_of(code, bits));
+    product += n[k] * level;
+    squares += level * level;
+    const auto put_plane = [&](unsigned field, int width, uint8_t* to) {
+      const int bytes = 4 * width;
+      for (; width < 8; width *= 2) field |= __shfl_xor_sync(0xffffffffu, field, 4 * width) << width;
+      if (lane < bytes) to[lane] = static_cast<uint8_t>(field);
+    };
+    uint8_t* group = packed + k * 4 * bits;
+    put_plane(bits == 3 ? code & 3 : code, bits == 4 ? 4 : 2, group);
+    if (bits == 3) put_plane(code >> 2, 1, group + 8);
+  });
+  const float scale = __fmul_rn(unit, __fdiv_rn(warp_sum(product), warp_sum(squares)));
+  if (lane == 0) reinterpret_cast<__half*>(side.scales)[head * side.capacity + t] = from_float<__half>(scale);
+}
+
+/// A sub-head of low-bit keys or values: quantizes the block that the part's tokens complete (at most one), moves the recent
+/// tokens up, and appends the new ones. Shared memory: that block before quantization, [32, d], and the offset.
 __global__ void __launch_bounds__(32 * WARPS) append_blocks(const Attention a, const Part part) {
   const Side side = side_of(a, blockIdx.y == 0);
   if (side.bits >= 8) return;
-  const int64_t head = blockIdx.x, b = head / a.kv_heads, d = a.d, half = d / 2;
+  const int64_t head = blockIdx.x, b = head / a.kv_heads, d = a.d;
   const int64_t past = a.past_length + part.first, all = past + part.steps;
   const int64_t before = quantized_tokens(past, a.window), after = quantized_tokens(all, a.window);
-  __half* recent = side.recent + head * (a.window + CACHE_BLOCK) * d;
+  __half* recent = side.recent + head * recent_rows(a, side.keys) * d;
+  __half* residual = recent + residual_row(a, side.keys) * d;
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int lane = thread % 32, warp = thread / 32;
 
   const auto put_new = [&](int64_t t, __half* to) {
-    const int64_t s = t - a.past_length;
-    for (int64_t i = thread; i < half; i += threads) {
-      const float2 x = fresh(a, side, b, s, head % a.kv_heads, i);
-      to[i] = from_float<__half>(x.x);
-      to[i + half] = from_float<__half>(x.y);
-    }
+    put_fresh(a, side, b, t - a.past_length, head % a.kv_heads, lane, to);
   };
   if (after > before) {
     __half* group = shared_memory<__half>();
-    for (int64_t k = 0; k < CACHE_BLOCK; ++k) {
+    __half* offset = group + CACHE_BLOCK * d;
+    for (int64_t k = warp; k < CACHE_BLOCK; k += WARPS) {
       if (before + k >= past) {
         put_new(before + k, group + k * d);
       } else {
-        for (int64_t i = thread; i < d; i += threads) group[k * d + i] = recent[k * d + i];
+        for (int64_t i = lane; i < d; i += 32) group[k * d + i] = residual[k * d + i];
       }
     }
     __syncthreads();
-    quantize_block(a, side, head, before, group);
+    for (int64_t i = thread; i < d && side.keys; i += threads) {
+      offset[i] = before ? recent[a.first * d + i] : mean(group + i, d);
+      recent[a.first * d + i] = offset[i];
+    }
+    __syncthreads();
+    for (int64_t k = warp; k < CACHE_BLOCK; k += WARPS)
+      encode_row(a, side, head, before + k, group + k * d, side.keys ? offset : nullptr, lane);
     for (int64_t begin = 0; begin < (past - after) * d; begin += threads) {  // to lower addresses: a chunk is read, then written
       const int64_t i = begin + thread;
       const bool moves = i < (past - after) * d;
-      const __half x = moves ? recent[(after - before) * d + i] : __half{};
+      const __half x = moves ? residual[(after - before) * d + i] : __half{};
       __syncthreads();
-      if (moves) recent[i] = x;
+      if (moves) residual[i] = x;
       __syncthreads();
     }
   }
-  for (int64_t t = past > after ? past : after; t < all; ++t) put_new(t, recent + (t - after) * d);
+  for (int64_t t = (past > after ? past : after) + warp; t < all; t += WARPS) put_new(t, residual + (t - after) * d);
 }
 
 /// Appends to the sides of 16 and 8 bits.
@@ -141,7 +163,8 @@ const char* append_to_rows(const Attention& a, Part part, cudaStream_t stream) {
 }
 
 /// Keys or values of all tokens of a call in the type of its activations, [B, Hk, capacity, d]: tokens 0 .. after, which are
-/// quantized or need only another type, then the tokens from `before` on that are not quantized for every step.
+/// quantized, among the first, or need only another type, then the tokens from `before` on, which are not quantized for every
+/// step.
 struct Unpacked {
   void* rows;
   int64_t capacity, before, after;
@@ -162,101 +185,78 @@ size_t unpacked_bytes(const Attention& a, const Side& side) {
   return static_cast<size_t>(divide_up(numbers * 2, 256) * 256);
 }
 
-/// Writes 32 tokens of a sub-head, from the recent ones or new, as float16 to their unpacked rows, and quantizes them if all
-/// exist and the window allows it. Shared memory: the tokens, [32, d].
-__global__ void __launch_bounds__(32 * WARPS) append_floats(const Attention a, const bool keys, const Unpacked u) {
+/// The unpacked row of token t, which is not quantized for every step, of a low-bit cache: rotated float16.
+__device__ __half* float_row(const Attention& a, const Unpacked& u, int64_t head, int64_t t) {
+  return static_cast<__half*>(u.rows) + (head * u.capacity + u.after - u.before + t) * a.d;
+}
+
+/// A warp writes a token's row, which is recent or new.
+__global__ void __launch_bounds__(32 * WARPS) put_floats(const Attention a, const bool keys, const Unpacked u) {
   const Side side = side_of(a, keys);
-  const int64_t head = blockIdx.y, b = head / a.kv_heads, d = a.d, half = d / 2, all = a.past_length + a.steps;
-  const int64_t first = u.before + static_cast<int64_t>(blockIdx.x) * CACHE_BLOCK, past = a.key ? a.past_length : all;
-  const __half* recent = side.recent + (head * (a.window + CACHE_BLOCK) - u.before) * d;
-  __half* floats = static_cast<__half*>(u.rows) + (head * u.capacity + u.after - u.before) * d;
-  __half* group = shared_memory<__half>();
-  for (int64_t at = threadIdx.x; at < CACHE_BLOCK * half; at += blockDim.x) {
-    const int64_t k = at / half, i = at % half, t = first + k;
-    if (t >= all) break;
-    __half low, high;
-    if (t < past) {
-      low = recent[t * d + i], high = recent[t * d + i + half];
-    } else {
-      const float2 x = fresh(a, side, b, t - past, head % a.kv_heads, i);
-      low = from_float<__half>(x.x), high = from_float<__half>(x.y);
-    }
-    group[k * d + i] = floats[t * d + i] = low;
-    group[k * d + i + half] = floats[t * d + i + half] = high;
+  const int64_t head = blockIdx.y, all = a.past_length + a.steps, past = a.key ? a.past_length : all;
+  const int64_t t = u.before + static_cast<int64_t>(blockIdx.x) * WARPS + threadIdx.x / 32;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  if (t >= all) return;
+  __half* to = float_row(a, u, head, t);
+  if (t >= past) return put_fresh(a, side, head / a.kv_heads, t - past, head % a.kv_heads, lane, to);
+  const int64_t row = head * recent_rows(a, keys) + residual_row(a, keys) + t - u.before;
+  for (int64_t i = lane; i < a.d; i += 32) to[i] = side.recent[row * a.d + i];
+}
+
+/// A thread block quantizes 32 tokens that leave the residual window. Shared memory: the offset.
+__global__ void __launch_bounds__(32 * WARPS) encode_floats(const Attention a, const bool keys, const Unpacked u) {
+  const Side side = side_of(a, keys);
+  const int64_t head = blockIdx.y, begin = u.before + static_cast<int64_t>(blockIdx.x) * CACHE_BLOCK;
+  __half* offset = shared_memory<__half>();
+  __half* stored = side.recent + (head * recent_rows(a, true) + a.first) * a.d;
+  for (int64_t i = threadIdx.x; i < a.d && keys; i += blockDim.x) {
+    offset[i] = u.before ? stored[i] : mean(float_row(a, u, head, 0) + i, a.d);
+    if (begin == 0) stored[i] = offset[i];
   }
-  if (first + CACHE_BLOCK > u.after) return;
   __syncthreads();
-  quantize_block(a, side, head, first, group);
+  for (int64_t t = begin + threadIdx.x / 32; t < begin + CACHE_BLOCK; t += WARPS)
+    encode_row(a, side, head, t, float_row(a, u, head, t), keys ? offset : nullptr, static_cast<int>(threadIdx.x % 32));
 }
 
-/// Eight numbers of a token from channel `c` on, a multiple of 8, of any type of cache.
-__device__ __forceinline__ void stored(const Attention& a, const Side& side, int64_t slot, int64_t c, float (&x)[8]) {
-  if (side.bits == 16) {
-#pragma unroll
-    for (int k = 0; k < 8; ++k) x[k] = number(side.rows, side.type, slot * a.d + c + k);
-    return;
-  }
-  const int bytes = 4 * side.bits, in_group = static_cast<int>(c % CACHE_BLOCK);  // bytes: of 32 channels
-  const int64_t at = slot * a.d * side.bits / 8 + c / CACHE_BLOCK * bytes + in_group % bytes;
-  const uint2 words = *reinterpret_cast<const uint2*>(side.rows + at);
-  const auto byte = [&](int k) { return (k < 4 ? words.x : words.y) >> k % 4 * 8; };
-  if (side.bits == 8) {
-    const float scale = reinterpret_cast<const float*>(side.scales)[slot];
-#pragma unroll
-    for (int k = 0; k < 8; ++k) x[k] = static_cast<float>(static_cast<int8_t>(byte(k))) * scale;
-    return;
-  }
-  const __half* scales = reinterpret_cast<const __half*>(side.scales) + slot / CACHE_BLOCK * 2 * a.d + c;
-  const uint4 factors = *reinterpret_cast<const uint4*>(scales), zeros = *reinterpret_cast<const uint4*>(scales + a.d);
-  const uint32_t by[4] = {factors.x, factors.y, factors.z, factors.w}, from[4] = {zeros.x, zeros.y, zeros.z, zeros.w};
-  const unsigned mask = (1u << side.bits) - 1;
-  const int shift = in_group / bytes * side.bits;
-#pragma unroll
-  for (int k = 0; k < 8; k += 2) {
-    const float2 factor = unpack2<__half>(by[k / 2]), zero = unpack2<__half>(from[k / 2]);
-    x[k] = fmaf(static_cast<float>(byte(k) >> shift & mask), factor.x, zero.x);
-    x[k + 1] = fmaf(static_cast<float>(byte(k + 1) >> shift & mask), factor.y, zero.y);
-  }
-}
-
-/// 32 unpacked rows of a sub-head: dequantizes tokens, or keeps the last unquantized ones and converts them to T.
+/// A warp unpacks a row: dequantizes a token, or keeps one of the last unquantized ones, rotates it back and converts it to T.
 template <class T>
 __global__ void __launch_bounds__(256) unpack(const Attention a, const bool keys, const Unpacked u) {
   const Side side = side_of(a, keys);
-  const int64_t head = blockIdx.y, d = a.d, pieces = d / 8, first = static_cast<int64_t>(blockIdx.x) * CACHE_BLOCK;
-  __half* recent = side.recent + head * (a.window + CACHE_BLOCK) * d;
-  for (int64_t at = threadIdx.x; at < CACHE_BLOCK * pieces; at += blockDim.x) {
-    const int64_t row = first + at / pieces, c = at % pieces * 8, t = row - u.after + u.before;
-    if (row >= u.capacity) break;
-    uint4& to = *reinterpret_cast<uint4*>(static_cast<T*>(u.rows) + (head * u.capacity + row) * d + c);
-    float x[8];
-    if (row < u.after) {
-      stored(a, side, head * side.capacity + row, c, x);
-    } else {
-      const uint4 floats = to;
-      if (a.key && t >= u.after) *reinterpret_cast<uint4*>(recent + (t - u.after) * d + c) = floats;
-      if constexpr (std::is_same_v<T, __half>) continue;
-      const uint32_t words[4] = {floats.x, floats.y, floats.z, floats.w};
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const float2 two = unpack2<__half>(words[k]);
-        x[2 * k] = two.x, x[2 * k + 1] = two.y;
-      }
-    }
-    to = make_uint4(pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3]), pack2<T>(x[4], x[5]), pack2<T>(x[6], x[7]));
+  const int64_t head = blockIdx.y, row = static_cast<int64_t>(blockIdx.x) * 8 + threadIdx.x / 32;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  if (row >= u.capacity) return;
+  T* to = static_cast<T*>(u.rows) + (head * u.capacity + row) * a.d;
+  constexpr int PIECES = 4;  // d is 64 or 128
+  float x[PIECES] = {};
+  if (row < u.after) {
+    const Token token = token_of(a, side, head, row, u.after);
+    each_channel<PIECES>(a.d, lane, [&](int k, int64_t i) { x[k] = token.at(i); });
+  } else {
+    const int64_t t = row - u.after + u.before, slot = residual_row(a, keys) + t - u.after;
+    const __half* floats = float_row(a, u, head, t);
+    __half* recent = side.recent + (head * recent_rows(a, keys) + slot) * a.d;
+    each_channel<PIECES>(a.d, lane, [&](int k, int64_t i) {
+      x[k] = to_float(floats[i]);
+      if (a.key && t >= u.after) recent[i] = floats[i];
+    });
   }
+  if (side.bits < 8) rotate(x, a.d, lane);
+  each_channel<PIECES>(a.d, lane, [&](int k, int64_t i) { to[i] = from_float<T>(x[k]); });
 }
 
 template <class T>
 const char* unpack_side(const Attention& a, const Side& side, const Unpacked& u, cudaStream_t stream) {
   const unsigned heads = static_cast<unsigned>(a.batch * a.kv_heads);
-  const dim3 grid(static_cast<unsigned>(divide_up(u.capacity, CACHE_BLOCK)), heads);
   if (side.bits < 8) {
-    const dim3 groups(static_cast<unsigned>(divide_up(u.capacity - u.after, CACHE_BLOCK)), heads);
-    const size_t shared = static_cast<size_t>(CACHE_BLOCK * a.d) * sizeof(__half);
-    if (groups.x)
-      if (const char* wrong = launch(append_floats, groups, 32 * WARPS, shared, stream, a, side.keys, u)) return wrong;
+    const dim3 floats(static_cast<unsigned>(divide_up(u.capacity - u.after, WARPS)), heads);
+    const dim3 blocks(static_cast<unsigned>((u.after - u.before) / CACHE_BLOCK), heads);
+    if (floats.x)
+      if (const char* wrong = launch(put_floats, floats, 32 * WARPS, 0, stream, a, side.keys, u)) return wrong;
+    const size_t shared = static_cast<size_t>(a.d) * sizeof(__half);
+    if (blocks.x)
+      if (const char* wrong = launch(encode_floats, blocks, 32 * WARPS, shared, stream, a, side.keys, u)) return wrong;
   }
+  const dim3 grid(static_cast<unsigned>(divide_up(u.capacity, 8)), heads);
   return launch(unpack<T>, grid, 256, 0, stream, a, side.keys, u);
 }
 
@@ -265,23 +265,23 @@ const char* unpack_side(const Attention& a, const Side& side, const Unpacked& u,
 const char* copy_past(const Attention& a, bool keys, cudaStream_t stream) {
   const Side side = side_of(a, keys);
   const int64_t heads = a.batch * a.kv_heads, past = keys ? a.past_key_capacity : a.past_value_capacity;
-  const int64_t row = row_bytes(a, keys), together = scale_tokens(side), scale = scale_bytes(a, side);
+  const int64_t row = row_bytes(a, keys), scale = scale_bytes(side);
   const void* recent = keys ? a.past_key_recent : a.past_value_recent;
   const void* rows = keys ? a.past_key : a.past_value;
   if (const char* wrong = copy(rows, side.rows, heads, past * row, side.capacity * row, stream))
     return wrong;
   if (scale)
     if (const char* wrong = copy(keys ? a.past_key_scale : a.past_value_scale, side.scales, heads,
-                                 past / together * scale, side.capacity / together * scale, stream))
+                                 past * scale, side.capacity * scale, stream))
       return wrong;
-  const int64_t slots = side.bits < 8 ? (a.window + CACHE_BLOCK) * a.d * 2 : 0;
+  const int64_t slots = side.bits < 8 ? recent_rows(a, keys) * a.d * 2 : 0;
   return copy(recent, side.recent, heads, slots, slots, stream);
 }
 
 const char* append(const Attention& a, Part part, cudaStream_t stream) {
   if (const char* wrong = append_to_rows(a, part, stream)) return wrong;
   if (!blockwise(a)) return nullptr;
-  const size_t shared = static_cast<size_t>(CACHE_BLOCK * a.d) * sizeof(__half);
+  const size_t shared = static_cast<size_t>((CACHE_BLOCK + 1) * a.d) * sizeof(__half);
   const dim3 grid(static_cast<unsigned>(a.batch * a.kv_heads), 2);
   return launch(append_blocks, grid, 32 * WARPS, shared, stream, a, part);
 }

@@ -13,24 +13,24 @@
 //     tensor cores   32 mma and 24 ldmatrix, the same for any number of rows up to 8
 // int8 halves the bytes, to 234 clocks or 936 instructions, and adds 5 instructions to convert 4 codes to floats, 160 here.
 // So everything runs on tensor cores (mma m16n8k16). With copies, addresses and softmax a tile takes about 350
-// instructions with 16 bits, 510 with int8, and 560 with int4, whose bytes allow 550 (counted in code for sm_90a). The
-// other 8 rows of a fragment are not wasted: queries and shares need float32's precision (the difference of two softmaxes
-// cancels, and the norm enlarges the rest), so each is the sum of two 16-bit numbers, and 8 rows with their rounding errors
-// are the 16 rows of a fragment. The first product leaves logits in the lanes in which the second needs its shares, so only
-// a row's maximum moves between lanes.
+// instructions with 16 bits and 510 with int8 (counted in code for sm_90a). Codes of fewer bits first become levels, 4
+// with 6 to 11 operations: a tile then takes about as long as its bytes with int8. The other 8 rows of a fragment are not
+// wasted: queries and shares need float32's precision (the difference of two softmaxes cancels, and the norm enlarges the
+// rest), so each is the sum of two 16-bit numbers, and 8 rows with their rounding errors are the 16 rows of a fragment.
+// The first product leaves logits in the lanes in which the second needs its shares, so only a row's maximum moves between
+// lanes.
 //
 // Each warp has its own ring in shared memory, filled by cp.async, and needs no barrier except its own: keys and values of
-// tiles of 16 tokens alternate, up to 3 slots ahead. With 8 to 16 warps, 60 to 140 KB are in flight to a multiprocessor,
-// more than a microsecond of its share of the bandwidth, 33 KB. The blocks of the last split append the new tokens while
-// their first tiles arrive; the new tokens are a separate tile.
+// tiles of 16 tokens alternate, up to 3 slots ahead, or 7 of fewer bits than 8. With 8 to 16 warps, 60 to 140 KB are in
+// flight to a multiprocessor, more than a microsecond of its share of the bandwidth, 33 KB. The blocks of the last split
+// append the new tokens while their first tiles arrive; the new tokens are a separate tile.
 //
 //     kernel         caches                                       what it multiplies
-//     decode_fast    float16, bfloat16, int8; d 64 and 128        the numbers; codes as float16, which is exact
-//     decode_int4    int4, d 64 and 128; queries of 16 bits       codes as float16 and bfloat16
+//     decode_fast    float16, bfloat16, int8; int4, int3, int2    the numbers; codes or levels as float16, which is exact
+//                    with queries of 16 bits; d 64 and 128
 //     decode_any     everything else                              floats on CUDA cores; correct but slow
 #include "decode_any.h"
 #include "decode_fast.h"
-#include "decode_int4.h"
 #include "decode_merge.h"
 
 namespace diffbit::cuda {
@@ -44,18 +44,14 @@ struct Plan {
 };
 
 /// A kernel with one ring per warp, and as many warps as the GPU has room for.
-Plan ring_plan(void (*kernel)(Attention, Cut), size_t queries, size_t ring, int64_t tokens) {
-  constexpr size_t RESERVE = 1024;  // the kernel's own shared memory, and a reserve
-  const size_t fit = (most_shared() - queries - RESERVE) / ring;
-  const int warps = fit < FAST_WARPS ? static_cast<int>(fit) : FAST_WARPS;
-  return {kernel, warps, queries + warps * ring, tokens * warps};
-}
-
 template <class Element, int D, bool WIDE>
 Plan fast_plan() {
   using F = Fast<Element, D, WIDE>;
-  static_assert(F::SLOTS * F::SLOT >= ROWS * F::CHANNELS * 4, "a warp's sums fit");
-  return ring_plan(decode_fast<Element, D, WIDE>, F::QUERIES, F::SLOTS * F::SLOT, FAST_TOKENS);
+  static_assert(F::RING >= ROWS * F::CHANNELS * 4, "a warp's sums fit");
+  constexpr size_t RESERVE = 1024;  // the kernel's own shared memory, and a reserve
+  const size_t fit = (most_shared() - F::QUERIES - RESERVE) / F::RING;
+  const int warps = fit < FAST_WARPS ? static_cast<int>(fit) : FAST_WARPS;
+  return {decode_fast<Element, D, WIDE>, warps, static_cast<size_t>(F::QUERIES + warps * F::RING), FAST_TOKENS * warps};
 }
 
 template <class Element>
@@ -64,34 +60,23 @@ Plan fast_plan(const Attention& a) {
   return a.wide_value ? fast_plan<Element, 128, true>() : fast_plan<Element, 128, false>();
 }
 
-template <int D, bool WIDE>
-Plan int4_plan() {
-  using G = Int4<D, WIDE>;
-  static_assert(G::SLOTS * G::SLOT >= ROWS * G::CHANNELS * 4, "a warp's sums fit");
-  return ring_plan(decode_int4<D, WIDE>, G::QUERIES, G::SLOTS * G::SLOT, CACHE_BLOCK);
-}
-
-Plan int4_plan(const Attention& a) {
-  if (a.d == 64) return a.wide_value ? int4_plan<64, true>() : int4_plan<64, false>();
-  return a.wide_value ? int4_plan<128, true>() : int4_plan<128, false>();
-}
-
 Plan any_plan(const Attention& a) {
   const int64_t floats = (a.query_bits ? 2 : 1) * ROWS * a.d;
   return {decode_any, ANY_WARPS, static_cast<size_t>(floats) * sizeof(float), ANY_TOKENS};
 }
 
-enum class Way { HALF, BFLOAT16, CODES, INT4, ANY };
+enum class Way { HALF, BFLOAT16, CODES, PACKED, ANY };
 
-/// The tensor cores need keys and values of the same type. Queries and shares are sums of two numbers: 22 bits with __half,
-/// and with __nv_bfloat16 16 bits, which is enough for an output with fewer.
+/// The tensor cores need keys and values of the same type, or both of fewer bits than 8. Queries and shares are sums of
+/// two numbers: 22 bits with __half, and with __nv_bfloat16 16 bits, which is enough for an output with fewer.
 Way way_of(const Attention& a) {
   if (!aligned_caches(a)) return Way::ANY;
-  if ((a.d != 64 && a.d != 128) || a.key_bits != a.value_bits || a.query_bits) return Way::ANY;
+  if ((a.d != 64 && a.d != 128) || a.query_bits) return Way::ANY;
   if (!a.key && blockwise(a) && a.steps > 1) return Way::ANY;  // some queries do not see all quantized tokens
+  if (a.key_bits < 8 && a.value_bits < 8) return Way::PACKED;
+  if (a.key_bits != a.value_bits) return Way::ANY;
   if (a.key_bits == 8) return Way::CODES;
-  if (a.key_bits == 4) return a.type == ort::FLOAT32 ? Way::ANY : Way::INT4;
-  if (a.key_bits == 2 || a.key_type != a.value_type) return Way::ANY;
+  if (a.key_type != a.value_type) return Way::ANY;
   if (a.key_type == ort::FLOAT16) return Way::HALF;
   return a.key_type == ort::BFLOAT16 && a.type == ort::BFLOAT16 ? Way::BFLOAT16 : Way::ANY;
 }
@@ -143,10 +128,11 @@ Runs runs_of(const Attention& a, Part part) {
     case Way::BFLOAT16: add(fast_plan<__nv_bfloat16>(a), 0, cut.past); break;
     case Way::CODES: add(fast_plan<int8_t>(a), 0, cut.past); break;
     case Way::ANY: add(any_plan(a), 0, cut.all); break;
-    case Way::INT4: {
+    case Way::PACKED: {
       const int64_t after = quantized_for(a, cut.all);
-      if (after) add(int4_plan(a), 0, after);
-      add(fast_plan<__half>(a), after, max(cut.past, after));
+      if (after) add(fast_plan<Packed>(a), 0, after);
+      // The recent tokens, as decode_fast counts them
+      add(fast_plan<__half>(a), after ? 0 : a.first, a.first + max(cut.past - after, int64_t{0}));
     }
   }
   return runs;

@@ -52,34 +52,35 @@ __device__ __forceinline__ bool hidden(const Attention& a, int64_t b, int64_t t)
   return !static_cast<const int64_t*>(a.attention_mask)[b * a.mask_row + t];
 }
 
-__device__ __forceinline__ float warp_sum(float x) {
-  for (int with = 16; with; with /= 2) x += __shfl_xor_sync(0xffffffffu, x, with);
-  return x;
-}
-__device__ __forceinline__ float warp_most(float x) {
-  for (int with = 16; with; with /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, with));
-  return x;
+/// A warp's row of a query, scaled and rotated as the keys are. Zeros for rows beyond the last.
+template <int PIECES>
+__device__ __forceinline__ void query_of(const Attention& a, const Cut& cut, int64_t b, int64_t group, int64_t row,
+                                         int lane, float (&x)[PIECES]) {
+  row_of_pairs(a.d, lane, x, [&](int64_t i) {
+    return row < cut.rows ? query_at(a, cut.part, b, group, row, i) : make_float2(0.0f, 0.0f);
+  });
+  if (a.key_bits < 8) rotate(x, a.d, lane);
 }
 
-/// A lane's channels of a row's query, lane + 32 k and d / 2 further, times a power of 2 that scales the row to 1 .. 2;
-/// returns the inverse of that power. Zeros for rows beyond the last.
-template <int EACH>
-__device__ __forceinline__ float query_of(const Attention& a, const Cut& cut, int64_t b, int64_t group, int64_t row,
-                                          int lane, float2 (&x)[EACH]) {
+/// The product of a row's query with the offset of its keys, the sub-head `head`.
+template <int PIECES>
+__device__ __forceinline__ float offset_product(const Attention& a, int64_t head, int lane, const float (&x)[PIECES]) {
+  const __half* offset = offset_of(a, side_of(a, true), head);
+  float sum = 0;
+  each_channel<PIECES>(a.d, lane, [&](int k, int64_t i) { sum += x[k] * to_float(offset[i]); });
+  return warp_sum(sum);
+}
+
+/// Multiplies a row by a power of 2 that scales it to 1 .. 2; returns the inverse of that power.
+template <int PIECES>
+__device__ __forceinline__ float normalize(float (&x)[PIECES]) {
   float largest = 0;
 #pragma unroll
-  for (int k = 0; k < EACH; ++k) {
-    const int i = lane + 32 * k;
-    x[k] = row < cut.rows && i < a.d / 2 ? query_at(a, cut.part, b, group, row, i) : make_float2(0.0f, 0.0f);
-    largest = fmaxf(largest, fmaxf(fabsf(x[k].x), fabsf(x[k].y)));
-  }
+  for (int k = 0; k < PIECES; ++k) largest = fmaxf(largest, fabsf(x[k]));
   const uint32_t exponent = __float_as_uint(warp_most(largest)) >> 23;
   const bool normal = exponent > 0 && exponent < 254;
 #pragma unroll
-  for (int k = 0; k < EACH; ++k) {
-    const float by = normal ? __uint_as_float((254 - exponent) << 23) : 1.0f;
-    x[k] = make_float2(x[k].x * by, x[k].y * by);
-  }
+  for (int k = 0; k < PIECES; ++k) x[k] *= normal ? __uint_as_float((254 - exponent) << 23) : 1.0f;
   return normal ? __uint_as_float(exponent << 23) : 1.0f;
 }
 

@@ -31,8 +31,8 @@
 // diagonal is not masked; steps before the first key and after the last row's keys are not read. Blocks with the most keys
 // start first.
 //
-// In a cache of blocks (attention_cache.cu unpacks it) a row sees a key quantized if the key's 32 tokens are far enough in
-// the past. The rows of a block agree on all but a few steps of keys, which are read twice: the first pass is over quantized
+// In a low-bit cache (attention_cache.cu unpacks it) a row sees a key quantized if the key's 32 tokens are far enough in the
+// past. The rows of a block agree on all but a few steps of keys, which are read twice: the first pass is over quantized
 // keys and ends with the last row's, the second begins with the first unquantized keys of the first row. In either pass a
 // step hides its keys from the rows that see them in the other.
 #include "attention.h"

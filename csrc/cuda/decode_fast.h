@@ -1,4 +1,8 @@
-// decode_fast: caches of 16 bits and int8 on tensor cores (attention_decode.cu describes the method).
+// decode_fast: caches of 16 bits, int8 and fewer bits on tensor cores (attention_decode.cu describes the method).
+//
+// Codes of 4, 3 or 2 bits (Element is Packed) become levels, which are multiplied like the codes of int8: a warp writes a
+// tile's levels, scales and mask to shared memory as a tile of int8 has them. The tokens that are not quantized are another
+// kernel's, as a cache of __half.
 #pragma once
 
 #include "attention_decode.h"
@@ -9,18 +13,25 @@ namespace {
 constexpr int FAST_TOKENS = 16;                     // of a tile, a warp's
 constexpr int FAST_EXTRA = 2 * 4 * FAST_TOKENS;    // bytes: of each token two scales, or its mask
 
+struct Packed {};  // codes of 4, 3 or 2 bits
+
 /// Parameters: the type of rows' elements, the width of a sub-head, and whether a kv head has two of them.
 template <class Element, int D, bool WIDE>
 struct Fast {
   static constexpr int CHANNELS = WIDE ? 2 * D : D;
-  static constexpr int ROW = D * static_cast<int>(sizeof(Element));  // bytes of a sub-head's token
+  static constexpr bool PACKED = std::is_same_v<Element, Packed>;
+  static constexpr int ROW = D * static_cast<int>(sizeof(Element));  // bytes of a sub-head's token; Packed: unpacked
   static constexpr bool CODES = sizeof(Element) == 1;
   using Number = std::conditional_t<CODES, __half, Element>;  // that the tensor cores multiply
   static constexpr int BYTES = CHANNELS * static_cast<int>(sizeof(Element));  // of a token
   static constexpr int CHUNKS = BYTES / 16;
   static constexpr int TILE = FAST_TOKENS * BYTES;
-  static constexpr int SLOT = TILE + 2 * FAST_EXTRA;  // keys: scales, mask; values: scales
-  static constexpr int SLOTS = BYTES == 512 ? 3 : 4;   // of a warp
+  static constexpr int UNPACKED = TILE + 2 * FAST_EXTRA;     // keys: scales, mask; values: scales
+  static constexpr int CODE_TILE = TILE / 2;                 // Packed: bytes of codes, at most
+  static constexpr int CODE_SCALES = 2 * 2 * FAST_TOKENS;    // and of their scales
+  static constexpr int SLOT = PACKED ? CODE_TILE + CODE_SCALES + FAST_EXTRA : UNPACKED;
+  static constexpr int SLOTS = PACKED ? 8 : BYTES == 512 ? 3 : 4;   // of a warp
+  static constexpr int RING = SLOTS * SLOT + (PACKED ? UNPACKED : 0);  // bytes of a warp
   static constexpr int QUERIES = 2 * ROWS * CHANNELS * 2;
   static constexpr int BLOCKS = CHANNELS == 256 ? 2 : CHANNELS == 128 ? 3 : 4;  // of a multiprocessor
 
@@ -44,29 +55,49 @@ __device__ __forceinline__ void halves(uint32_t codes, unsigned first, unsigned 
   b = subtract2<__half>(__byte_perm(moved, 0x64646464u, second), 0x64806480u);
 }
 
+/// Codes of 32 channels, BITS words, as levels: those of channels 4 q ... 4 q + 3 are y[q].
+template <int BITS>
+__device__ __forceinline__ void unpack_group(const void* words, uint32_t (&y)[8]) {
+  struct alignas(BITS == 3 ? 4 : 4 * BITS) Words {
+    uint32_t x[BITS];
+  };
+  const Words group = *static_cast<const Words*>(words);
+#pragma unroll
+  for (int q = 0; q < 8; ++q) {
+    uint32_t codes;
+    if (BITS == 4) codes = group.x[q % 4] >> q / 4 * 4 & 0x0f0f0f0fu;
+    else codes = group.x[q % 2] >> q / 2 * 2 & 0x03030303u;
+    if (BITS == 3) codes |= (group.x[BITS - 1] >> q & 0x01010101u) << 2;
+    y[q] = levels_of(codes, BITS);
+  }
+}
+
 template <class Element, int D, bool WIDE>
 __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCKS)
     decode_fast(const Attention a, const Cut cut) {
   using F = Fast<Element, D, WIDE>;
   using Number = typename F::Number;
   constexpr int CHANNELS = F::CHANNELS, BLOCKS_OF_16 = CHANNELS / 16;
-  __shared__ float scales[ROWS], mosts[FAST_WARPS][ROWS], shares_of[FAST_WARPS][ROWS];
+  __shared__ float scales[ROWS], offsets[ROWS], mosts[FAST_WARPS][ROWS], shares_of[FAST_WARPS][ROWS];
   unsigned char* shared = shared_memory();
   Number* queries = reinterpret_cast<Number*>(shared);
   const int64_t first_row = blockIdx.x % cut.row_blocks * ROWS, split = blockIdx.x / cut.row_blocks;
   const int64_t group = blockIdx.y, b = blockIdx.z, head = b * a.kv_heads + group * (1 + WIDE);
-  const bool recent = a.key_bits < 8;  // of a cache in blocks, which already has the new tokens
+  // The recent tokens of a low-bit cache, which already has the new ones, are counted as rows without the offset: the first
+  // tokens, of which there are none if they are in the residual window as well, then the residual window
+  const bool recent = std::is_same_v<Element, __half> && a.key_bits < 8;
+  const int64_t shift = recent ? quantized_for(a, cut.all) - a.first : 0, all = cut.all - shift;
   const int rows = static_cast<int>(min(static_cast<int64_t>(ROWS), cut.rows - first_row));
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int warps = static_cast<int>(blockDim.x) / 32, g = lane / 4, t = lane % 4;
-  unsigned char* ring = shared + F::QUERIES + warp * F::SLOTS * F::SLOT;
+  unsigned char* ring = shared + F::QUERIES + warp * F::RING;
   const bool last = split == cut.own_splits - 1;
 
   // A warp's tiles: every warps-th of the split's, and with one warp of the last split the new tokens'
   const int64_t begin = cut.begin + split * cut.span, end = min(begin + cut.span, cut.end);
   const int64_t in_split = begin < end ? divide_up(end - begin, FAST_TOKENS) : 0;
   const int old_tiles = static_cast<int>(in_split > warp ? divide_up(in_split - warp, warps) : 0);
-  const int tiles = old_tiles + (last && in_split % warps == warp);
+  const int tiles = old_tiles + (!F::PACKED && last && in_split % warps == warp);
   const auto first_of = [&](int tile) {
     return tile == old_tiles ? cut.end : begin + (static_cast<int64_t>(tile) * warps + warp) * FAST_TOKENS;
   };
@@ -74,11 +105,10 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
   // Lane l copies chunk l % CHUNKS of tokens l / CHUNKS, + TOGETHER, ...; scale l, of sub-head l / 16; and mask l
   constexpr int TOGETHER = 32 / F::CHUNKS;
   const int chunk = lane % F::CHUNKS, token_ = lane / F::CHUNKS, in_tile = lane % FAST_TOKENS;
-  const int64_t key_slots = recent ? a.window + CACHE_BLOCK : a.key_capacity;
-  const int64_t value_slots = recent ? a.window + CACHE_BLOCK : a.value_capacity;
+  const int64_t key_slots = recent ? recent_rows(a, true) : a.key_capacity;
+  const int64_t value_slots = recent ? recent_rows(a, false) : a.value_capacity;
   const auto chunk_of = [&](const void* rows_, int64_t slots) {  // of token 0
-    return static_cast<const char*>(rows_) + ((head + chunk * 16 / F::ROW) * slots - cut.begin) * F::ROW +
-           chunk * 16 % F::ROW;
+    return static_cast<const char*>(rows_) + (head + chunk * 16 / F::ROW) * slots * F::ROW + chunk * 16 % F::ROW;
   };
   const char* const key_rows = chunk_of(recent ? a.present_key_recent : a.present_key, key_slots);
   const char* const value_rows = chunk_of(recent ? a.present_value_recent : a.present_value, value_slots);
@@ -90,37 +120,58 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
   const int64_t of_whole = begin < end ? (end - begin) / FAST_TOKENS : 0;  // tiles
   const int whole = static_cast<int>(of_whole > warp ? divide_up(of_whole - warp, warps) : 0);
 
-  const auto load = [&](const char* rows_, const float* scales_, int tile, unsigned char* slot) {
+  // gap: the row of the offset, behind which rows are one further
+  constexpr int64_t NO_GAP = INT64_MAX;
+  const auto load = [&](const char* rows_, const float* scales_, int64_t gap, int tile, unsigned char* slot) {
     const int64_t first = first_of(tile);
-    if (tile < whole) {
-      const char* from = rows_ + (first + token_) * F::ROW;
+    const auto row = [&](int64_t token) { return token + (token >= gap); };
+    if (tile < whole && (first >= gap || first + FAST_TOKENS <= gap)) {
+      const char* from = rows_ + (row(first) + token_) * F::ROW;
 #pragma unroll
       for (int k = 0; k < FAST_TOKENS / TOGETHER; ++k)
         copy_async16(slot + F::place(token_ + k * TOGETHER, chunk), from + k * TOGETHER * F::ROW);
       if (has_scale) copy_async<4>(slot + F::TILE + 4 * lane, scales_ + first + in_tile);
       return;
     }
-    const int count = static_cast<int>((tile == old_tiles ? cut.all : end) - first);
+    const int count = static_cast<int>((tile == old_tiles ? all : end) - first);
 #pragma unroll
     for (int k = 0; k < FAST_TOKENS / TOGETHER; ++k) {
       const int token = token_ + k * TOGETHER;
       const bool valid = token < count;
-      copy_async16(slot + F::place(token, chunk), rows_ + (valid ? first + token : cut.begin) * F::ROW, valid);
+      copy_async16(slot + F::place(token, chunk), rows_ + (valid ? row(first + token) : 0) * F::ROW, valid);
     }
     const bool valid = in_tile < count;
     if (has_scale) copy_async<4>(slot + F::TILE + 4 * lane, scales_ + (valid ? first + in_tile : 0), valid);
   };
+  const auto load_codes = [&](bool keys, int tile, unsigned char* slot) {  // 16 tokens of a sub-head follow one another
+    const Side side = side_of(a, keys);
+    const int bytes = FAST_TOKENS * D / 8 * side.bits;
+#pragma unroll
+    for (int i = 0; i <= WIDE; ++i) {
+      const int64_t first = (head + i) * side.capacity + first_of(tile);
+      const char* codes = side.rows + first * (D / 8 * side.bits);
+      for (int at = 16 * lane; at < bytes; at += 32 * 16) copy_async16(slot + i * bytes + at, codes + at);
+      if (lane < 2)
+        copy_async16(slot + F::CODE_TILE + i * 2 * FAST_TOKENS + 16 * lane, side.scales + 2 * first + 16 * lane);
+    }
+  };
+  constexpr int MASK = F::PACKED ? F::CODE_TILE + F::CODE_SCALES : F::TILE + FAST_EXTRA;  // place in a slot
   const auto start_keys = [&](int tile, unsigned char* slot) {
     if (tile < tiles) {
-      load(key_rows, key_steps, tile, slot);
+      if constexpr (F::PACKED) load_codes(true, tile, slot);
+      else load(key_rows, key_steps, recent ? a.first : NO_GAP, tile, slot);
       const int64_t t = first_of(tile) + lane;
-      const bool valid = t < (tile == old_tiles ? cut.all : end);  // zeros beyond the end: hidden
-      if (lane < FAST_TOKENS) copy_async<8>(slot + F::TILE + FAST_EXTRA + 8 * lane, mask + (valid ? t : 0), valid);
+      const bool valid = t < (tile == old_tiles ? all : end);  // zeros beyond the end: hidden
+      const int64_t token = recent && t >= a.first ? t + shift : t;
+      if (lane < FAST_TOKENS) copy_async<8>(slot + MASK + 8 * lane, mask + (valid ? token : 0), valid);
     }
     copy_async_commit();
   };
   const auto start_values = [&](int tile, unsigned char* slot) {
-    if (tile < tiles) load(value_rows, value_steps, tile, slot);
+    if (tile < tiles) {
+      if constexpr (F::PACKED) load_codes(false, tile, slot);
+      else load(value_rows, value_steps, NO_GAP, tile, slot);
+    }
     copy_async_commit();
   };
   const auto start_first = [&](bool old) {  // keys and values of a tile, alternating
@@ -129,21 +180,48 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
       if ((unit / 2 < old_tiles) == old)
         unit % 2 ? start_values(unit / 2, ring + unit * F::SLOT) : start_keys(unit / 2, ring + unit * F::SLOT);
   };
+  /// A slot's tile as logits and mix read it.
+  const auto unpacked = [&](const unsigned char* slot, bool keys, int tile) -> const unsigned char* {
+    if constexpr (!F::PACKED) return slot;
+    unsigned char* to = ring + F::SLOTS * F::SLOT;
+    const int bits = static_cast<int>(keys ? a.key_bits : a.value_bits);
+#pragma unroll
+    for (int unit = lane; unit < FAST_TOKENS * CHANNELS / 32; unit += 32) {  // 32 channels of a token of a sub-head
+      constexpr int GROUPS = D / 32;
+      const int token = unit / GROUPS % FAST_TOKENS, sub_head = unit / GROUPS / FAST_TOKENS;
+      uint32_t y[8];
+      const unsigned char* codes = slot + unit * 4 * bits;
+      bits == 4 ? unpack_group<4>(codes, y) : bits == 3 ? unpack_group<3>(codes, y) : unpack_group<2>(codes, y);
+      const int first = sub_head * (D / 16) + unit % GROUPS * 2;
+      *reinterpret_cast<uint4*>(to + F::place(token, first)) = make_uint4(y[0], y[1], y[2], y[3]);
+      *reinterpret_cast<uint4*>(to + F::place(token, first + 1)) = make_uint4(y[4], y[5], y[6], y[7]);
+    }
+    if (lane < (1 + WIDE) * FAST_TOKENS)
+      reinterpret_cast<float*>(to + F::TILE)[lane] =
+          to_float(reinterpret_cast<const __half*>(slot + F::CODE_TILE)[lane]);
+    if (keys && lane < FAST_TOKENS)  // the first tokens are among the recent ones
+      reinterpret_cast<int64_t*>(to + F::TILE + FAST_EXTRA)[lane] =
+          first_of(tile) + lane < a.first ? 0 : reinterpret_cast<const int64_t*>(slot + MASK)[lane];
+    __syncwarp();
+    return to;
+  };
 
   start_first(true);
-  if (last && !recent && a.key) {  // the new tokens
+  if (last && !F::PACKED && !recent && a.key) {  // the new tokens
     const int rows = (1 + WIDE) * static_cast<int>(cut.part.steps);
     for (int i = warp; i < 2 * rows; i += warps)
-      append_row(a, side_of(a, i < rows), b, cut.part.first + i % rows / (1 + WIDE),
-                 group * (1 + WIDE) + i % (1 + WIDE), lane);
+      append_row<D / 32>(a, side_of(a, i < rows), b, cut.part.first + i % rows / (1 + WIDE),
+                         group * (1 + WIDE) + i % (1 + WIDE), lane);
     __threadfence();
   }
   for (int row = warp; row < ROWS; row += warps) {
-    constexpr int EACH = D / 64;
-    float2 x[EACH];
-    const float size = query_of(a, cut, b, group, first_row + row, lane, x);
-    if (lane == 0) scales[row] = size * LOG2_E;
-    const int keys_at = WIDE && first_row + row >= pairs(a) * cut.part.steps ? D : 0;  // offset of its sub-head's keys
+    float x[D / 32];
+    query_of(a, cut, b, group, first_row + row, lane, x);
+    const float size = normalize(x) * LOG2_E;
+    const bool second = WIDE && first_row + row >= pairs(a) * cut.part.steps;  // of its sub-heads
+    const float offset = F::PACKED ? offset_product(a, head + second, lane, x) * size : 0.0f;
+    if (lane == 0) scales[row] = size, offsets[row] = offset;
+    const int keys_at = second ? D : 0;
     const auto put = [&](int channel, float y) {
       const int column = F::column(channel), at = (column / 8 ^ (row & 7)) * 8 + column % 8;
       const Number high = from_float<Number>(y);
@@ -151,11 +229,9 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
       queries[(row + ROWS) * CHANNELS + at] = from_float<Number>(y - to_float(high));
     };
 #pragma unroll
-    for (int k = 0; k < EACH; ++k) {
-      const int i = lane + 32 * k;
-      put(keys_at + i, x[k].x);
-      put(keys_at + i + D / 2, x[k].y);
-      if (WIDE) put(D - keys_at + i, 0.0f), put(D - keys_at + i + D / 2, 0.0f);
+    for (int k = 0; k < D / 32; ++k) {
+      put(keys_at + lane + 32 * k, x[k]);
+      if (WIDE) put(D - keys_at + lane + 32 * k, 0.0f);
     }
   }
   __syncthreads();
@@ -166,9 +242,9 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
   // b, and values, [16 channels, 16 tokens], are a.
   float sums[BLOCKS_OF_16][4] = {}, most = -infinity(), total = 0;
   const int64_t row = min(first_row + g, cut.rows - 1);
-  const int seen = static_cast<int>(cut.past + row % cut.part.steps - cut.end);  // of the new tokens' tile
+  const int seen = static_cast<int>(cut.past - shift + row % cut.part.steps - cut.end);  // of the new tokens' tile
   const int sub_head = WIDE && row >= pairs(a) * cut.part.steps;
-  const float scale = scales[g];
+  const float scale = scales[g], offset = offsets[g];
   const int token_of_lane = lane / 16 * 8 + lane % 8, half = lane / 8 % 2;  // of load_matrix_x4's rows
   float s[4];
 
@@ -204,8 +280,10 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
       const float* key_scales = reinterpret_cast<const float*>(slot + F::TILE) + sub_head * FAST_TOKENS + token;
       const bool shown[2] = {(mask.x | mask.y) && token <= most_seen, (mask.z | mask.w) && token < most_seen};
 #pragma unroll
-      for (int j = 0; j < 2; ++j)
-        s[2 * i + j] = shown[j] ? (c[i][j] + c[i][2 + j]) * scale * (F::CODES ? key_scales[j] : 1.0f) : -infinity();
+      for (int j = 0; j < 2; ++j) {
+        const float x = (c[i][j] + c[i][2 + j]) * scale * (F::CODES ? key_scales[j] : 1.0f);
+        s[2 * i + j] = shown[j] ? (F::PACKED ? x + offset : x) : -infinity();
+      }
     }
   };
 
@@ -282,12 +360,12 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
     copy_async_wait<F::SLOTS - 2>();
     __syncwarp();  // the other lanes' bytes have arrived, and all have read what the next copies replace
     F::SLOTS % 2 ? start_keys(tile + F::SLOTS / 2, free) : start_values(tile + F::SLOTS / 2 - 1, free);
-    logits(slot, tile == old_tiles ? seen : FAST_TOKENS);
+    logits(unpacked(slot, true, tile), tile == old_tiles ? seen : FAST_TOKENS);
     next();
     copy_async_wait<F::SLOTS - 2>();
     __syncwarp();
     F::SLOTS % 2 ? start_values(tile + F::SLOTS / 2, free) : start_keys(tile + F::SLOTS / 2, free);
-    mix(slot);
+    mix(unpacked(slot, false, tile));
     next();
   }
   total += __shfl_xor_sync(0xffffffffu, total, 1);
@@ -295,18 +373,18 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
   copy_async_wait<0>();
   __syncthreads();
 
-  float* all = reinterpret_cast<float*>(shared);  // [warps, ROWS, CHANNELS]
+  float* result = reinterpret_cast<float*>(shared);  // [warps, ROWS, CHANNELS]
   if (t == 0) mosts[warp][g] = most, shares_of[warp][g] = total;
 #pragma unroll
   for (int k = 0; k < BLOCKS_OF_16; ++k)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int channel = 16 * k + (F::CODES ? 2 * g + i / 2 : g + i / 2 * 8);
-      all[(warp * ROWS + 2 * t + i % 2) * CHANNELS + channel] = sums[k][i];
+      result[(warp * ROWS + 2 * t + i % 2) * CHANNELS + channel] = sums[k][i];
     }
   __syncthreads();
   leave<CHANNELS>(a, cut, first_row, rows, warps, mosts, shares_of,
-                  [&](int w, int r, int channel) { return all[(w * ROWS + r) * CHANNELS + channel]; });
+                  [&](int w, int r, int channel) { return result[(w * ROWS + r) * CHANNELS + channel]; });
 }
 
 }  // namespace

@@ -10,7 +10,7 @@ constexpr int MERGE_THREADS = 256;
 constexpr int MERGE_WARPS = MERGE_THREADS / 32;
 constexpr int MERGE_CHANNELS = 128;  // at once
 
-/// A head of a step: merges its splits, then the difference and the head norm. Warps take splits.
+/// A head of a step: merges its splits, then the difference, the head norm, and the way back of rotated values. Warps take splits.
 __global__ void __launch_bounds__(MERGE_THREADS) merge(const Attention a, const Cut cut) {
   __shared__ float parts[MERGE_WARPS][MERGE_CHANNELS], out[2 * ATTENTION_MOST_D], squares_of[MERGE_WARPS];
   const int64_t head = blockIdx.x, step = blockIdx.y, b = blockIdx.z, s = cut.part.first + step;
@@ -73,6 +73,15 @@ __global__ void __launch_bounds__(MERGE_THREADS) merge(const Attention a, const 
     squares = 0;
     for (int k = 0; k < MERGE_WARPS; ++k) squares += squares_of[k];
     root = sqrtf(squares / static_cast<float>(channels) + a.norm_eps);
+  }
+  if (a.value_bits < 8) {
+    if (warp < width(a)) {
+      float x[MOST_PIECES] = {};
+      each_channel<MOST_PIECES>(a.d, lane, [&](int k, int64_t i) { x[k] = out[warp * a.d + i]; });
+      rotate(x, a.d, lane);
+      each_channel<MOST_PIECES>(a.d, lane, [&](int k, int64_t i) { out[warp * a.d + i] = x[k]; });
+    }
+    __syncthreads();
   }
   for (int64_t channel = thread; channel < channels; channel += MERGE_THREADS)
     put_number(a.out, a.type, ((b * a.steps + s) * a.heads + head) * channels + channel, out[channel] / root);

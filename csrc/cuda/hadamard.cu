@@ -6,6 +6,7 @@
 #include "../ort/abi.h"
 #include "api.h"
 #include "device.h"
+#include "hadamard.h"
 
 namespace diffbit::cuda {
 namespace {
@@ -20,12 +21,8 @@ __device__ void stages(float (&x)[EACH], int64_t apart, int64_t block) {
   for (int near = 1; near < EACH; near *= 2) {
     if (near * apart >= block) return;
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-      if (i & near) continue;
-      const float u = x[i], v = x[i + near];
-      x[i] = u + v;
-      x[i + near] = u - v;
-    }
+    for (int i = 0; i < EACH; ++i)
+      if (!(i & near)) butterfly(x[i], x[i + near]);
   }
 }
 

@@ -26,7 +26,7 @@ bool shared(const Tensor& past, const Tensor& present) { return past.size() > 0 
 
 /// Throws for inputs that do not fit `bits`.
 CacheTensors past_of(const Context& context, const Names& names, const Tensor& fresh, int bits, int64_t batch,
-                     int64_t kv_heads, int64_t d, int64_t window, int64_t ring) {
+                     int64_t kv_heads, int64_t d, int64_t recent_rows, int64_t ring) {
   CacheTensors cache{};
   cache.fresh = fresh;
   cache.bits = bits;
@@ -34,7 +34,7 @@ CacheTensors past_of(const Context& context, const Names& names, const Tensor& f
   cache.past_scale = context.input(names.past_scale);
   cache.past_recent = context.input(names.past_recent);
   const Tensor &past = cache.past, &scale = cache.past_scale, &recent = cache.past_recent;
-  const bool blocks = cache.blockwise();
+  const bool blocks = cache.is_low_bit();
   const bool codes = past.type == ort::UINT8 || past.type == ort::INT8;  // the entries determine the type of floats
   const bool fits = bits == 16 ? !codes : past.type == (blocks ? ort::UINT8 : ort::INT8);
   if (!fits)
@@ -49,12 +49,11 @@ CacheTensors past_of(const Context& context, const Names& names, const Tensor& f
     throw Error("%s has room for %lld tokens, wanted a multiple of %lld", past.name, number(capacity),
                 number(CACHE_BLOCK));
   if (static_cast<bool>(scale) != (bits < 16))
-    throw Error("%s is %s, wanted exactly where the cache is int8, int4 or int2", scale.name, scale ? "given" : "missing");
+    throw Error("%s is %s, wanted exactly where the cache has at most 8 bits", scale.name, scale ? "given" : "missing");
   if (static_cast<bool>(recent) != blocks)
-    throw Error("%s is %s, wanted exactly where the cache is int4 or int2", recent.name, recent ? "given" : "missing");
-  if (bits == 8) scale.expect({batch, kv_heads, capacity});
-  if (blocks) scale.expect({batch, kv_heads, capacity / CACHE_BLOCK, 2, d});
-  if (blocks) recent.expect({batch, kv_heads, window + CACHE_BLOCK, d});
+    throw Error("%s is %s, wanted exactly where the cache has less than 8 bits", recent.name, recent ? "given" : "missing");
+  if (bits < 16) scale.expect({batch, kv_heads, capacity});
+  if (blocks) recent.expect({batch, kv_heads, recent_rows, d});
   cache.past_capacity = capacity;
   cache.ring = ring;
   return cache;
@@ -68,7 +67,7 @@ void bind(Context& context, const Names& names, CacheTensors& cache, int64_t tok
     shape[2] = capacity;
     const Tensor buffer = context.output(which, shape, of.rank);
     if (!buffer.data && buffer.size())
-      throw Error("%s is missing, wanted where the cache is %s", which.name, cache.blockwise() ? "int4 or int2" : "int8");
+      throw Error("%s is missing, wanted where the cache is %s", which.name, cache.is_low_bit() ? "of less than 8 bits" : "int8");
     return buffer;
   };
   const auto refuse = [&](const schema::Output& which, const char* where) {  // it would never be written
@@ -82,13 +81,13 @@ void bind(Context& context, const Names& names, CacheTensors& cache, int64_t tok
     throw Error("%s shares its memory with %s, but has room for %lld tokens where %lld are needed", past.name,
                 cache.present.name, number(cache.past_capacity), number(cache.capacity));
   if (cache.bits == 16) {
-    refuse(names.present_scale, "int8, int4 or int2");
+    refuse(names.present_scale, "of at most 8 bits");
   } else {
-    cache.present_scale = output(names.present_scale, scale, cache.capacity / cache.scale_tokens());
+    cache.present_scale = output(names.present_scale, scale, cache.capacity);
     if (scale.size() > 0 && cache.in_place != (scale.data == cache.present_scale.data))
       throw Error("%s and %s must share their memory with the outputs both or neither", past.name, scale.name);
   }
-  if (!cache.blockwise()) return refuse(names.present_recent, "int4 or int2");
+  if (!cache.is_low_bit()) return refuse(names.present_recent, "of less than 8 bits");
   cache.present_recent = output(names.present_recent, cache.past_recent, cache.past_recent.shape[2]);
   cache.recent_in_place = shared(cache.past_recent, cache.present_recent);
 }
@@ -119,6 +118,7 @@ AttentionNode::AttentionNode(const Node& node)
       branches(node.integer(BRANCHES)),
       noise_ratio(node.integer(NOISE_RATIO)),
       window(node.integer(WINDOW)),
+      first(node.integer(FIRST)),
       sliding_window(node.integer(SLIDING_WINDOW)),
       key_bits(static_cast<int>(node.integer(KEY_BITS))),
       value_bits(static_cast<int>(node.integer(VALUE_BITS))),
@@ -127,6 +127,8 @@ AttentionNode::AttentionNode(const Node& node)
       norm_eps(node.number(NORM_EPS)) {
   if (query_bits && key_bits == 16)
     throw Error("DiffAttention: query_bits is %d, wanted 0 where key_bits is 16", query_bits);
+  if (first && sliding_window)
+    throw Error("DiffAttention: first is %lld, wanted 0 where sliding_window is %lld", number(first), number(sliding_window));
   if (branches == 1 && width == 2) throw Error("DiffAttention: wide_value is 1, wanted 0 where branches is 1");
   if (kv_heads % width || heads % (kv_heads / width))
     throw Error("DiffAttention: num_heads is %lld, wanted a multiple of the %lld kv heads of num_kv_heads %lld%s",
@@ -162,11 +164,12 @@ AttentionNode::Tensors AttentionNode::tensors(Context& context) const {
   query.expect({batch, length, query_heads() * d});
   if (of.appends) value.expect({batch, length, kv_heads * d});
   const auto side = [&](const Names& names, const Tensor& fresh, int bits) {
-    return past_of(context, names, fresh, bits, batch, kv_heads, d, window, ring_rows(sliding_window, bits));
+    const int64_t recent_rows = first + (&names == &KEYS) + window + CACHE_BLOCK;
+    return past_of(context, names, fresh, bits, batch, kv_heads, d, recent_rows, ring_rows(sliding_window, bits));
   };
   of.keys = side(KEYS, key, key_bits);
   of.values = side(VALUES, value, value_bits);
-  if (of.keys.blockwise() == of.values.blockwise() && of.appends)
+  if (of.keys.is_low_bit() == of.values.is_low_bit() && of.appends)
     of.values.past.expect({batch, kv_heads, of.keys.past_capacity, of.values.past.shape[3]});
   const bool by_row = past_length.rank == 1 && past_length.shape[0] != 1;
   past_length.expect({by_row ? batch : 1});
@@ -175,11 +178,11 @@ AttentionNode::Tensors AttentionNode::tensors(Context& context) const {
   constexpr int64_t ANY = int64_t{1} << 40;
   for (const CacheTensors* cache : {&of.keys, &of.values}) {
     const int64_t most = cache->ring ? ANY
-                                     : cache->past_capacity + (cache->blockwise() ? window + CACHE_BLOCK - 1 : 0) -
+                                     : cache->past_capacity + (cache->is_low_bit() ? window + CACHE_BLOCK - 1 : 0) -
                                            (of.appends ? 0 : length);
     if ((past < 0 && !by_row) || past > most)
       throw Error("%s is %lld, wanted 0 to %lld, the capacity of %s%s", past_length.name, number(past), number(most),
-                  cache == &of.keys ? "past_key" : "past_value", cache->blockwise() ? " and its recent tokens" : "");
+                  cache == &of.keys ? "past_key" : "past_value", cache->is_low_bit() ? " and its recent tokens" : "");
   }
   const int64_t total = std::max<int64_t>(0, past) + length;
   mask.expect({batch, by_row ? -1 : total});
@@ -201,14 +204,14 @@ AttentionNode::Tensors AttentionNode::tensors(Context& context) const {
   of.query = query, of.lambda = lambda, of.position_ids = positions, of.cos = cos, of.sin = sin, of.attention_mask = mask;
   of.out = context.output(OUT, {batch, length, heads * width * d});
   if (of.appends) {
-    bind(context, KEYS, of.keys, of.keys.blockwise() ? quantized_tokens(total, window) : total);
-    bind(context, VALUES, of.values, of.values.blockwise() ? quantized_tokens(total, window) : total);
+    bind(context, KEYS, of.keys, of.keys.is_low_bit() ? quantized_tokens(total, window) : total);
+    bind(context, VALUES, of.values, of.values.is_low_bit() ? quantized_tokens(total, window) : total);
   } else {
     reuse_past(context, KEYS, of.keys);
     reuse_past(context, VALUES, of.values);
   }
   for (const CacheTensors* cache : {&of.keys, &of.values})
-    if (by_row && !(cache->in_place && (cache->recent_in_place || !cache->blockwise())))
+    if (by_row && !(cache->in_place && (cache->recent_in_place || !cache->is_low_bit())))
       throw Error("%s has %lld numbers, wanted one where past and present are not the same memory", past_length.name,
                   number(batch));
   return of;

@@ -7,7 +7,7 @@
 
 namespace diffbit {
 
-/// How many of `total` tokens are quantized in a cache of 4 or 2 bits.
+/// How many of `total` tokens are quantized in a cache of less than 8 bits.
 int64_t quantized_tokens(int64_t total, int64_t window);
 /// Rows of a sliding window's cache.
 int64_t ring_rows(int64_t sliding_window, int bits);
@@ -23,9 +23,8 @@ struct CacheTensors {
   int64_t ring;  // rows of a sliding window's cache, which is its capacity; else 0
   bool in_place, recent_in_place;  // past and present are the same memory
 
-  /// Blocks of 32 tokens of a channel with a scale and a zero point.
-  bool blockwise() const { return bits < 8; }
-  int64_t scale_tokens() const { return blockwise() ? CACHE_BLOCK : 1; }  // tokens that share a scale
+  /// Whether rows are rotated codes of less than 8 bits, with a residual window.
+  bool is_low_bit() const { return bits < 8; }
 };
 
 struct AttentionNode : schema::DiffAttention {
@@ -45,7 +44,7 @@ struct AttentionNode : schema::DiffAttention {
   int64_t query_heads() const { return heads + (branches - 1) * (heads / noise_ratio); }
 
   int64_t heads, kv_heads, width;  // width: sub-heads of a value, 2 or 1
-  int64_t branches, noise_ratio, window, sliding_window;
+  int64_t branches, noise_ratio, window, first, sliding_window;
   int key_bits, value_bits, query_bits;
   float scale, norm_eps;
 };

@@ -21,7 +21,9 @@ constexpr int64_t CONV_MOST_WIDTH = 64;  // limit, because a thread's stack hold
 
 constexpr int64_t SCAN_MOST_STATES = 256;  // limit, because a GPU thread keeps a channel's states
 
-constexpr int64_t CACHE_BLOCK = 32;        // tokens of a channel that share a scale
+constexpr int64_t CACHE_BLOCK = 32;        // tokens that leave the residual window of a low-bit cache together
+constexpr int64_t OFFSET_BEGIN = 16, OFFSET_TOKENS = 16;  // tokens whose mean is the offset of a low-bit cache's keys
+constexpr int64_t MAX_FIRST = 16;  // tokens that a low-bit cache keeps in float16
 constexpr int64_t ATTENTION_MOST_D = 512;  // limit, because a row must fit on a thread's stack
 
 }  // namespace diffbit

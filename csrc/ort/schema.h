@@ -20,7 +20,7 @@ struct Output {
 struct Integer {
   const char* name;
   int count;
-  int64_t values[4];
+  int64_t values[5];
 };
 struct Number {
   const char* name;

@@ -242,7 +242,8 @@ class Attention(Mixer):
         """Return softmax(q k^T * scale) v [B, H, S, e] of each branch: signal and noise, or one. Arguments: from
         `projected`.
 
-        Low-bit keys share scales with neighbouring tokens, so rows of a padded batch are computed without padding.
+        A low-bit cache keeps the first tokens in float16, and quantizes others in blocks, so rows of a padded batch are
+        computed without padding.
         """
         real = None if mask is None or self.arithmetic is None else mask[:, 0].any(1)  # [B, T]
         if mask is not None and real is not None and not real.all():

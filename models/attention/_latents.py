@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...ops import body, cache_body, diff_attention, signature
+from ...ops import body, cache_body, diff_attention, hadamard, signature
 from ..graph import Heads
 from ..mixers import Cache, Graph, Value
 
@@ -45,16 +45,24 @@ class GraphNodes(body.Nodes):
         if text not in self._written:
             if op == "Constant":
                 ((kind, value),) = attributes.items()
-                results = [self._graph.const(value, "float32" if kind == "value_float" else "int64")]
+                results = [self._graph.const(value, "float32" if "float" in kind else "int64")]
             else:
                 domain, _, name = op.rpartition(".")
                 values = [None if x is None else self._values[x] for x in takes]
                 settings = {key: int(x) if isinstance(x, int) else x for key, x in attributes.items()}  # of an IntEnum
                 results = list(self._graph.ops(name, values, outputs, domain=domain, **settings))
-            names = [f"%{len(self._values) + i}" for i in range(outputs)]
-            self._values.update(zip(names, results, strict=True))
-            self._written[text] = [body.Value(self, name) for name in names]
+            self._written[text] = [self.wrapped(result) for result in results]
         return self._written[text]
+
+    def wrapped(self, value: Any) -> body.Value:
+        """Return a value of the graph as an operand; the inverse of `value_of`."""
+        name = f"%{len(self._values)}"
+        self._values[name] = value
+        return body.Value(self, name)
+
+    def hadamard(self, rows: body.Value, block: int) -> body.Value:
+        """Add diffbit.Hadamard."""
+        return self.wrapped(self._graph.custom(hadamard, [self.value_of(rows)], block=block))
 
     def attribute(self, name: str) -> body.Value:
         return self.scalar(self._settings[name])
@@ -63,8 +71,11 @@ class GraphNodes(body.Nodes):
 class _Part(cache_body.CacheBody):
     """The rotated keys, or the latents: one row of width d per token, which all heads read."""
 
+    op: GraphNodes
+
     def __init__(self, settings: diff_attention.Signature, op: GraphNodes, heads: int, width: int) -> None:
         super().__init__(settings, op)
+        self.width = width
         self.Hk = op.ints(1)
         self.w = self.n = self.G = 1
         self.r = op.ints(heads)
@@ -72,6 +83,9 @@ class _Part(cache_body.CacheBody):
         self._visible()
         if self.blockwise:
             self._lengths()
+
+    def _transform(self, rows: body.Value) -> body.Value:
+        return self.op.hadamard(rows, hadamard.block_size(self.width))
 
     def append(self, name: str, rows: body.Value, bits: int) -> cache_body.Side:
         """Append rows [B, S, d]."""
@@ -101,8 +115,8 @@ def latent_attention(
     lambda float [B, S, signal heads] if there are noise heads. heads: head_dim is d', num_heads counts signal heads.
     softmaxes: H.
     """
-    settings, window, shared = g.attention_inputs(past, heads, 1 + ("lambda" in inputs))
-    op = GraphNodes(g, {**inputs, **shared}, {"window": window})
+    settings, lengths, shared = g.attention_inputs(past, heads, 1 + ("lambda" in inputs))
+    op = GraphNodes(g, {**inputs, **shared}, lengths)
     key, latent = (_Part(settings, op, softmaxes, width) for width in (heads.head_dim, latent_width))
     nodes, count, ratio = key.inputs, heads.num_heads, heads.noise_ratio
     keys = key.append("key", key.rotated("key", 1), settings.key_bits)

@@ -109,7 +109,7 @@ class Recipe:
     @property
     def exact(self) -> bool:
         """Whether it needs the float model's hidden states of all calibration tokens."""
-        return self.rounding.steps is not None
+        return any(method.steps is not None for method in (*self.transforms, self.rounding))
 
     def config(self, config: ModelConfig) -> ModelConfig:
         """Return the config of a model of `config` after its transforms."""

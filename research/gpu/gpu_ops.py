@@ -3,8 +3,8 @@
 A layer of differential attention. A token of the past and a pair of heads are 4d numbers: two keys and two values (a
 wide one) of d. Decoding reads them once for both softmaxes, so the fewest bytes are
 
-    16 bits    8 d                      8 bits   4 d + 4 steps of 4 bytes
-    4 bits     2 d + 4 grids of 4 bytes a channel and 32 tokens
+    16 bits    8 d                      8 bits   4 d + 4 scales of 4 bytes
+    4 bits     2 d + 4 scales of 2 bytes
 
 for each token and pair. A prompt of S tokens sees S (S + 1) / 2 pairs of places; each costs 2 products with keys of d
 and 2 with values of 2d, a multiplication and an addition a number: 4 d + 8 d = 12 d operations a pair of heads.
@@ -18,6 +18,7 @@ import math
 from dataclasses import dataclass, field
 
 import torch
+from caches import FIRST, WINDOW, low_bit_cache
 from clock import Call
 from torch import Tensor
 
@@ -26,7 +27,6 @@ from tests.native import cuda
 
 TYPES = {torch.float32: cuda.FLOAT32, torch.float16: cuda.FLOAT16, torch.bfloat16: cuda.BFLOAT16}
 BITS = {"bf16": 16, "int8": 8, "int4": 4}  # of the kinds of cache
-WINDOW = 32  # recent tokens that a cache of 4 bits keeps
 QUERIES = 64  # of a prompt that are checked
 EPS = 1e-5
 GROUP, TILE = 32, int4_matmul.TILE
@@ -99,12 +99,9 @@ class Layer:
             quantized = [kv_cache.quantize_rows(row) for row in rows]
             return {name: torch.cat([codes for codes, _ in quantized], 1),
                     f"{name}_scale": torch.cat([steps for _, steps in quantized], 1)}  # fmt: skip
-        before, count = (kv_cache.quantized_tokens(tokens, WINDOW) for tokens in (self.past, self.total))
-        quantized = [kv_cache.quantize_blocks(row[:, :, :count], bits) for row in rows]
-        recent = torch.zeros(1, heads, WINDOW + kv_cache.BLOCK, self.d, dtype=torch.float16, device=self.device)
-        recent[:, :, : self.past - before] = torch.cat([row[:, :, before : self.past] for row in rows], 1)
-        return {name: torch.cat([kv_cache.pack(codes, bits) for codes, _ in quantized], 1),
-                f"{name}_scale": torch.cat([grids for _, grids in quantized], 1), f"{name}_recent": recent}  # fmt: skip
+        parts = zip(*(low_bit_cache(row, bits, side) for row in rows), strict=True)
+        names = (name, f"{name}_scale", f"{name}_recent")
+        return {name: torch.cat(part, 1) for name, part in zip(names, parts, strict=True)}
 
     @property
     def total(self) -> int:
@@ -117,8 +114,7 @@ class Layer:
         if bits > 4:
             return {16: 8 * d, 8: 4 * d + 16}[bits] * self.total * self.pairs
         count = self.quantized(self.total)
-        token_bytes = 2 * d + d // 2
-        return (token_bytes * count + 8 * d * (self.total - count)) * self.pairs
+        return ((2 * d + 8) * count + 8 * d * (self.total - count)) * self.pairs
 
     def call(self, kernels: cuda.Kernels) -> Call:
         """One call of the layer; the cache's present is its past."""
@@ -131,8 +127,8 @@ class Layer:
             mask_row=self.past + self.steps,
             kv_heads=2 * self.pairs, d=self.d, past_key_capacity=keys, past_value_capacity=values, key_capacity=keys,
             value_capacity=values, positions=self.total, branches=2, noise_ratio=1, wide_value=1, lambda_per_token=0,
-            key_bits=bits, value_bits=bits, query_bits=0, window=WINDOW, type=cuda.BFLOAT16, key_type=cuda.BFLOAT16,
-            value_type=cuda.BFLOAT16, scale=1 / math.sqrt(self.d), norm_eps=EPS,
+            key_bits=bits, value_bits=bits, query_bits=0, window=WINDOW, first=FIRST, type=cuda.BFLOAT16,
+            key_type=cuda.BFLOAT16, value_type=cuda.BFLOAT16, scale=1 / math.sqrt(self.d), norm_eps=EPS,
         )  # fmt: skip
         return call(kernels, op, self.out, *self.inputs.values())
 
@@ -145,14 +141,19 @@ class Layer:
         scale = self.inputs[f"past_{side}_scale"][:, head]
         if bits == 8:
             return buffer[0].float() * scale[0, :, None], floats
-        count = self.quantized(self.total)
-        codes[:count] = kv_cache.dequantize_blocks(
-            kv_cache.unpack(buffer[:, :count], bits), scale[:, : count // kv_cache.BLOCK]
-        )
+        count, recent = self.quantized(self.total), self.inputs[f"past_{side}_recent"][0, head].float()
+        levels = kv_cache.levels_of(kv_cache.unpack(buffer[0, :count], bits), bits)
+        codes[:count] = levels * scale[0, :count, None]
+        begin = FIRST
+        if side == "key":
+            codes[:count] += recent[FIRST]
+            begin += 1
         new = self.inputs[side][0].float().view(self.steps, -1, self.d)[:, head]
-        floats[self.past :] = self._rotate(new, torch.float32) if side == "key" else new
-        floats[count:] = self.inputs[f"past_{side}_recent"][0, head, : self.total - count]
-        return codes, floats.half().float()
+        new = self._rotate(new, torch.float32) if side == "key" else new
+        floats[self.past :] = kv_cache.rotate(new).half()
+        floats[count:] = recent[begin : begin + self.total - count]
+        floats[:FIRST] = recent[:FIRST]
+        return kv_cache.rotate(codes), kv_cache.rotate(floats)
 
     def quantized(self, tokens: int) -> int:
         """How many of so many tokens a query sees as codes."""
@@ -180,7 +181,7 @@ class Layer:
         tokens = torch.arange(self.total, device=self.device)
         hidden = tokens > self.past + rows[:, None]
         counts = torch.tensor([self.quantized(self.past + row + 1) for row in rows.tolist()], device=self.device)
-        coded = tokens < counts[:, None]  # [n, T]
+        coded = (tokens >= FIRST * (BITS[self.kind] < 8)) & (tokens < counts[:, None])  # [n, T]
         out = []
         for pair in range(self.pairs):
             wide_values = zip(*(self.numbers("value", 2 * pair + i) for i in range(2)), strict=True)

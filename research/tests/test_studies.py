@@ -72,7 +72,7 @@ def test_kernels(tmp_path: Path) -> None:
             assert row["ratio"].keys() >= peers and min(row["ratio"].values()) > 0 and not row["missing"]
             assert ("share_percent" in row) == (row["tokens"] == 1)
     caches = {(row["kv"], row["threads"]): row for row in by_op["caches"]}
-    kinds = {"fp32", "fp16", "int8", "int4", "int2", "int8 + qk int8", "int4 + qk int8"}
+    kinds = {"fp32", "fp16", "int8", "int4", "int3", "int2", "int8 + qk int8", "int4 + qk int8"}
     assert caches.keys() == {(kind, threads) for kind in kinds for threads in (1, 2)}
     assert caches["int4", 1]["mb"] < caches["fp32", 1]["mb"] and caches["int4", 1]["ratio"].keys() == {"fp32", "fp16"}
     text = page.read_text()

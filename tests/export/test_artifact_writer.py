@@ -54,6 +54,7 @@ def test_diff_v1_holds_the_op_and_its_body(checkpoint_of: Maker) -> None:
         "value_bits": 16,
         "query_bits": 0,
         "window": 0,
+        "first": 0,
         "sliding_window": 0,
         "spec_version": diff_attention.OP.version,
     }

@@ -87,7 +87,7 @@ def test_fp16_without_int8_activations_is_as_close_as_float(checkpoint_of: Maker
         {"num_heads": 3, "num_kv_heads": 3, "head_dim": 24, "hidden_size": 48, "intermediate_size": 72},
         {"tie_embeddings": True, "rope_scaling": Llama3(8.0, 1.0, 4.0, 16), "rope_theta": 500000.0},
         {"sub_norms": True, "mlp": "relu2"},
-        {"qk_norm": True, "head_dim": 24, "rope_scaling": Yarn(4.0, 16, 1.3), **BIASES},
+        {"qk_norm_eps": 1e-6, "head_dim": 24, "rope_scaling": Yarn(4.0, 16, 1.3), **BIASES},
     ],
     ids=["gqa4", "odd", "llama3-tied", "bitnet", "biases-norms-yarn"],
 )

@@ -31,15 +31,17 @@ SCHEMES = {
     "fp16": AttentionScheme(keys="fp16", values="fp16"),
     "int8": KV8,
     "int4": KV4,
-    "int2": AttentionScheme(keys="int2", values="int2", window=7),
+    "int3": AttentionScheme(keys="int3", values="int3", first=0),
+    "int2": AttentionScheme(keys="int2", values="int2", window=7, first=16),
     "int8-qk8": replace(KV8, qk="int8"),
     "int4-qk8": replace(KV4, qk="int8"),
     "qk4": AttentionScheme(qk="int4"),
     "keys8-values4": AttentionScheme(keys="int8", values="int4"),
     "everything": replace(KV4, qk="int4", window=0),
 }
-# A last-bit difference moves a code to its neighbour now and then, and the tokens that see it with it
-USUAL, WORST = 2e-4, 0.3  # of the median place, of any
+# A last-bit difference moves a code to its neighbour now and then, and the tokens that see it with it. Of codes below 8
+# bits, torch in float64 differs from torch in float32 by 1.3e-3 (diff_v1, no window)
+USUAL, USUAL_BELOW_8_BITS, WORST = 2e-4, 3e-3, 0.3  # of the median place, of any
 variants = pytest.mark.parametrize("attention", VARIANTS)
 
 
@@ -75,9 +77,9 @@ def tokens(*shape: int) -> torch.Tensor:
     return torch.randint(0, 61, shape, generator=torch.Generator().manual_seed(1))
 
 
-def close(actual: np.ndarray, expected: torch.Tensor) -> None:
+def close(actual: np.ndarray, expected: torch.Tensor, scheme: AttentionScheme) -> None:
     error = relative_error(actual, expected)
-    assert np.median(error) < USUAL and error.max() < WORST, error
+    assert np.median(error) < (USUAL_BELOW_8_BITS if scheme.has_window else USUAL) and error.max() < WORST, error
 
 
 PAIRS = list(zip(cycle(VARIANTS), SCHEMES, strict=False))
@@ -106,14 +108,14 @@ def test_logits(quantized_of: Maker, artifact_of: Maker, attention: str, name: s
         expected = model(ids)[0]
     parts = [session.prefill(ids[:, start:stop].numpy(), all_positions=True)[0] for start, stop in ((0, 37), (37, 96))]
     parts += [session.step(ids[:, place : place + 1].numpy()) for place in range(96, 110)]
-    close(np.concatenate(parts), expected)
+    close(np.concatenate(parts), expected, scheme)
     session.reset()
-    close(session.prefill(ids.numpy(), all_positions=True)[0], expected)
+    close(session.prefill(ids.numpy(), all_positions=True)[0], expected, scheme)
 
     session.reset()
     rows, mask = tokens(2, 75), torch.ones(2, 75, dtype=torch.int64)
     mask[0, 40:70] = 0
-    rows[0, 40:70] = 0  # the session's padding: it shares grids with its neighbours
+    rows[0, 40:70] = 0  # the session's padding: it shares blocks with its neighbours
     with torch.inference_mode():
         expected = model(rows, attention_mask=mask)
     parts_of_rows = [session.prefill(rows[:, :70].numpy(), mask[:, :70].numpy(), all_positions=True)]
@@ -124,7 +126,7 @@ def test_logits(quantized_of: Maker, artifact_of: Maker, attention: str, name: s
         parts_of_rows += [session.step(rows[:, place : place + 1].numpy())[:, None] for place in range(70, 75)]
     logits = np.concatenate(parts_of_rows, 1)
     real = mask.bool()[:, : logits.shape[1]]
-    close(logits[real.numpy()], expected[:, : logits.shape[1]][real])
+    close(logits[real.numpy()], expected[:, : logits.shape[1]][real], scheme)
 
 
 @pytest.mark.slow
@@ -188,10 +190,10 @@ def test_the_graph_and_its_buffers(artifact_of: Maker, attention: str) -> None:
     assert runtime.Artifact.open(artifact).cache.layers == 2 * (
         (
             Buffer("key", "int8", (heads, "tokens", 32), "native"),
-            Buffer("value", "uint8", (heads, "tokens", 16), "native"),
+            Buffer("value", "uint8", (heads, "tokens", 16), "native", 32),
             Buffer("key_scale", "float32", (heads, "tokens"), "native"),
-            Buffer("value_scale", "float16", (heads, "tokens/32", 2, 32), "native"),
-            Buffer("value_recent", "float16", (heads, 64, 32), "native"),
+            Buffer("value_scale", "float16", (heads, "tokens"), "native", 32),
+            Buffer("value_recent", "float16", (heads, 68, 32), "native", 32),
         ),
     )
     graph = graph_of(artifact).graph
@@ -199,7 +201,15 @@ def test_the_graph_and_its_buffers(artifact_of: Maker, attention: str) -> None:
     assert len(nodes) == 2 and not any(node.op_type == "GroupQueryAttention" for node in graph.node)
     attributes = {a.name: a.i for a in nodes[0].attribute if a.name not in ("scale", "norm_eps")}
     expected = {"branches": 1 if attention == "softmax" else 2, "wide_value": int(attention == "diff_v1")}
-    expected |= {"key_bits": 8, "value_bits": 4, "query_bits": 0, "window": 32, "num_heads": 4, "num_kv_heads": heads}
+    expected |= {
+        "key_bits": 8,
+        "value_bits": 4,
+        "query_bits": 0,
+        "window": 32,
+        "first": 4,
+        "num_heads": 4,
+        "num_kv_heads": heads,
+    }
     assert expected.items() <= attributes.items()
     assert (nodes[0].input[3] == "") == (attention == "softmax")  # lambda
     assert nodes[0].input[13] == nodes[0].output[5] == ""  # keys of 8 bits have none that are recent
@@ -258,15 +268,15 @@ def test_buffers_in_place_and_growing(artifact_of: Maker) -> None:
     session = runtime.Session(artifact, threads=1)
     session.prefill(tokens(1, 70).numpy())
     pointers = [value.data_ptr() for value in session._past]
-    assert session._past[0].shape() == [1, 4, LENGTH, 16] and session._past[2].shape() == [1, 4, LENGTH // 32, 2, 32]
+    assert session._past[0].shape() == [1, 4, LENGTH, 16] and session._past[2].shape() == [1, 4, LENGTH]
     session.step([[3]])
     assert [value.data_ptr() for value in session._binding.get_outputs()[1:]] == pointers
     growing = runtime.Session(artifact, threads=1, native=False)
     growing.prefill(tokens(1, 70).numpy())
-    assert [value.shape()[2] for value in growing._past[:6]] == [32, 32, 1, 1, 64, 64]
+    assert [value.shape()[2] for value in growing._past[:6]] == [32, 32, 32, 32, 69, 68]
     for _ in range(26):
         growing.step([[3]])
-    assert [value.shape()[2] for value in growing._past[:6]] == [64, 64, 2, 2, 64, 64]
+    assert [value.shape()[2] for value in growing._past[:6]] == [64, 64, 64, 64, 69, 68]
 
 
 @pytest.mark.slow
@@ -283,7 +293,7 @@ def test_a_context_that_is_no_multiple_of_32(
     for native in (True, False):
         session = runtime.Session(artifact, threads=1, native=native)
         assert session.capacity == 75
-        close(session.prefill(ids.numpy(), all_positions=True)[0], expected)
+        close(session.prefill(ids.numpy(), all_positions=True)[0], expected, attention)
         with pytest.raises(DiffbitError, match="holds 75 tokens, but 76 are wanted"):
             session.step([[1]])
 
@@ -312,18 +322,20 @@ def test_from_the_command_line(checkpoint_of: Maker, tmp_path: Path) -> None:
         "int8",
         "--kv-window",
         "9",
+        "--kv-first",
+        "2",
     ]
     done = CliRunner().invoke(app, [*command, "-o", str(folder), "--json"])
     assert done.exit_code == 0, done.output
     int8 = parse_format("int8")
-    scheme = Scheme(parse_format("int4_g32"), int8, int8, attention=AttentionScheme(None, "int8", "int8", "int4", 9))
+    scheme = Scheme(parse_format("int4_g32"), int8, int8, attention=AttentionScheme(None, "int8", "int8", "int4", 9, 2))
     from diffbit.models import Checkpoint
 
     assert read_scheme(Checkpoint(folder)) == scheme
     report = json.loads(done.stdout)
-    # a token of a layer: 4 heads of keys in bytes with a float32 step, of values in half bytes with two float16
-    assert report["after"]["kv_bytes_per_1k_tokens"] == 1000 * 2 * 4 * (32 + 4 + 16 + 4)
-    assert report["after"]["kv_fixed_bytes"] == 2 * 4 * 41 * 32 * 2
+    # a token of a layer: 4 heads of keys in bytes with a float32 scale, of values in half bytes with a float16 one
+    assert report["after"]["kv_bytes_per_1k_tokens"] == 1000 * 2 * 4 * (32 + 4 + 16 + 2)
+    assert report["after"]["kv_fixed_bytes"] == 2 * 4 * (2 + 9 + 32) * 32 * 2
     assert report["before"]["kv_bytes_per_1k_tokens"] == 1000 * 2 * 2 * 4 * 32 * 4
     options = ["--repeats", "1", "--prompt-tokens", "60", "--new-tokens", "3", "--memory", "1GB", "--json"]
     for flag in ([], ["--no-native"]):  # of a checkpoint
@@ -341,10 +353,12 @@ def test_from_the_command_line(checkpoint_of: Maker, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--kv", "int3"], "attention.keys is 'int3', wanted one of fp16, int8, int4, int2 or none"),
+        (["--kv", "int5"], "attention.keys is 'int5', wanted one of fp16, int8, int4, int3, int2 or none"),
         (["--kv", "int8,int4,int2"], "a KV cache of 'int8,int4,int2': wanted one format, or two for keys and values"),
         (["--kv", "int4", "--kv-window", "-1"], "attention.window is -1, wanted a whole number from 0"),
-        (["--kv", "int8", "--kv-window", "9"], "--kv-window is for an int4 or int2 cache"),
+        (["--kv", "int8", "--kv-window", "9"], "--kv-window is for an int4, int3 or int2 cache"),
+        (["--kv", "int4", "--kv-first", "17"], "attention.first is 17, wanted a whole number from 0 to 16"),
+        (["--kv", "int8", "--kv-first", "4"], "--kv-first is for an int4, int3 or int2 cache"),
         (["--weights", "none", "--kv", "none"], "nothing to quantize"),
         (
             ["--kv", "int4", "--scheme", "s.toml"],

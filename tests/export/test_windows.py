@@ -21,7 +21,7 @@ SCHEMES = {
     "float": AttentionScheme(),
     "int8": AttentionScheme(keys="int8", values="int8", qk="int8"),
     "int4": AttentionScheme(keys="int4", values="int4", window=7),
-    "int2": AttentionScheme(keys="int2", values="int4", window=0),
+    "int2": AttentionScheme(keys="int2", values="int3", window=0, first=16),
 }
 
 

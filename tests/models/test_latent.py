@@ -146,7 +146,7 @@ CACHES = {
     "int8": AttentionScheme(keys="int8", values="int8"),
     "int8 products": AttentionScheme(keys="int8", values="int8", qk="int8"),
     "int4": AttentionScheme(keys="int4", values="int4"),
-    "int4 latents": AttentionScheme(values="int4", window=0),
+    "int3 latents": AttentionScheme(values="int3", window=0),
 }
 
 

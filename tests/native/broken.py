@@ -298,7 +298,7 @@ def broken_attention() -> Iterator[Broken]:
     scales = tuple(Output(name, np.dtype(np.float32), 3) for name in ("present_key_scale", "present_value_scale"))
     yield Broken(
         replace(changed(node, "float_scales"), outputs=node.outputs + scales),
-        "present_key_scale is given, wanted exactly where the cache is int8",
+        "present_key_scale is given, wanted exactly where the cache is of at most 8 bits",
     )
     # A bound buffer of the wrong capacity is the caller's output: ONNX Runtime, or its stand-in, refuses it
     full = attention(replace(case, beyond=None), in_place=True)
@@ -320,13 +320,13 @@ def broken_attention() -> Iterator[Broken]:
     )
 
 
-def broken_grids() -> Iterator[Broken]:
+def broken_low_bit_cache() -> Iterator[Broken]:
     """DiffAttention over a cache of 4 bits: 32 of 70 tokens are codes, there is room for 64."""
     case = AttentionCase("base", batch=2, past=70, beyond=32, d=32, key_bits=4, value_bits=4)
     node = attention(case)
     x = {name: array for name, array in node.inputs.items() if array is not None}
     narrow = {name: x[name][..., : x[name].shape[-1] // 2] for name in ("query", "key", "value", "cos", "sin")}
-    uneven = {"past_value": x["past_value"][:, :, 32:], "past_value_scale": x["past_value_scale"][:, :, 1:]}
+    uneven = {"past_value": x["past_value"][:, :, 32:], "past_value_scale": x["past_value_scale"][:, :, 32:]}
     ceiling = "wanted 0 to 127, the capacity of past_key and its recent tokens"
     for name, sentence, changes in (
         ("d_16", "past_key holds 16 numbers a token, wanted a multiple of 32 where key_bits is 4", narrow),
@@ -341,28 +341,29 @@ def broken_grids() -> Iterator[Broken]:
         ("past_negative", f"past_length is -1, {ceiling}", {"past_length": np.array([-1])}),
         ("past_beyond", f"past_length is 128, {ceiling}", {"past_length": np.array([128])}),
         ("past_huge", f"past_length is 9223372036854775807, {ceiling}", {"past_length": np.array([(1 << 63) - 1])}),
-        ("no_grids", "past_key_scale is missing, wanted exactly where", {"past_key_scale": None}),
-        ("no_value_grids", "past_value_scale is missing, wanted exactly where", {"past_value_scale": None}),
+        ("no_scales", "past_key_scale is missing, wanted exactly where", {"past_key_scale": None}),
+        ("no_value_scales", "past_value_scale is missing, wanted exactly where", {"past_value_scale": None}),
         ("no_recent", "past_key_recent is missing, wanted exactly where", {"past_key_recent": None}),
         ("no_value_recent", "past_value_recent is missing, wanted exactly where", {"past_value_recent": None}),
         (
-            "grids_short",
-            r"past_key_scale is \[2, 2, 1, 2, 32\], wanted \[2, 2, 2, 2, 32\]",
+            "scales_short",
+            r"past_key_scale is \[2, 2, 63\], wanted \[2, 2, 64\]",
             {"past_key_scale": x["past_key_scale"][:, :, 1:]},
         ),
         (
-            "grids_of_tokens",  # those of version 4
-            r"past_value_scale is \[2, 2, 64, 2, 1\], wanted \[2, 2, 2, 2, 32\]",
-            {"past_value_scale": np.zeros((2, 2, 64, 2, 1), np.float16)},
+            "scales_of_blocks",  # those of version 5
+            r"past_value_scale is \[2, 2, 2, 2, 32\], wanted \[2, 2, 64\]",
+            {"past_value_scale": np.zeros((2, 2, 2, 2, 32), np.float16)},
         ),
         (
             "recent_short",
-            r"past_key_recent is \[2, 2, 63, 32\], wanted \[2, 2, 64, 32\]",
+            r"past_key_recent is \[2, 2, 68, 32\], wanted \[2, 2, 69, 32\]",
             {"past_key_recent": x["past_key_recent"][:, :, 1:]},
         ),
-        ("other_window", r"past_key_recent is \[2, 2, 64, 32\], wanted \[2, 2, 32, 32\]", {"window": 0}),
+        ("other_window", r"past_key_recent is \[2, 2, 69, 32\], wanted \[2, 2, 37, 32\]", {"window": 0}),
+        ("other_first", r"past_key_recent is \[2, 2, 69, 32\], wanted \[2, 2, 65, 32\]", {"first": 0}),
         ("float_recent", None, {"past_key_recent": x["past_key_recent"].astype(np.float32)}),
-        ("float_grids", None, {"past_key_scale": x["past_key_scale"].astype(np.float32)}),
+        ("float_scales_low", None, {"past_key_scale": x["past_key_scale"].astype(np.float32)}),
     ):
         yield Broken(changed(node, f"int4_{name}", **changes), sentence)
 
@@ -372,7 +373,7 @@ def broken_grids() -> Iterator[Broken]:
     for index, name in ((3, "present_key_scale"), (5, "present_key_recent")):
         yield Broken(
             replace(changed(node, f"int4_no_{name}"), outputs=without(node, index, None)),
-            f"{name} is missing, wanted where the cache is int4 or int2",
+            f"{name} is missing, wanted where the cache is of less than 8 bits",
         )
     shared = attention(case, in_place=True)
     grids = shared.outputs[3]
@@ -385,7 +386,7 @@ def broken_grids() -> Iterator[Broken]:
     recent = Output("present_key_recent", np.dtype(np.float16), 4)
     yield Broken(
         replace(changed(rows, "int8_recent"), outputs=(*rows.outputs, recent)),
-        "present_key_recent is given, wanted exactly where the cache is int4 or int2",
+        "present_key_recent is given, wanted exactly where the cache is of less than 8 bits",
     )
 
 
@@ -399,4 +400,4 @@ def broken() -> Iterator[Broken]:
     yield from broken_silu_gate()
     yield from broken_mamba()
     yield from broken_attention()
-    yield from broken_grids()
+    yield from broken_low_bit_cache()

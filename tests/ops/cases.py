@@ -49,6 +49,7 @@ class AttentionCase:
     value_bits: int = 16
     query_bits: int = 0
     window: int = 32
+    first: int = 4
     sliding_window: int = 0
     query_only: bool = False  # reads a cache that holds its own tokens
     seed: int = 0
@@ -58,7 +59,7 @@ class AttentionCase:
         return self.past + self.steps
 
     def quantized(self, tokens: int) -> int:
-        """How many of `tokens` a cache of 4 or 2 bits holds as codes."""
+        """How many of `tokens` a cache below 8 bits holds as codes."""
         return _quantized(tokens, self.window)
 
     def signature(self) -> diff_attention.Signature:
@@ -76,14 +77,29 @@ class AttentionCase:
         """Slots of a sliding window's buffer; 0: it is no ring."""
         return -(-self.sliding_window // 32) * 32 if bits < 8 else self.sliding_window
 
+    def bits_of(self, buffer: str) -> int:
+        return self.key_bits if "key" in buffer else self.value_bits
+
     def filled(self, present: str) -> int:
-        """Slots of an output that hold tokens (or blocks of them, for scales), along its third dimension."""
-        bits = self.key_bits if "key" in present else self.value_bits
-        quantized = self.total if bits >= 8 else self.quantized(self.total)
-        if present.endswith("recent"):
-            return self.total - quantized
-        tokens = min(quantized, self.ring(bits)) if self.sliding_window else quantized
-        return tokens // 32 if present.endswith("scale") and bits < 8 else tokens
+        """Slots of an output that hold tokens, along its third dimension; not of recent tokens."""
+        bits = self.bits_of(present)
+        tokens = self.total if bits >= 8 else self.quantized(self.total)
+        return min(tokens, self.ring(bits)) if self.sliding_window else tokens
+
+    def recent_slots(self, buffer: str, tokens: int) -> list[int]:
+        """Slots of a buffer of recent tokens that hold rows when the cache holds so many tokens: of the first tokens,
+        of the offset, of the residual window."""
+        quantized, offset = self.quantized(tokens), self.first if "key" in buffer else None
+        residual = self.first + (offset is not None)
+        return [
+            *range(min(self.first, tokens)),
+            *([offset] if offset is not None and quantized else []),
+            *range(residual, residual + tokens - quantized),
+        ]
+
+    def defined(self, present: str) -> slice | list[int]:
+        """Slots of an output whose contents are defined, along its third dimension."""
+        return self.recent_slots(present, self.total) if present.endswith("recent") else slice(None)
 
     def inputs(self) -> dict[str, torch.Tensor | None]:
         """Random inputs in the op's order, None those that the node has no use for.
@@ -100,7 +116,8 @@ class AttentionCase:
             buffer[:, :, : filled.shape[2]] = filled
             return buffer
 
-        def cache(bits: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        def cache(name: str) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+            bits = self.bits_of(name)
             heads, ring = (self.batch, self.kv_heads), self.ring(bits)
             tokens_held = self.total if self.query_only else self.past
             capacity = ring or (tokens_held if self.beyond is None else self.total + self.beyond)
@@ -116,12 +133,15 @@ class AttentionCase:
             if ring:
                 past, capacity = min(past, ring), ring
             codes = torch.randint(256, (*heads, capacity, self.d * bits // 8), generator=g).to(torch.uint8)
-            shape = (*heads, past // 32, self.d)
-            scales = (torch.rand(shape, generator=g) + 0.5) * 4 / (2**bits - 1)
-            zeros = torch.rand(shape, generator=g) - 2.5
-            both = torch.stack((scales, zeros), 3).half()  # [B, Hk, C / 32, 2, d]
-            recent = torch.randn(*heads, tokens_held - quantized, self.d, generator=g).half()
-            return codes, poisoned(both, capacity // 32), poisoned(recent, self.window + 32)
+            scales = ((torch.rand(*heads, past, generator=g) + 0.5) * 2.5 / 127).half()
+            slots = self.recent_slots(name, tokens_held)
+            rows = torch.randn(*heads, len(slots), self.d, generator=g).half()
+            if not quantized:  # the first tokens are in the residual window, too
+                count = min(self.first, tokens_held)
+                rows[:, :, :count] = rows[:, :, count : 2 * count]
+            recent = poisoned(rows[:, :, :0], self.first + (name == "key") + self.window + 32)
+            recent[:, :, slots] = rows
+            return codes, poisoned(scales, capacity), recent
 
         mask = torch.ones(self.batch, self.total, dtype=torch.int64)
         if self.padding == "left":
@@ -137,12 +157,12 @@ class AttentionCase:
         if self.key_bits < 16 and self.steps:
             key[:, 0, : self.d] = 0  # a row of zeros has scale 0
         if self.value_bits < 16 and self.steps:
-            value[:, :, : self.d : 3] = 0.5  # and so has a block of equal numbers
+            value[:, 1:2, : self.d] = 0
         lam = torch.rand(lam_shape, generator=g) if self.branches == 2 else None
         if self.query_only:
             key = value = None
-        past_key, past_key_scale, past_key_recent = cache(self.key_bits)
-        past_value, past_value_scale, past_value_recent = cache(self.value_bits)
+        past_key, past_key_scale, past_key_recent = cache("key")
+        past_value, past_value_scale, past_value_recent = cache("value")
         inputs = {
             "query": query,
             "key": key,
@@ -178,6 +198,7 @@ class AttentionCase:
             "value_bits": self.value_bits,
             "query_bits": self.query_bits,
             "window": self.window,
+            "first": 0 if self.sliding_window else self.first,
             "sliding_window": self.sliding_window,
         }
         return diff_attention.OP.attributes_of(values)
@@ -294,6 +315,20 @@ ATTENTION_CASES = [
     _low("int2_d128_chunk", 2, 2, d=128, steps=33, past=40, heads=1, seed=74),
     _low("v2_int4_decode", 4, 4, base=_V2, steps=1, past=95, beyond=7, heads=4, kv_heads=2, d=64, seed=75),
     _low("v2_int4_prefill_fp16", 4, 4, base=_V2, steps=70, dtype=torch.float16, seed=76),
+    _low("int3_prefill", 3, 3, steps=100, heads=1, seed=160),
+    _low("int3_decode", 3, 3, steps=1, past=159, beyond=1, d=64, heads=4, kv_heads=4, batch=2, seed=161),
+    _low("int3_decode_group", 3, 3, steps=1, past=127, beyond=32, d=128, seed=162),
+    _low("int3_chunk", 3, 3, d=96, steps=33, past=40, heads=1, padding="left", batch=2, seed=163),
+    _low("v2_int3_fp16", 3, 3, base=_V2, steps=2, past=95, heads=4, kv_heads=2, dtype=torch.float16, seed=164),
+    # First tokens: none, one, the most; some there already; all in a window that nothing has left
+    _low("int4_first0", 4, 4, first=0, steps=40, past=30, heads=1, seed=165),
+    _low("int4_first0_decode", 4, 4, first=0, steps=1, past=100, beyond=3, d=64, seed=166),
+    _low("int4_first1_decode", 4, 4, first=1, steps=1, past=63, beyond=0, seed=167),
+    _low("int3_first16_chunk", 3, 4, first=16, window=0, steps=30, past=7, heads=1, seed=168),
+    _low("int2_first16_decode", 2, 3, first=16, steps=1, past=15, beyond=0, seed=169),
+    _low("int4_first_tokens_arrive", 4, 4, first=9, steps=4, past=2, beyond=0, seed=170),
+    _low("int4_first_tokens_leave", 4, 2, first=9, window=0, steps=30, past=2, beyond=0, heads=1, seed=171),
+    _low("int3_query8_first16", 3, 16, 8, first=16, steps=1, past=159, batch=2, padding="left", seed=172),
     # Keys and values of different bits
     _low("int4_keys", 4, 16, steps=4, past=94, beyond=3, seed=80),
     _low("int4_keys_fp16_values", 4, 16, cache=torch.float16, steps=40, past=60, heads=1, seed=81),
@@ -316,6 +351,8 @@ ATTENTION_CASES = [
     _low("int4_query4_fp16_left", 4, 8, 4, dtype=torch.float16, padding="left", batch=2, steps=70, seed=97),
     _low("int2_query4", 2, 2, 4, window=0, steps=34, past=40, heads=1, seed=98),
     _low("int2_query8_decode", 2, 4, 8, steps=1, past=127, d=64, seed=99),
+    _low("int3_query8_decode", 3, 2, 8, steps=1, past=200, beyond=5, d=64, heads=4, seed=173),
+    _low("int3_query4_chunk", 3, 3, 4, steps=50, past=70, heads=1, d=128, seed=174),
     _low("v2_int8_query8", 8, 8, 8, base=_V2, steps=21, past=5, heads=4, kv_heads=2, batch=2, seed=100),
     _low("v2_int4_query4_decode", 4, 4, 4, base=_V2, steps=1, past=150, beyond=0, heads=4, kv_heads=2, seed=101),
     # More tokens than a kernel's block of keys, and more queries
@@ -324,7 +361,7 @@ ATTENTION_CASES = [
     _low("int4_long_prefill_behind_past", 4, 4, steps=18, past=590, heads=1, beyond=9, padding="right", seed=104),
 ]
 
-_WINDOW = replace(_V1, name="window", sliding_window=16)
+_WINDOW = replace(_V1, name="window", sliding_window=16, first=0)
 
 
 def _ring(
@@ -380,6 +417,8 @@ RING_CASES = [
     _ring("ring_int4_wide", 4, 4, sliding_window=310, steps=1, past=800, d=64, beyond=0, seed=240),
     _ring("ring_int2_prompt", 2, 2, steps=40, past=190, heads=1, beyond=0, seed=241),
     _ring("ring_int2_query4", 2, 2, 4, steps=1, past=190, beyond=0, seed=242),
+    _ring("ring_int3_query8", 3, 3, 8, steps=1, past=211, d=64, beyond=0, seed=247),
+    _ring("ring_int3_prompt", 3, 3, steps=45, past=190, heads=1, beyond=0, seed=248),
     _ring("ring_int4_keys", 4, 16, steps=1, past=131, beyond=0, seed=243),
     _ring("ring_int4_values_prompt", 16, 4, steps=40, past=131, heads=1, beyond=0, seed=244),
     _ring("ring_int8_keys_int2_values", 8, 2, 8, steps=3, past=190, beyond=0, seed=245),
@@ -400,6 +439,8 @@ QUERY_ONLY_CASES = [
     _low("read_int4_chunk", 4, 4, 4, base=_READ, steps=5, past=300, d=64, seed=258),
     _low("read_int4_prompt", 4, 4, base=_READ, steps=70, past=100, heads=1, seed=259),
     _low("read_int4_short", 4, 4, 8, base=_READ, steps=4, past=20, beyond=0, seed=260),
+    _low("read_int3", 3, 3, 8, base=_READ, steps=2, past=130, heads=4, d=64, beyond=9, seed=262),
+    _low("read_int3_short", 3, 3, base=_READ, first=9, steps=4, past=20, beyond=0, seed=263),
     _low("read_int8_keys_int2_values", 8, 2, base=_READ, steps=2, past=95, seed=261),
 ]
 ATTENTION_CASES += RING_CASES + QUERY_ONLY_CASES
@@ -434,6 +475,10 @@ CUDA_ATTENTION_CASES = [
     _low("int4_fp16_gqa8_left", 4, 4, steps=2, past=190, d=64, heads=8, dtype=torch.float16, padding="left", seed=144),
     _low("int4_bf16_d128", 4, 4, steps=1, past=300, d=128, heads=4, kv_heads=4, dtype=_BF16, seed=145),
     _low("int4_bf16_window0", 4, 4, steps=5, past=92, d=64, window=0, dtype=_BF16, beyond=0, seed=146),
+    _low("int3_bf16", 3, 3, steps=3, past=95, d=64, dtype=_BF16, beyond=40, seed=185),
+    _low("int3_fp16_decode", 3, 2, 8, steps=1, past=460, d=64, dtype=torch.float16, batch=2, padding="left", seed=186),
+    _low("int3_d128_first16", 3, 3, first=16, steps=1, past=300, d=128, heads=4, kv_heads=4, dtype=_BF16, seed=187),
+    _low("int2_bf16_first0", 2, 2, first=0, steps=2, past=190, d=64, heads=8, dtype=_BF16, beyond=0, seed=188),
     _low("v2_int4_bf16_d128", 4, 4, base=_V2, steps=1, past=200, d=128, heads=4, kv_heads=2, dtype=_BF16, seed=147),
     replace(_GROUPED, name="grouped_bf16_d128", steps=1, past=150, d=128, dtype=_BF16, beyond=3, seed=149),
     # Prompts
@@ -497,6 +542,10 @@ PREFILL_CASES = [
     _low("int4_ring_window70", 4, 4, base=_WINDOW, sliding_window=50, window=70, steps=90, d=64, dtype=_BF16, seed=182),
     _low("int2_d64", 2, 2, steps=100, past=33, d=64, heads=1, dtype=_FP16, seed=183),
     _low("int2_d128", 2, 2, base=_V2, steps=40, past=99, d=128, heads=3, dtype=_BF16, beyond=9, seed=184),
+    _low("int3_d64", 3, 3, steps=100, past=33, d=64, heads=1, dtype=_FP16, batch=2, padding="left", seed=188),
+    _low("int3_d128_first16", 3, 3, base=_V2, first=16, steps=90, past=9, d=128, heads=3, dtype=_BF16, seed=189),
+    _low("int4_d64_first0", 4, 4, first=0, window=0, steps=70, past=64, d=64, dtype=_BF16, beyond=0, seed=190),
+    _low("int3_ring_d64", 3, 2, base=_WINDOW, sliding_window=50, steps=90, past=120, d=64, dtype=_BF16, seed=191),
     _low("int4_keys_d64", 4, 16, steps=97, past=30, d=64, heads=1, dtype=_BF16, beyond=2, seed=185),
     _low("int4_keys_int8_values_d64", 4, 8, steps=97, past=70, d=64, dtype=_FP16, seed=186),
     _low("int2_values_d64", 16, 2, steps=97, past=70, d=64, cache=_FP16, dtype=_BF16, seed=187),

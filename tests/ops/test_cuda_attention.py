@@ -82,19 +82,19 @@ def test_caches_that_are_not_aligned(bits: int, steps: int, device: Device) -> N
 
 @on_each_device
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
-def test_rows_and_grids_with_no_finite_step_are_nan(odd: float, device: Device) -> None:
+def test_rows_that_are_not_finite_are_nan(odd: float, device: Device) -> None:
     rows = AttentionCase("rows", steps=5, past=3, beyond=1, d=32, key_bits=8, value_bits=8)
-    grids = AttentionCase("grids", steps=40, past=60, beyond=0, d=64, key_bits=4, value_bits=2)
-    for case, value in ((rows, (4, 19)), (grids, (2, 64 + 40))):
+    levels = AttentionCase("levels", steps=40, past=60, beyond=0, d=64, key_bits=4, value_bits=2)
+    for case, value in ((rows, (4, 19)), (levels, (2, 64 + 40))):
         x = case.inputs()
         x["key"][0, 2, 5] = x["value"][0, *value] = odd
         got = run_cuda(device, case, x)
         names = [name for name in case.signature().outputs if name]
         expected = dict(zip(names, call_reference(case, x), strict=True))
         for name in names:
-            slots = case.filled(name) if name.endswith("recent") else None
-            assert torch.equal(got[name][:, :, :slots].isnan(), expected[name][:, :, :slots].isnan()), name
-            assert name == "out" or same_bits(got[name][:, :, :slots], expected[name][:, :, :slots]), name
+            slots = case.defined(name)
+            assert torch.equal(got[name][:, :, slots].isnan(), expected[name][:, :, slots].isnan()), name
+            assert name == "out" or same_bits(got[name][:, :, slots], expected[name][:, :, slots]), name
 
 
 @on_each_device

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
+from diffbit.ops import kv_cache
 from diffbit.ops.diff_attention_reference import Cached, append, in_pairs, rotated
 
 from .cases import PREFILL_CASES, AttentionCase
@@ -41,19 +42,23 @@ def caches(case: AttentionCase, x: Tensors) -> tuple[Cached, Cached]:
             rows = rows.transpose(1, 2)
         scale, recent = (x.get(f"past_{name}_{part}") for part in ("scale", "recent"))
         ring = case.sliding_window > 0
-        stored = append(rows, past, scale, recent, case.total - steps, bits, case.window, ring)
+        layout = case.window, case.first, name == "key"
+        stored = append(rows, past, scale, recent, case.total - steps, bits, *layout, ring)
         return stored.as_stored(case.steps) if case.query_only else stored
 
     return cache("key", case.key_bits), cache("value", case.value_bits)
 
 
 def forms(cache: Cached, case: AttentionCase) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Which queries see a token [S, T] in a form of the cache, and the tokens in it [B, G, w, T, d], rounded to T."""
+    """Which queries see a token [S, T] in a form of the cache, and the tokens in it [B, G, w, T, d], rotated back and
+    rounded to T."""
     width = 2 if case.wide_value else 1
     grouped = cache.grouped(case.kv_heads // width, width)
     coded, floats = grouped.dequantized(torch.float32), grouped.floats.float()
     coded = pad(coded, (0, 0, 0, case.total - coded.shape[-2]))
     floats = pad(floats, (0, 0, case.total - floats.shape[-2], 0))
+    if cache.is_rotated:
+        coded, floats = kv_cache.rotate(coded), kv_cache.rotate(floats)
     return [(cache.coded, coded.to(case.dtype).float()), (~cache.coded, floats.to(case.dtype).float())]
 
 
@@ -99,8 +104,8 @@ def check(case: AttentionCase, x: Tensors, got: dict[str, torch.Tensor]) -> None
     names = [name for name in case.signature().outputs if name]
     expected = dict(zip(names, call_reference(case, x), strict=True))
     for name in names[1:]:
-        slots = case.filled(name) if name.endswith("recent") else None
-        assert same_bits(got[name][:, :, :slots], expected[name][:, :, :slots]), f"{name} has other bits"
+        slots = case.defined(name)
+        assert same_bits(got[name][:, :, slots], expected[name][:, :, slots]), f"{name} has other bits"
     oracle = call_reference(case, in_doubles(x))[0]
     peer = composed(case, x)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from diffbit.models import Decoder, KVCache, ModelConfig, causal_mask, rope_for
 from diffbit.models.layers.state import LayerCache
-from diffbit.ops.kv_cache import BLOCK, quantized_tokens
+from diffbit.ops.kv_cache import LEVELS, THRESHOLDS, quantized_tokens
 from diffbit.quantize import AttentionScheme, Scheme, apply
 from diffbit.quantize.attention import LowBitAttention, quantize_logits, set_attention
 
@@ -22,8 +23,9 @@ SCHEMES = {
     "products int8": AttentionScheme(qk="int8"),
     "q int4, keys int8 to int4": AttentionScheme(qk="int4", keys="int8"),
     "cache int4": AttentionScheme(keys="int4", values="int4", window=5),
-    "cache int2, no window": AttentionScheme(keys="int2", values="int2", window=0),
-    "q int8, keys int2, values int8": AttentionScheme(qk="int8", keys="int2", values="int8", window=0),
+    "cache int3": AttentionScheme(keys="int3", values="int3", window=5, first=16),
+    "cache int2, no float16 tokens": AttentionScheme(keys="int2", values="int2", window=0, first=0),
+    "q int8, keys int2, values int8": AttentionScheme(qk="int8", keys="int2", values="int8", window=0, first=1),
     "q int4, values int4": AttentionScheme(qk="int4", values="int4", window=16),
     "values int2 alone": AttentionScheme(values="int2", window=1),
 }
@@ -95,44 +97,64 @@ def slow_row(x: Tensor, bits: int) -> tuple[list[int], float]:
     return [round(value) for value in (x.float() / step).tolist()], float(step)
 
 
-def slow_grid(x: Tensor, bits: int) -> tuple[list[int], float, float]:
-    """Codes, step and point of the 32 numbers of a grid."""
-    assert len(x) == BLOCK
-    x = x.half().float()
-    point, top = float(x.min()), 2**bits - 1
-    step = float(((x.max() - x.min()) / top).half())
-    return [max(0, min(top, round(value))) for value in ((x - point) / step).tolist()], step, point
+def slow_rotated(row: Tensor) -> Tensor:
+    """A row of 32 numbers times the Hadamard matrix, in the order of sums of a fast transform."""
+    numbers = row.float()
+    for distance in (1, 2, 4, 8, 16):
+        numbers = torch.stack([
+            numbers[i] + numbers[i + distance] if not i & distance else numbers[i - distance] - numbers[i]
+            for i in range(32)
+        ])  # fmt: skip
+    return numbers * (1 / math.sqrt(32))
 
 
 @lru_cache
-def slow_grids(rows: Tensor, begin: int, bits: int) -> list[tuple[list[int], float, float]]:
-    """Of each channel of the BLOCK rows [T, d] from `begin` on; kept, because every row of the block asks for them."""
-    return [slow_grid(rows[begin : begin + BLOCK, channel], bits) for channel in range(rows.shape[1])]
+def slow_rows(rows: Tensor) -> list[Tensor]:
+    """The rotated rows [d] in float16 of a cache; cached, because every query asks for them."""
+    return [slow_rotated(row).half().float() for row in rows]
+
+
+@lru_cache
+def slow_offset(rows: Tensor) -> Tensor:
+    """The mean of the rotated rows 16 to 31."""
+    sums = slow_rows(rows)[16:32]
+    while len(sums) > 1:
+        half = len(sums) // 2
+        sums = [a + b for a, b in zip(sums[:half], sums[half:], strict=True)]
+    return (sums[0] / 16).half().float()
+
+
+@lru_cache
+def slow_levels(rows: Tensor, place: int, bits: int, has_offset: bool) -> tuple[list[int], float]:
+    """Levels and scale of a row of the rotated cache, without the offset."""
+    row = slow_rows(rows)[place]
+    n, unit = slow_row(row - slow_offset(rows) if has_offset else row, 8)
+    deviation = math.sqrt(sum(x * x for x in n) / len(n))
+    levels = [LEVELS[bits][sum(x / deviation > threshold for threshold in THRESHOLDS[bits])] for x in n]
+    scale = unit * sum(x * level for x, level in zip(n, levels, strict=True)) / sum(level**2 for level in levels)
+    return levels, float(torch.tensor(scale).half())
 
 
 def slow_logit(query: Tensor, key: Tensor, place: int, length: int, scheme: AttentionScheme) -> float:
     """Of one query [d], scaled, and key[place] [T, d], while the cache holds `held` tokens."""
-    bits = {"float": 32, "fp16": 16, "int8": 8, "int4": 4, "int2": 2}[scheme.key_format]
+    bits = {"float": 32, "fp16": 16, "int8": 8, "int4": 4, "int3": 3, "int2": 2}[scheme.key_format]
     if bits == 8:
         codes, step = slow_row(key[place], 8)
         if not scheme.query_bits:
             return sum(q * code * step for q, code in zip(query.tolist(), codes, strict=True))
         query_codes, query_step = slow_row(query, scheme.query_bits)
         return sum(a * b for a, b in zip(query_codes, codes, strict=True)) * query_step * step
-    if bits >= 16 or place >= quantized_tokens(length, scheme.window):
-        recent = key[place] if bits == 32 else key[place].half()
-        return float(query.double() @ recent.double())
-    begin = place // BLOCK * BLOCK
-    grids = slow_grids(key, begin, bits)
-    codes = [codes[place - begin] for codes, _, _ in grids]
-    offset = sum(q * point for q, (_, _, point) in zip(query.tolist(), grids, strict=True))
-    steps = torch.tensor([step for _, step, _ in grids])
+    if bits >= 16:
+        return float(query.double() @ (key[place] if bits == 32 else key[place].half()).double())
+    query = slow_rotated(query)
+    if not scheme.first <= place < quantized_tokens(length, scheme.window):
+        return float(query.double() @ slow_rows(key)[place].double())
+    levels, scale = slow_levels(key, place, bits, True)
+    offset = float(query.double() @ slow_offset(key).double())
     if not scheme.query_bits:
-        return offset + sum(q * code for q, code in zip((query * steps).tolist(), codes, strict=True))
-    query_codes, query_step = slow_row(query * steps, scheme.query_bits)
-    lost = sum(u - code * query_step for u, code in zip((query * steps).tolist(), query_codes, strict=True))
-    offset += (2**bits - 1) / 2 * lost
-    return offset + sum(a * b for a, b in zip(query_codes, codes, strict=True)) * query_step
+        return offset + sum(q * level for q, level in zip(query.tolist(), levels, strict=True)) * scale
+    query_codes, query_step = slow_row(query, scheme.query_bits)
+    return offset + sum(a * b for a, b in zip(query_codes, levels, strict=True)) * query_step * scale
 
 
 def slow_value(rows: Tensor, place: int, length: int, scheme: AttentionScheme) -> Tensor:
@@ -143,11 +165,13 @@ def slow_value(rows: Tensor, place: int, length: int, scheme: AttentionScheme) -
     if scheme.value_format == "int8":
         codes, step = slow_row(row, 8)
         return torch.tensor(codes).double() * step
-    if scheme.value_format == "fp16" or place >= quantized_tokens(length, scheme.window):
+    if scheme.value_format == "fp16":
         return row.half().double()
-    begin = place // BLOCK * BLOCK
-    grids = slow_grids(rows, begin, {"int4": 4, "int2": 2}[scheme.value_format])
-    return torch.tensor([codes[place - begin] * step + point for codes, step, point in grids]).double()
+    rotated = slow_rows(rows)[place]
+    if scheme.first <= place < quantized_tokens(length, scheme.window):
+        levels, scale = slow_levels(rows, place, {"int4": 4, "int3": 3, "int2": 2}[scheme.value_format], False)
+        rotated = torch.tensor(levels) * scale
+    return slow_rotated(rotated).double()  # back: the transform is its own inverse
 
 
 def slow_head(query: Tensor, key: Tensor, values: list[Tensor], seen: Tensor, scale: float, scheme: Any) -> Tensor:
@@ -181,7 +205,7 @@ def test_every_head_is_that_of_slow_loops(attention: str, name: str) -> None:
         torch.randn(2, heads, past + length, 32),
         past + length,
     )
-    keys[:, :, :, 3] += 4  # a channel apart, and a token
+    keys[:, :, :, 3] += 4  # a channel and a token that differ from the others
     keys[:, :, 40] *= 3
     cache = LayerCache(keys.clone(), values.clone())
     cache.length = past
@@ -202,7 +226,7 @@ def test_every_head_is_that_of_slow_loops(attention: str, name: str) -> None:
             key, value = group, [group]
             if attention == "diff_v1":
                 key, value = 2 * group + head % 2, [2 * group, 2 * group + 1]
-            real = padding[row].bool()  # blocks are of these: padding is as if it were not there
+            real = padding[row].bool()  # the cache is of these: padding is as if it were not there
             asked, expected = real[past:], torch.zeros(length, 32 * len(value)).double()
             rows, seen = [cache.value[row, index][real] for index in value], mask[row, 0][asked][:, real]
             expected[asked] = slow_head(
@@ -242,7 +266,7 @@ def test_a_prompt_in_pieces_gives_the_same_logits(attention: str, name: str) -> 
 
 
 @pytest.mark.parametrize("attention", VARIANTS)
-@pytest.mark.parametrize("name", ["cache int2, no window", "q int4, values int4"])
+@pytest.mark.parametrize("name", ["cache int2, no float16 tokens", "q int4, values int4"])
 @torch.inference_mode()
 def test_a_padded_row_gives_the_same_logits_alone(attention: str, name: str) -> None:
     """A prompt of unequal rows, padded in front, behind and within, then steps of which a row may have none."""

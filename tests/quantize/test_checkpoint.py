@@ -109,7 +109,7 @@ def test_rows_on_disk_have_the_order_of_the_float_checkpoint(model: Path, quanti
 
 @pytest.mark.parametrize("attention", ["softmax", "diff_v1", "diff_v2"])
 @pytest.mark.parametrize(
-    "changes", [{}, {"tie_embeddings": True, "qk_norm": True, **BIASES}, {"sub_norms": True, "mlp": "relu2"}]
+    "changes", [{}, {"tie_embeddings": True, "qk_norm_eps": 1e-6, **BIASES}, {"sub_norms": True, "mlp": "relu2"}]
 )
 def test_load_is_apply_is_dequantized_weights(attention: str, changes: dict[str, object], tmp_path: Path):
     config = resized(CONFIG, attention=attention, **changes)
@@ -134,7 +134,7 @@ METHODS = ["gptq", "guided", "learned", "awq+hqq", "clip", "rotate", "rotate_hea
 
 
 SUB_NORMS: dict[str, Any] = {"sub_norms": True, "mlp": "relu2"}
-QWEN2, QWEN3 = {"qkv_bias": True}, {"qk_norm": True, "head_dim": 24}
+QWEN2, QWEN3 = {"qkv_bias": True}, {"qk_norm_eps": 1e-6, "head_dim": 24}
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ QWEN2, QWEN3 = {"qkv_bias": True}, {"qk_norm": True, "head_dim": 24}
         ("diff_v2", SUB_NORMS, "awq+gptq"),
         *(("softmax", QWEN2, method) for method in METHODS),
         *(("softmax", QWEN3, method) for method in METHODS),
-        ("diff_v1", {"qk_norm": True, **BIASES}, "rotate+learned"),
+        ("diff_v1", {"qk_norm_eps": 1e-6, **BIASES}, "rotate+learned"),
     ],
 )
 def test_every_method_takes_sub_norms_biases_and_norms_of_queries(attention: str, changes: dict[str, Any], method: str):

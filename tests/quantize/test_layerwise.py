@@ -110,7 +110,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
         "untie": {"transform": untie, "config": lambda config: replace(config, tie_embeddings=False)},
         "forgets": {"transform": untie},
         "needs": {"round": by_activations, "calibrated": True},
-        "look": {"transform": LOOKER.transform, "calibrated": True, "exact": True},
+        "look": {"transform": LOOKER.transform, "calibrated": True, "steps": 1},
         "overflow": {"transform": overflow},
         "nearest": {"round": lambda weight, format, stats: rtn(weight, format)},
     }

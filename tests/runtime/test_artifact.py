@@ -101,9 +101,10 @@ def buffer(**changes: Any) -> dict[str, Any]:
         ([buffer(), buffer(name="v", dtype="float64")], r"buffers\[1\].dtype is 'float64', wanted one of"),
         ([buffer(shape=[])], r"shape is \[\], wanted a list of 1 to 5 entries"),
         ([buffer(shape=["tokens"] * 6)], r"shape is \[.*\], wanted a list of 1 to 5 entries"),
+        ([buffer(window=-1)], "window is -1, wanted a whole number of at least 0"),
         ([buffer(in_place="often")], "in_place is 'often', wanted one of always, native, never"),
         *(
-            ([buffer(shape=[2, "tokens", odd])], r"shape\[2\] is .*, wanted a number above 0, 'tokens', 'tokens/32' or")
+            ([buffer(shape=[2, "tokens", odd])], r"shape\[2\] is .*, wanted a number above 0, 'tokens' or")
             for odd in (
                 0,
                 -1,
@@ -111,11 +112,11 @@ def buffer(**changes: Any) -> dict[str, Any]:
                 True,
                 1.5,
                 "token",
-                "tokens/",
-                "tokens/0",
-                "tokens/-1",
-                "tokens/9999",
-                "tokens/²",
+                "tokens/32",
+                "tokens%",
+                "tokens%0",
+                "tokens%-1",
+                "tokens%²",
             )
         ),
     ],
@@ -127,14 +128,22 @@ def test_bad_buffers_are_refused(folder: Path, buffers: Any, message: str) -> No
         Artifact.open(folder)
 
 
+def test_a_cache_with_scales_of_blocks_is_to_be_exported_again(folder: Path) -> None:
+    manifest = manifest_of(folder)
+    old = buffer(name="key_scale", dtype="float16", shape=[2, "tokens/32", 2, 32])
+    seal(folder, manifest | {"cache": {"layers": [{"buffers": [buffer(), old]}]}})
+    with pytest.raises(DiffbitError, match=r"shape\[1\] is 'tokens/32'.*export the model again"):
+        Artifact.open(folder)
+
+
 def test_bytes_of_a_low_bit_cache() -> None:
-    """An int4 cache of 3 layers with 2 heads of 64 and a window of 32, by hand."""
-    key = Buffer("key", "uint8", (2, "tokens", 32))
-    grid = Buffer("key_scale", "float16", (2, "tokens/32", 2, 64))
-    recent = Buffer("key_recent", "float16", (2, 64, 64))
-    cache = CacheSpec(((key, grid, recent),) * 3)
+    """An int4 cache of 3 layers with 2 heads of 64, a window of 32 and 4 first tokens, by hand."""
+    key = Buffer("key", "uint8", (2, "tokens", 32), window=32)
+    scale = Buffer("key_scale", "float16", (2, "tokens"), window=32)
+    recent = Buffer("key_recent", "float16", (2, 69, 64), window=32)
+    cache = CacheSpec(((key, scale, recent),) * 3)
     assert (cache.multiple, cache.capacity(1), cache.capacity(64)) == (32, 32, 64)
-    fixed, group = 3 * 2 * 64 * 64 * 2, 3 * 2 * (32 * 32 + 2 * 64 * 2)
+    fixed, group = 3 * 2 * 69 * 64 * 2, 3 * 2 * (32 * 32 + 32 * 2)
     assert cache.fixed_bytes == fixed and cache.nbytes(33) == fixed + 2 * group
     assert cache.bytes_per_1k_tokens == group * 1000 // 32
     assert cache.longest(fixed + 2 * group) == 64 and cache.longest(fixed + 2 * group - 1) == 32
@@ -155,11 +164,11 @@ def test_bytes_of_unequal_layers() -> None:
 def test_a_ring_is_cut_only_where_it_still_has_the_window(bits: int) -> None:
     """Against a list of what lies in each slot."""
     window, residual, rows = 40, 7, 64 if bits == 4 else 40
-    layer = [Buffer("key", "uint8", (2, f"tokens%{rows}", 32))]
+    layer = [Buffer("key", "uint8", (2, f"tokens%{rows}", 32), window=residual if bits == 4 else None)]
     if bits == 4:
         layer += [
-            Buffer("key_scale", "float16", (2, f"tokens/32%{rows // 32}", 2, 64)),
-            Buffer("key_recent", "float16", (2, residual + 32, 64)),
+            Buffer("key_scale", "float16", (2, f"tokens%{rows}"), window=residual),
+            Buffer("key_recent", "float16", (2, 1 + residual + 32, 64), window=residual),
         ]
     cache = CacheSpec((tuple(layer),))
     assert cache.multiple == (32 if bits == 4 else 1) and cache.nbytes(0) == cache.nbytes(10**6) == cache.fixed_bytes

@@ -89,7 +89,7 @@ class OnnxRuntime {
       this.length = length;
       return true;
     }
-    const rows = this.buffers.every(({ shape }) => shape[1] === "tokens" && !shape.some((dim) => /\//.test(dim)));
+    const rows = this.buffers.every(({ shape }) => shape[1] === "tokens");
     const onGpu = Object.values(this.past).some(({ location }) => location === "gpu-buffer");
     if (!rows || onGpu || length === 0) return false;
     for (const [name, { type, data, dims }] of Object.entries(this.past)) {

@@ -19,7 +19,7 @@ size_t halves_bytes(int64_t count) { return static_cast<size_t>(count) * sizeof(
 
 }  // namespace
 
-Cache::Cache(const CacheTensors& tensors, bool is_keys_, int64_t d, int64_t window)
+Cache::Cache(const CacheTensors& tensors, bool is_keys_, int64_t d, int64_t window, int64_t first_)
     : fresh(tensors.fresh),
       is_keys(is_keys_),
       bits(tensors.bits),
@@ -29,7 +29,7 @@ Cache::Cache(const CacheTensors& tensors, bool is_keys_, int64_t d, int64_t wind
       row_bytes(static_cast<size_t>(type == CACHE_FLOAT32 && bits == 16 ? d * 4 : d * bits / 8)),
       past_scales(tensors.past_scale.as<char>()),
       scales(tensors.present_scale.as<char>()),
-      scale_bytes(bits == 8 ? sizeof(float) : halves_bytes(2 * d)),
+      scale_bytes(bits == 8 ? sizeof(float) : sizeof(Half)),
       past_capacity(tensors.past_capacity),
       capacity(tensors.capacity),
       ring(tensors.ring),
@@ -37,7 +37,9 @@ Cache::Cache(const CacheTensors& tensors, bool is_keys_, int64_t d, int64_t wind
       in_place(tensors.in_place),
       past_recent(tensors.past_recent.as<Half>()),
       recent(tensors.present_recent.as<Half>()),
-      slots(window + CACHE_BLOCK),
+      first(first_),
+      lead(first + is_keys),
+      slots(lead + window + CACHE_BLOCK),
       recent_in_place(tensors.recent_in_place) {}
 
 CacheRows Cache::rows(const Call& call, int64_t b, int64_t g, int64_t t) const {
@@ -51,37 +53,30 @@ CacheRows Cache::rows(const Call& call, int64_t b, int64_t g, int64_t t) const {
   return group_rows;
 }
 
-BlockRows Cache::blocks(const Call& call, int64_t b, int64_t g, int64_t t) const {
-  BlockRows group_blocks{};
-  group_blocks.count = call.width;
-  for (int64_t j = 0; j < call.width; ++j) {
-    const int64_t head = call.head(b, g, j);
-    group_blocks.codes[j] = reinterpret_cast<const uint8_t*>(row(head, t));
-    group_blocks.scales[j] = reinterpret_cast<const Half*>(scale(head, t));
-  }
-  return group_blocks;
-}
-
-CacheRows Cache::recent_rows(const Call& call, int64_t b, int64_t g) const {
+CacheRows Cache::half_rows(const Call& call, int64_t b, int64_t g, int64_t slot) const {
   CacheRows group_rows{};
   group_rows.count = call.width;
-  for (int64_t j = 0; j < call.width; ++j) group_rows.rows[j] = recent + call.head(b, g, j) * slots * call.d;
+  for (int64_t j = 0; j < call.width; ++j) group_rows.rows[j] = recent + (call.head(b, g, j) * slots + slot) * call.d;
   return group_rows;
+}
+
+const Half* Cache::offset(const Call& call, int64_t head) const {
+  return is_keys ? recent + (head * slots + first) * call.d : nullptr;
 }
 
 void Cache::copy(int64_t head, int64_t begin, int64_t end) const {
   if (in_place || begin >= end) return;
   std::memcpy(row(head, begin), past + (head * past_capacity + begin) * row_bytes, (end - begin) * row_bytes);
   if (scales)
-    std::memcpy(scale(head, begin), past_scales + (head * past_capacity + begin) / scale_tokens() * scale_bytes,
-                (end - begin) / scale_tokens() * scale_bytes);
+    std::memcpy(scale(head, begin), past_scales + (head * past_capacity + begin) * scale_bytes,
+                (end - begin) * scale_bytes);
 }
 
 void Cache::move(const Cache& to, int64_t head, int64_t begin, int64_t end) const {
   for (int64_t t = begin, count; t < end; t += count) {
     count = smaller(run(t, end), to.run(t, end));
     std::memcpy(to.row(head, t), row(head, t), count * row_bytes);
-    if (scales) std::memcpy(to.scale(head, t), scale(head, t), count / scale_tokens() * scale_bytes);
+    if (scales) std::memcpy(to.scale(head, t), scale(head, t), count * scale_bytes);
   }
 }
 
@@ -113,7 +108,23 @@ void Cache::append_rows(const Call& call, int64_t b, int64_t sub_head, int64_t b
     store(call, head, t, new_row(call, b, sub_head, t, wide, rotated));
 }
 
-void Cache::append_blocks(const Call& call, int64_t b, int64_t sub_head, int64_t begin, int64_t end) const {
+void Cache::begin_low_bit(const Call& call, int64_t b, int64_t sub_head) const {
+  const int64_t head = b * call.kv_heads + sub_head, d = call.d;
+  Half* to = recent + head * slots * d;
+  if (!recent_in_place) std::memcpy(to, past_recent + head * slots * d, halves_bytes(lead * d));
+  if (call.cached < first) halves(call, b, sub_head, call.cached, smaller(first, call.total), to + call.cached * d);
+  if (!is_keys || !call.quantizes_first()) return;
+  Half block[OFFSET_TOKENS * ATTENTION_MOST_D];
+  halves(call, b, sub_head, OFFSET_BEGIN, OFFSET_BEGIN + OFFSET_TOKENS, block);
+  float sums[OFFSET_TOKENS * ATTENTION_MOST_D];
+  call.kernels.widen(block, OFFSET_TOKENS * d, sums);
+  for (int64_t count = OFFSET_TOKENS / 2; count; count /= 2)
+    for (int64_t i = 0; i < count * d; ++i) sums[i] += sums[count * d + i];
+  for (int64_t i = 0; i < d; ++i) sums[i] /= OFFSET_TOKENS;
+  call.kernels.narrow(sums, d, to + first * d);
+}
+
+void Cache::append_low_bit(const Call& call, int64_t b, int64_t sub_head, int64_t begin, int64_t end) const {
   const int64_t head = b * call.kv_heads + sub_head, d = call.d;
   copy(head, begin, smaller(end, call.before));
   if (end < call.total) return;
@@ -123,8 +134,8 @@ void Cache::append_blocks(const Call& call, int64_t b, int64_t sub_head, int64_t
     halves(call, b, sub_head, t, t + CACHE_BLOCK, block);
     quantize(call, head, t, CACHE_BLOCK, block);
   }
-  Half* to = recent + head * slots * d;
-  const Half* from = past_recent + head * slots * d;
+  Half* to = recent + (head * slots + lead) * d;
+  const Half* from = past_recent + (head * slots + lead) * d;
   if (call.past > call.after && (!recent_in_place || call.after > call.before))
     std::memmove(to, from + (call.after - call.before) * d, halves_bytes((call.past - call.after) * d));
   copy_free_slots(call, head);
@@ -133,24 +144,26 @@ void Cache::append_blocks(const Call& call, int64_t b, int64_t sub_head, int64_t
 }
 
 void Cache::halves(const Call& call, int64_t b, int64_t sub_head, int64_t begin, int64_t end, Half* to) const {
-  float wide[ATTENTION_MOST_D], rotated[ATTENTION_MOST_D];
+  float wide[ATTENTION_MOST_D], roped[ATTENTION_MOST_D], rotated[ATTENTION_MOST_D];
   const int64_t d = call.d;
-  const Half* from = past_recent + (b * call.kv_heads + sub_head) * slots * d;
+  const Half* from = past_recent + ((b * call.kv_heads + sub_head) * slots + lead) * d;
   if (const int64_t old = smaller(end, call.cached) - begin; old > 0)
     std::memcpy(to, from + (begin - call.before) * d, halves_bytes(old * d));
-  for (int64_t t = larger(begin, call.cached); t < end; ++t)
-    call.kernels.narrow(new_row(call, b, sub_head, t, wide, rotated), d, to + (t - begin) * d);
+  for (int64_t t = larger(begin, call.cached); t < end; ++t) {
+    call.hadamard(new_row(call, b, sub_head, t, wide, roped), rotated);
+    call.kernels.narrow(rotated, d, to + (t - begin) * d);
+  }
 }
 
 void Cache::quantize(const Call& call, int64_t head, int64_t t, int64_t count, const Half* from) const {
   for (int64_t i = 0; i < count; i += CACHE_BLOCK)
-    call.lowbit.quantize[codes()](from + i * call.d, call.d, reinterpret_cast<uint8_t*>(row(head, t + i)),
-                                  reinterpret_cast<Half*>(scale(head, t + i)));
+    call.lowbit.encode[codes()](from + i * call.d, offset(call, head), CACHE_BLOCK, call.d,
+                                reinterpret_cast<uint8_t*>(row(head, t + i)), reinterpret_cast<Half*>(scale(head, t + i)));
 }
 
 void Cache::copy_free_slots(const Call& call, int64_t head) const {
   if (recent_in_place) return;
-  const int64_t used = call.total - call.after, place = (head * slots + used) * call.d;
+  const int64_t used = lead + call.total - call.after, place = (head * slots + used) * call.d;
   std::memcpy(recent + place, past_recent + place, halves_bytes((slots - used) * call.d));
 }
 

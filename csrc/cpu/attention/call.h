@@ -8,6 +8,7 @@
 
 #include <vector>
 
+#include "../hadamard/kernels.h"
 #include "cache.h"
 #include "op.h"
 
@@ -30,6 +31,7 @@ struct Call {
 
   const AttentionKernels& kernels;
   const LowBitKernels& lowbit;
+  const HadamardKernels& hadamard_kernels;
   bool bfloat16;
   int64_t first_row, batch;  // rows first_row .. first_row + batch of the tensors
   int64_t heads, query_heads, kv_heads, width, branches, ratio, d;
@@ -47,11 +49,13 @@ struct Call {
   int64_t first, length, past;
   int64_t all_length, all_total, mask_columns;
   // Derived from them: tokens in all, and in the cache before the part; quantized tokens before and after the part (0
-  // without blocks); signal rows
+  // for 8 bits and more); signal rows
   int64_t total, cached, before, after, rows;
   void set_part(int64_t first_, int64_t length_, int64_t all_past);
 
-  bool blockwise() const { return keys.blockwise() || values.blockwise(); }
+  bool is_low_bit() const { return keys.is_low_bit() || values.is_low_bit(); }
+  /// Whether the part quantizes the first block of all, whose keys make the offset.
+  bool quantizes_first() const { return appends && keys.base == 0 && before == 0 && after > 0; }
   int64_t all_rows() const { return rows + noises * length; }
   QueryRows query_rows() const { return width == 2 ? QueryRows{{rows, all_rows() - rows}} : QueryRows{{all_rows(), 0}}; }
   int64_t width_floats() const { return width * padded(d); }
@@ -61,7 +65,7 @@ struct Call {
   int64_t token(int64_t b, int64_t i) const { return b * all_length + first + i; }
   /// How many quantized tokens the new token i sees.
   int64_t seen_quantized(int64_t i) const {
-    return !blockwise() ? 0 : appends ? quantized_tokens(past + i + 1, window) : after;
+    return !is_low_bit() ? 0 : appends ? quantized_tokens(past + i + 1, window) : after;
   }
   /// The first token that new token i sees.
   int64_t first_seen(int64_t i) const { return sliding ? larger(0, past + i + 1 - sliding) : 0; }
@@ -72,10 +76,19 @@ struct Call {
 
   /// d numbers of a tensor [B, S, any, d] as floats; `wide` is memory for converting them.
   const float* floats(const Tensor& tensor, int64_t index, float* wide) const;
+  /// y = RoPE(x) * by, at the position of new token i.
   void rotate(const float* x, int64_t b, int64_t i, float by, float* y) const;
-  /// The queries of kv head g and the new tokens begin..end, rotated and scaled: q [pairs + noises, end - begin,
-  /// padded(d)].
+  /// y = the Hadamard transform of x, d numbers.
+  void hadamard(const float* x, float* y) const;
+  /// The queries of kv head g and the new tokens begin..end, after RoPE, scaled, and rotated if keys are: q [pairs + noises,
+  /// end - begin, padded(d)].
   void rotate_queries(int64_t b, int64_t g, int64_t begin, int64_t end, float* q) const;
+  /// The score of queries with the first tokens of a low-bit cache, which are in float16: s[i * stride + t] for the `count`
+  /// rows of q of sub-head j and t < `tokens`.
+  void first_scores(int64_t b, int64_t g, int64_t j, const float* q, int64_t count, int64_t tokens, float* s,
+                    int64_t stride) const;
+  /// query . offset of the keys of sub-head j.
+  float offset_score(int64_t b, int64_t g, int64_t j, const float* query) const;
   /// The head's output: the sum of `count` parts, `part_stride` floats apart, through the head norm.
   void write(int64_t b, int64_t i, int64_t head, const float* parts, int64_t count, int64_t part_stride) const;
 };

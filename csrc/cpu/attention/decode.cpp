@@ -3,8 +3,8 @@
 //     2. per (batch, kv head):        the factor of each chunk (log-sum-exp)
 //     3. per (batch, kv head, chunk): the difference, its product with the chunk's values
 //     4. per (batch, kv head):        the sum over the chunks, head norm
-// With one chunk, one task does all of this. The cache is read once, in its stored form. With blocks the quantized tokens are
-// cut into chunks, and the last chunk also has the recent tokens: it quantizes, shifts and appends, and no other task reads
+// With one chunk, one task does all of this. The cache is read once, in its stored form. Below 8 bits the quantized tokens
+// are cut into chunks, and the last chunk also has the residual window: it quantizes, shifts and appends, and no other task reads
 // the tokens that it moves. Otherwise, except in rings, only tokens that the mask shows are counted. So holes in a row of a
 // batch change neither its chunks nor any sum, and the row computes the same bits as alone.
 #include <algorithm>
@@ -25,7 +25,7 @@ struct Shown {
 
   Shown(const Call& call, int64_t b) : slots(call.total), count(call.total) {
     const int64_t* mask = call.mask_of(b);
-    if (call.blockwise() || call.keys.ring || !call.kernels.hides(mask, slots)) return;
+    if (call.is_low_bit() || call.keys.ring || !call.kernels.hides(mask, slots)) return;
     count = 0;
     for (int64_t slot = 0; slot < slots; ++slot) {
       if (!mask[slot]) continue;
@@ -77,7 +77,7 @@ struct Decode {
 
   Decode(const Call& call_)
       : call(call_),
-        chunks(larger(1, divide_up(call.blockwise() ? call.after : call.total, CHUNK))),
+        chunks(larger(1, divide_up(call.is_low_bit() ? call.after : call.total, CHUNK))),
         span(larger(CHUNK, divide_up(call.total - (chunks - 1) * CHUNK, CACHE_BLOCK) * CACHE_BLOCK)) {
     for (int64_t b = 0; b < call.batch; ++b) shown.emplace_back(call, call.first_row + b);
   }
@@ -117,17 +117,48 @@ struct Decode {
     if (!call.appends) return;
     for (int64_t sub_head = g * call.width; sub_head < (g + 1) * call.width; ++sub_head)
       for (const Cache* cache : {&call.keys, &call.values})
-        if (cache->blockwise())
-          cache->append_blocks(call, b, sub_head, begin, end);
+        if (cache->is_low_bit())
+          cache->append_low_bit(call, b, sub_head, begin, end);
         else
           cache->append_rows(call, b, sub_head, begin, end);
+  }
+
+  /// Calls work(rows, t, some) for each tile of the `count` low-bit rows from `slot` on: `some` rows from t on as int8.
+  template <class Work>
+  void in_tiles(const Cache& cache, int64_t b, int64_t g, int64_t slot, int64_t count, const Work& work) const {
+    constexpr int64_t TILE = 64;
+    alignas(64) int8_t levels[2 * TILE * ATTENTION_MOST_D];
+    float scales[2][TILE];
+    CacheRows rows{};
+    rows.count = call.width;
+    for (int64_t t = 0; t < count; t += TILE) {
+      const int64_t some = smaller(TILE, count - t);
+      for (int64_t j = 0; j < call.width; ++j) {
+        const int64_t head = call.head(b, g, j);
+        int8_t* to = levels + j * TILE * call.d;
+        call.lowbit.unpack[cache.codes()](reinterpret_cast<const uint8_t*>(cache.row(head, slot + t)), some, call.d, to);
+        call.kernels.widen(reinterpret_cast<const Half*>(cache.scale(head, slot + t)), some, scales[j]);
+        rows.rows[j] = to, rows.scales[j] = scales[j];
+      }
+      work(rows, t, some);
+    }
+  }
+
+  /// Adds q . offset to the first `count` scores of each row.
+  void add_offsets(int64_t b, int64_t g, int64_t count, const float* q, float* s) const {
+    if (count <= 0) return;
+    for (int64_t row = 0; row < call.all_rows(); ++row) {
+      const int64_t j = call.width == 2 && row >= call.rows;
+      const float offset = call.offset_score(b, g, j, q + row * padded(call.d));
+      for (int64_t t = 0; t < count; ++t) s[row * span + t] += offset;
+    }
   }
 
   void scores(int64_t b, int64_t g, int64_t begin, int64_t end, const float* q, float* s) const {
     const Cache& keys = call.keys;
     const int64_t d = call.d;
     const QueryRows rows = call.query_rows();
-    if (!keys.blockwise())
+    if (!keys.is_low_bit())
       return in_runs(keys, b, begin, end, [&](int64_t t, int64_t slot, int64_t count) {
         const CacheRows from = keys.rows(call, b, g, slot);
         if (call.top)
@@ -136,12 +167,18 @@ struct Decode {
           call.kernels.scores[keys.type](from, count, d, q, rows, s + (t - begin), span);
       });
     in_runs(keys, b, begin, smaller(end, call.after), [&](int64_t t, int64_t slot, int64_t count) {
-      const BlockRows from = keys.blocks(call, b, g, slot);
-      if (call.top)
-        call.lowbit.integer_scores[keys.codes()](from, count, d, q, rows, call.top, s + (t - begin), span);
-      else
-        call.lowbit.scores[keys.codes()](from, count, d, q, rows, s + (t - begin), span);
+      in_tiles(keys, b, g, slot, count, [&](const CacheRows& from, int64_t first, int64_t some) {
+        float* to = s + (t - begin + first);
+        if (call.top)
+          call.lowbit.integer_row_scores(from, some, d, q, rows, call.top, to, span);
+        else
+          call.kernels.scores[CACHE_INT8](from, some, d, q, rows, to, span);
+      });
     });
+    add_offsets(b, g, smaller(end, call.after) - begin, q, s);
+    if (const int64_t some = smaller(keys.first, call.after); begin == 0 && some > 0)
+      for (int64_t j = 0; j < call.width; ++j)
+        call.first_scores(b, g, j, q + rows.begin(j) * padded(d), rows.count[j], some, s + rows.begin(j) * span, span);
     if (end == call.total)
       call.kernels.scores[CACHE_FLOAT16](keys.recent_rows(call, b, g), call.total - call.after, d, q, rows,
                                          s + (call.after - begin), span);
@@ -151,16 +188,36 @@ struct Decode {
     const Cache& values = call.values;
     const int64_t d = call.d, rows = call.rows;
     std::memset(mixed, 0, static_cast<size_t>(rows * call.width_floats()) * sizeof *mixed);
-    if (!values.blockwise())
+    if (!values.is_low_bit())
       return in_runs(values, b, begin, end, [&](int64_t t, int64_t slot, int64_t count) {
         call.kernels.mix[values.type](values.rows(call, b, g, slot), count, d, p + (t - begin), rows, span, mixed);
       });
-    in_runs(values, b, begin, smaller(end, call.after), [&](int64_t t, int64_t slot, int64_t count) {
-      call.lowbit.mix[values.codes()](values.blocks(call, b, g, slot), count, d, p + (t - begin), rows, span, mixed);
+    const int64_t first = smaller(values.first, call.after);
+    if (begin < first)
+      call.kernels.mix[CACHE_FLOAT16](values.first_rows(call, b, g), first, d, p, rows, span, mixed);
+    in_runs(values, b, larger(begin, first), smaller(end, call.after), [&](int64_t t, int64_t slot, int64_t count) {
+      in_tiles(values, b, g, slot, count, [&](const CacheRows& from, int64_t at, int64_t some) {
+        call.kernels.mix[CACHE_INT8](from, some, d, p + (t - begin + at), rows, span, mixed);
+      });
     });
     if (end == call.total)
       call.kernels.mix[CACHE_FLOAT16](values.recent_rows(call, b, g), call.total - call.after, d,
                                       p + (call.after - begin), rows, span, mixed);
+  }
+
+  /// Makes first tokens and the offset of a kv head present.
+  void begin_low_bit(int64_t head) const {
+    const int64_t g = head % call.groups;
+    for (int64_t sub_head = g * call.width; sub_head < (g + 1) * call.width; ++sub_head)
+      for (const Cache* cache : {&call.keys, &call.values})
+        if (cache->is_low_bit() && call.appends) cache->begin_low_bit(call, row_of(head), sub_head);
+  }
+  /// Whether `begin_low_bit` has anything to do.
+  bool begins_low_bit() const {
+    const auto begins = [&](const Cache& cache) {
+      return cache.is_low_bit() && (!cache.recent_in_place || call.cached < cache.first || call.quantizes_first());
+    };
+    return call.appends && (begins(call.keys) || begins(call.values));
   }
 
   // Below, the arrays are those of all tasks or heads of the call
@@ -263,6 +320,12 @@ void decode(const std::vector<Call>& calls, Context& context) {
     const Decode& on = part_of(head, &Decode::Places::heads);
     on.write(head - on.first.heads, mixed + on.first.mixed);
   };
+  // what other tasks read of a low-bit cache, where it changes
+  if (std::any_of(parts.begin(), parts.end(), [](const Decode& part) { return part.begins_low_bit(); }))
+    context.parallel(all.heads, [&](int64_t head) {
+    const Decode& on = part_of(head, &Decode::Places::heads);
+    on.begin_low_bit(head - on.first.heads);
+  });
   if (all.tasks == all.heads)
     return context.parallel(all.heads, [&](int64_t head) {
       scores(head);

@@ -1,8 +1,7 @@
-// DiffAttention over a low-bit cache (ops/kv_cache.py): its inner loops, one table per instruction set.
+// DiffAttention over a cache of 4, 3 or 2 bits (ops/kv_cache.py): its inner loops, one table per instruction set.
 //
-// A scale and a zero point belong to CACHE_BLOCK tokens of a channel: a number is code * scale + zero. Codes are packed as
-// in kv_cache.pack, d * bits / 8 bytes per token. `scales` are float16, followed by the zero points: [2, d] for a block. d
-// and all numbers of tokens are multiples of CACHE_BLOCK. Rows of scores and of floats are as in kernels.h.
+// A row is d codes of `bits` bits, packed as in kv_cache.pack, and a float16 scale; a number is level * scale. d is a multiple
+// of CACHE_BLOCK. Rows are unpacked to levels, which are int8, some at a time, and the kernels of int8 rows read those.
 #pragma once
 
 #include "kernels.h"
@@ -11,49 +10,44 @@ namespace diffbit {
 
 static_assert(CACHE_BLOCK == ATTENTION_KEYS && CACHE_BLOCK % ATTENTION_PAD == 0, "a block is packed by itself");
 
-/// The same rows of the one or two sub-heads of a kv head.
-struct BlockRows {
-  const uint8_t* codes[2];
-  const Half* scales[2];
-  int64_t count;
+enum CodeType { CODES_INT4, CODES_INT3, CODES_INT2, CODE_TYPES };
+
+/// The levels of a format's codes, and what a number of unit variance has to exceed for each code but the first.
+template <int BITS>
+struct Levels;
+template <>
+struct Levels<4> {
+  static constexpr int8_t LEVELS[16] = {-127, -96, -75, -58, -44, -31, -18, -6, 6, 18, 31, 44, 58, 75, 96, 127};
+  static constexpr float THRESHOLDS[15] = {-2.4008f, -1.8435f, -1.4371f, -1.0993f, -0.7996f, -0.5224f, -0.2582f, 0,
+                                           0.2582f,  0.5224f,  0.7996f,  1.0993f,  1.4371f,  1.8435f,  2.4008f};
+};
+template <>
+struct Levels<3> {
+  static constexpr int8_t LEVELS[8] = {-127, -79, -45, -14, 14, 45, 79, 127};
+  static constexpr float THRESHOLDS[7] = {-1.748f, -1.05f, -0.5006f, 0, 0.5006f, 1.05f, 1.748f};
+};
+template <>
+struct Levels<2> {
+  static constexpr int8_t LEVELS[4] = {-127, -38, 38, 127};
+  static constexpr float THRESHOLDS[3] = {-0.9816f, 0, 0.9816f};
 };
 
-/// The kernels for codes of `bits` bits.
-static constexpr float middle(int bits) { return static_cast<float>((1 << bits) - 1) / 2; }
-
-enum CodeType { CODES_INT4, CODES_INT2, CODE_TYPES };
-
 struct LowBitKernels {
-  /// CACHE_BLOCK rows [32, d]; a channel of numbers that are not all finite has scale and zero NaN.
-  void (*quantize[CODE_TYPES])(const Half* x, int64_t d, uint8_t* codes, Half* scales);
-
-  /// s[i * stride + t] = q[i] . key t of sub-head j, for the rows i of j and t < n.
-  void (*scores[CODE_TYPES])(const BlockRows& keys, int64_t n, int64_t d, const float* q, QueryRows rows, float* s,
-                             int64_t stride);
-  /// The same with products of integers: for each block the query times the scales is rounded to -top..top. Products of
-  /// codes are summed in int32; the rounding error is multiplied by the middle of the keys' codes.
-  void (*integer_scores[CODE_TYPES])(const BlockRows& keys, int64_t n, int64_t d, const float* q, QueryRows rows, int top,
-                                     float* s, int64_t stride);
-  /// The same over int8 rows, any n and d: each query is rounded once.
+  /// Rounds n rows x [n, d], less the offset [d] unless that is null. A row whose numbers are not all finite has scale NaN.
+  void (*encode[CODE_TYPES])(const Half* x, const Half* offset, int64_t n, int64_t d, uint8_t* codes, Half* scales);
+  /// levels [n, d] of n rows.
+  void (*unpack[CODE_TYPES])(const uint8_t* codes, int64_t n, int64_t d, int8_t* levels);
+  /// As AttentionKernels' scores of int8 rows, with products of integers: each query is rounded to -top..top once, products
+  /// are summed in int32.
   void (*integer_row_scores)(const CacheRows& keys, int64_t n, int64_t d, const float* q, QueryRows rows, int top,
                              float* s, int64_t stride);
-  /// Adds sum_t p[i * stride + t] * value t of sub-head j to out[i * width + j * d ..], width = values.count * d.
-  void (*mix[CODE_TYPES])(const BlockRows& values, int64_t n, int64_t d, const float* p, int64_t rows, int64_t stride,
-                          float* out);
-
-  // Many query rows, as in kernels.h. Without scales: the codes themselves
-  void (*pack_keys[CODE_TYPES])(const uint8_t* codes, const Half* scales, int64_t n, int64_t d, float* packed);
-  void (*unpack_values[CODE_TYPES])(const uint8_t* codes, const Half* scales, int64_t n, int64_t d, float* values);
-  /// codes = the rounded q, or with the scales of a block of keys the rounded q * scales, as floats. *offset = q . zeros plus
-  /// the rounding error times the middle of the keys' codes; 0 without scales. Returns the scale of the codes.
-  float (*quantize_query)(const float* q, const Half* scales, int key_bits, int64_t d, int top, float* codes,
-                          float* offset);
+  /// codes = the rounded q, as floats, for many query rows. Returns their scale.
+  float (*quantize_query)(const float* q, int64_t d, int top, float* codes);
 };
 
 /// The table in a namespace that defines all of these.
-#define DIFFBIT_LOWBIT_KERNELS                                                                                      \
-  {{quantize<4>, quantize<2>}, {scores<4>, scores<2>}, {integer_scores<4>, integer_scores<2>}, integer_row_scores,   \
-   {mix<4>, mix<2>}, {pack_keys<4>, pack_keys<2>}, {unpack_values<4>, unpack_values<2>}, quantize_query}
+#define DIFFBIT_LOWBIT_KERNELS \
+  {{encode<4>, encode<3>, encode<2>}, {unpack<4>, unpack<3>, unpack<2>}, integer_row_scores, quantize_query}
 
 DIFFBIT_DECLARE(LowBitKernels, lowbit)
 

@@ -10,56 +10,40 @@ namespace {
 
 constexpr int64_t BLOCK = CACHE_BLOCK;
 
-/// The position of channel i's code in a packed row: its byte, and the field in it.
-template <int BITS>
+/// The bits of channel i's code in a packed row that lie in one plane, of `width` bits, which begins at `byte` of a group.
 struct Place {
   int64_t byte;
   int shift;
-  explicit Place(int64_t i)
-      : byte(i / BLOCK * (4 * BITS) + i % (4 * BITS)), shift(static_cast<int>(i % BLOCK / (4 * BITS)) * BITS) {}
+  Place(int64_t i, int64_t group_bytes, int64_t plane_byte, int width)
+      : byte(i / BLOCK * group_bytes + plane_byte + i % (4 * width)),
+        shift(static_cast<int>(i % BLOCK / (4 * width)) * width) {}
 };
+
+/// Calls work(place, width, shift) for each plane of channel i's code: `shift` is where its bits are in the code.
+template <int BITS, class Work>
+void each_plane(int64_t i, const Work& work) {
+  if (BITS == 3) {
+    work(Place(i, 12, 0, 2), 2, 0);
+    work(Place(i, 12, 8, 1), 1, 2);
+  } else {
+    work(Place(i, 4 * BITS, 0, BITS), BITS, 0);
+  }
+}
 
 template <int BITS>
 int code(const uint8_t* packed, int64_t i) {
-  const Place<BITS> place(i);
-  return packed[place.byte] >> place.shift & ((1 << BITS) - 1);
+  int code = 0;
+  each_plane<BITS>(i, [&](const Place& place, int width, int shift) {
+    code |= (packed[place.byte] >> place.shift & ((1 << width) - 1)) << shift;
+  });
+  return code;
 }
 
 template <int BITS>
 void put_code(uint8_t* packed, int64_t i, int code) {
-  const Place<BITS> place(i);
-  packed[place.byte] = static_cast<uint8_t>(packed[place.byte] | code << place.shift);
-}
-
-template <int BITS>
-void quantize(const Half* x, int64_t d, uint8_t* packed, Half* scales) {
-  constexpr float TOP = (1 << BITS) - 1;
-  const int64_t bytes = d * BITS / 8;
-  std::fill(packed, packed + BLOCK * bytes, uint8_t{0});
-  for (int64_t i = 0; i < d; ++i) {
-    float least = to_float(x[i]), most = least, poison = 0;
-    for (int64_t t = 0; t < BLOCK; ++t) {
-      const float one = to_float(x[t * d + i]);
-      least = std::min(least, one), most = std::max(most, one);
-      poison += one * 0;
-    }
-    const float zero = least + poison;
-    scales[i] = to_half((most - zero) / TOP);
-    scales[d + i] = to_half(zero);
-    const float scale = to_float(scales[i]), divisor = scale == 0 ? 1 : scale;
-    for (int64_t t = 0; t < BLOCK; ++t) {
-      const float rounded = std::nearbyint((to_float(x[t * d + i]) - zero) / divisor);
-      put_code<BITS>(packed + t * bytes, i, rounded > 0 ? static_cast<int>(std::min(TOP, rounded)) : 0);  // also for a NaN
-    }
-  }
-}
-
-/// Channel i of token t; without scales, its code.
-template <int BITS>
-float number(const uint8_t* packed, const Half* scales, int64_t d, int64_t t, int64_t i) {
-  const float value = static_cast<float>(code<BITS>(packed + t * d * BITS / 8, i));
-  const Half* of_block = scales ? scales + t / BLOCK * 2 * d : nullptr;
-  return of_block ? value * to_float(of_block[i]) + to_float(of_block[d + i]) : value;
+  each_plane<BITS>(i, [&](const Place& place, int width, int shift) {
+    packed[place.byte] = static_cast<uint8_t>(packed[place.byte] | (code >> shift & ((1 << width) - 1)) << place.shift);
+  });
 }
 
 float round_row(const float* x, int64_t d, int top, int* codes) {
@@ -77,47 +61,33 @@ float round_row(const float* x, int64_t d, int top, int* codes) {
   return scale;
 }
 
-/// Rounds the query times the scales of a block of keys, or without them the query itself.
-float quantize_with(const float* q, const Half* scales, int key_bits, int64_t d, int top, int* codes, float* offset) {
-  float scaled[ATTENTION_MOST_D] = {};
-  *offset = 0;
-  for (int64_t i = 0; i < d; ++i) {
-    scaled[i] = scales ? q[i] * to_float(scales[i]) : q[i];
-    if (scales) *offset += q[i] * to_float(scales[d + i]);
+template <int BITS>
+void encode(const Half* x, const Half* offset, int64_t n, int64_t d, uint8_t* codes, Half* scales) {
+  using Of = Levels<BITS>;
+  std::fill(codes, codes + n * (d * BITS / 8), uint8_t{0});
+  for (int64_t t = 0; t < n; ++t) {
+    float y[ATTENTION_MOST_D];
+    int rounded[ATTENTION_MOST_D];
+    for (int64_t i = 0; i < d; ++i) y[i] = to_float(x[t * d + i]) - (offset ? to_float(offset[i]) : 0);
+    const float unit = round_row(y, d, 127, rounded);
+    int64_t energy = 0, with_levels = 0, of_levels = 0;
+    for (int64_t i = 0; i < d; ++i) energy += rounded[i] * rounded[i];
+    const float factor = std::sqrt(static_cast<float>(d) / static_cast<float>(std::max<int64_t>(1, energy)));
+    for (int64_t i = 0; i < d; ++i) {
+      const float z = static_cast<float>(rounded[i]) * factor;
+      int code = 0;
+      for (float threshold : Of::THRESHOLDS) code += z > threshold;
+      with_levels += rounded[i] * Of::LEVELS[code], of_levels += Of::LEVELS[code] * Of::LEVELS[code];
+      put_code<BITS>(codes + t * (d * BITS / 8), i, code);
+    }
+    scales[t] = to_half(unit * (static_cast<float>(with_levels) / static_cast<float>(of_levels)));
   }
-  const float scale = round_row(scaled, d, top, codes);
-  float lost = 0;
-  for (int64_t i = 0; i < d; ++i) lost += scaled[i] - static_cast<float>(codes[i]) * scale;
-  if (scales) *offset += middle(key_bits) * lost;
-  return scale;
 }
 
 template <int BITS>
-void scores(const BlockRows& keys, int64_t n, int64_t d, const float* q, QueryRows rows, float* s, int64_t stride) {
-  for (int64_t row = 0; row < rows.end(keys.count - 1); ++row)
-    for (int64_t t = 0; t < n; ++t) {
-      const int64_t j = row >= rows.count[0];
-      double sum = 0;
-      for (int64_t i = 0; i < d; ++i) sum += q[row * d + i] * number<BITS>(keys.codes[j], keys.scales[j], d, t, i);
-      s[row * stride + t] = static_cast<float>(sum);
-    }
-}
-
-template <int BITS>
-void integer_scores(const BlockRows& keys, int64_t n, int64_t d, const float* q, QueryRows rows, int top, float* s,
-                    int64_t stride) {
-  for (int64_t row = 0; row < rows.end(keys.count - 1); ++row)
-    for (int64_t block = 0; block < n / BLOCK; ++block) {
-      int codes[ATTENTION_MOST_D];
-      float offset;
-      const float scale =
-          quantize_with(q + row * d, keys.scales[row >= rows.count[0]] + block * 2 * d, BITS, d, top, codes, &offset);
-      for (int64_t t = block * BLOCK; t < (block + 1) * BLOCK; ++t) {
-        int32_t sum = 0;
-        for (int64_t i = 0; i < d; ++i) sum += codes[i] * code<BITS>(keys.codes[row >= rows.count[0]] + t * d * BITS / 8, i);
-        s[row * stride + t] = static_cast<float>(sum) * scale + offset;
-      }
-    }
+void unpack(const uint8_t* codes, int64_t n, int64_t d, int8_t* levels) {
+  for (int64_t t = 0; t < n; ++t)
+    for (int64_t i = 0; i < d; ++i) *levels++ = Levels<BITS>::LEVELS[code<BITS>(codes + t * (d * BITS / 8), i)];
 }
 
 void integer_row_scores(const CacheRows& keys, int64_t n, int64_t d, const float* q, QueryRows rows, int top, float* s,
@@ -134,33 +104,10 @@ void integer_row_scores(const CacheRows& keys, int64_t n, int64_t d, const float
   }
 }
 
-template <int BITS>
-void mix(const BlockRows& values, int64_t n, int64_t d, const float* p, int64_t rows, int64_t stride, float* out) {
-  for (int64_t j = 0; j < values.count; ++j)
-    for (int64_t t = 0; t < n; ++t)
-      for (int64_t i = 0; i < d; ++i) {
-        const float value = number<BITS>(values.codes[j], values.scales[j], d, t, i);
-        for (int64_t row = 0; row < rows; ++row) out[(row * values.count + j) * d + i] += p[row * stride + t] * value;
-      }
-}
-
-template <int BITS>
-void pack_keys(const uint8_t* codes, const Half* scales, int64_t n, int64_t d, float* packed) {
-  for (int64_t begin = 0; begin < n; begin += BLOCK)
-    for (int64_t i = 0; i < d; ++i)
-      for (int64_t t = begin; t < begin + BLOCK; ++t) *packed++ = number<BITS>(codes, scales, d, t, i);
-}
-
-template <int BITS>
-void unpack_values(const uint8_t* codes, const Half* scales, int64_t n, int64_t d, float* values) {
-  for (int64_t t = 0; t < n; ++t)
-    for (int64_t i = 0; i < d; ++i) *values++ = number<BITS>(codes, scales, d, t, i);
-}
-
-float quantize_query(const float* q, const Half* scales, int key_bits, int64_t d, int top, float* rounded, float* offset) {
-  int codes[ATTENTION_MOST_D];
-  const float scale = quantize_with(q, scales, key_bits, d, top, codes, offset);
-  for (int64_t i = 0; i < d; ++i) rounded[i] = static_cast<float>(codes[i]);
+float quantize_query(const float* q, int64_t d, int top, float* codes) {
+  int rounded[ATTENTION_MOST_D];
+  const float scale = round_row(q, d, top, rounded);
+  for (int64_t i = 0; i < d; ++i) codes[i] = static_cast<float>(rounded[i]);
   return scale;
 }
 

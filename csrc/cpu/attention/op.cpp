@@ -48,11 +48,11 @@ void decode_parts(Call call, Context& context) {
 /// A cache of the tokens that a part sees, in order, with room for its new tokens.
 Cache in_order(const Call& call, const Cache& ring, Scratch where, Context& context) {
   Cache ordered = ring;
-  const int64_t heads = call.batch * call.kv_heads, cached = ring.blockwise() ? call.before : call.cached;
+  const int64_t heads = call.batch * call.kv_heads, cached = ring.is_low_bit() ? call.before : call.cached;
   ordered.ring = 0;
-  ordered.capacity = ring.blockwise() ? call.after : call.total;
+  ordered.capacity = ring.is_low_bit() ? call.after : call.total;
   const int64_t rows = divide_up(heads * ordered.capacity * static_cast<int64_t>(ring.row_bytes), 64) * 64;
-  const int64_t scales = heads * ordered.capacity / ring.scale_tokens() * static_cast<int64_t>(ring.scale_bytes);
+  const int64_t scales = heads * ordered.capacity * static_cast<int64_t>(ring.scale_bytes);
   ordered.present = scratch<char>(where, rows + (ring.scales ? scales : 0));
   if (ring.scales) ordered.scales = ordered.present + rows;
   context.parallel(heads, [&](int64_t head) { ring.move(ordered, head, 0, cached); });
@@ -70,7 +70,7 @@ void prefill_parts(Call call, Context& context) {
     part.values = in_order(call, call.values, VALUE_ROWS, context);
     prefill(part, context);
     for (auto [from, to] : {std::pair{&part.keys, &call.keys}, std::pair{&part.values, &call.values}}) {
-      const int64_t cached = to->blockwise() ? call.before : call.cached, count = to->blockwise() ? call.after : call.total;
+      const int64_t cached = to->is_low_bit() ? call.before : call.cached, count = to->is_low_bit() ? call.after : call.total;
       context.parallel(call.batch * call.kv_heads, [&, from = from, to = to](int64_t head) {
         from->move(*to, head, larger(cached, count - to->ring), count);
       });
@@ -82,7 +82,8 @@ void prefill_parts(Call call, Context& context) {
 }  // namespace
 
 DiffAttention::DiffAttention(const Node& node)
-    : AttentionNode(node), kernels(DIFFBIT_PICK(attention)), lowbit(DIFFBIT_PICK(lowbit)), bfloat16(node.bfloat16) {}
+    : AttentionNode(node), kernels(DIFFBIT_PICK(attention)), lowbit(DIFFBIT_PICK(lowbit)), hadamard(DIFFBIT_PICK(hadamard)),
+      bfloat16(node.bfloat16) {}
 
 void DiffAttention::compute(Context& context) const {
   const Tensors of = tensors(context);
@@ -124,6 +125,7 @@ void DiffAttention::compute_rows(const Tensors& of, Context& context) const {
 Call::Call(const DiffAttention& op, const AttentionNode::Tensors& of, int64_t row)
     : kernels(*op.kernels),
       lowbit(*op.lowbit),
+      hadamard_kernels(*op.hadamard),
       bfloat16(op.bfloat16),
       first_row(larger(0, row)),
       batch(row < 0 ? of.batch : 1),
@@ -151,8 +153,8 @@ Call::Call(const DiffAttention& op, const AttentionNode::Tensors& of, int64_t ro
       sin(of.sin),
       mask(of.attention_mask),
       out(of.out),
-      keys(of.keys, true, d, window),
-      values(of.values, false, d, window),
+      keys(of.keys, true, d, window, op.first),
+      values(of.values, false, d, window, op.first),
       all_length(of.steps),
       all_total((row < 0 ? of.past_length : of.lengths[row]) + of.steps),
       mask_columns(of.total) {
@@ -161,13 +163,13 @@ Call::Call(const DiffAttention& op, const AttentionNode::Tensors& of, int64_t ro
 
 void Call::set_part(int64_t first_, int64_t length_, int64_t all_past) {
   int64_t base = sliding ? larger(0, all_past + 1 - sliding) : 0;
-  if (blockwise()) base = smaller(base / CACHE_BLOCK * CACHE_BLOCK, quantized_tokens(all_past, window));
+  if (is_low_bit()) base = smaller(base / CACHE_BLOCK * CACHE_BLOCK, quantized_tokens(all_past, window));
   keys.base = values.base = base;
   first = first_, length = length_, past = all_past - base;
   total = past + length;
   cached = appends ? past : total;
-  before = blockwise() ? quantized_tokens(cached, window) : 0;
-  after = blockwise() ? quantized_tokens(total, window) : 0;
+  before = is_low_bit() ? quantized_tokens(cached, window) : 0;
+  after = is_low_bit() ? quantized_tokens(total, window) : 0;
   rows = pairs * length;
 }
 
@@ -182,6 +184,34 @@ void Call::rotate(const float* x, int64_t b, int64_t i, float by, float* y) cons
   kernels.rotate(x, cos.as<float>() + position * (d / 2), sin.as<float>() + position * (d / 2), d, by, y);
 }
 
+void Call::hadamard(const float* x, float* y) const {
+  float floats[ATTENTION_MOST_D];
+  static_assert(ATTENTION_MOST_D >= HADAMARD_LANES, "room for a vector");
+  hadamard_kernels.transform(x, y, false, d & -d, d, floats);
+}
+
+void Call::first_scores(int64_t b, int64_t g, int64_t j, const float* q, int64_t count, int64_t tokens, float* s,
+                        int64_t stride) const {
+  static_assert(MAX_FIRST <= ATTENTION_PAD, "a row of scores");
+  float one_row[ATTENTION_PAD];  // a kernel may write behind the tokens
+  CacheRows rows{};
+  rows.count = 1;
+  rows.rows[0] = keys.first_rows(*this, b, g).rows[j];
+  for (int64_t i = 0; i < count; ++i) {
+    kernels.scores[CACHE_FLOAT16](rows, tokens, d, q + i * padded(d), {{1, 0}}, one_row, ATTENTION_PAD);
+    std::memcpy(s + i * stride, one_row, static_cast<size_t>(tokens) * sizeof *s);
+  }
+}
+
+float Call::offset_score(int64_t b, int64_t g, int64_t j, const float* query) const {
+  CacheRows row{};
+  row.count = 1;
+  row.rows[0] = keys.offset_row(*this, b, g).rows[j];
+  float score[ATTENTION_PAD];
+  kernels.scores[CACHE_FLOAT16](row, 1, d, query, {{1, 0}}, score, ATTENTION_PAD);
+  return score[0];
+}
+
 void Call::rotate_queries(int64_t b, int64_t g, int64_t begin, int64_t end, float* q) const {
   float wide[ATTENTION_MOST_D];
   for (int64_t row = 0; row < pairs + noises; ++row) {
@@ -189,6 +219,7 @@ void Call::rotate_queries(int64_t b, int64_t g, int64_t begin, int64_t end, floa
     const int64_t sub_head = g * (pairs + noises) + (noise < 0 ? row / ratio : noise) * (ratio + branches - 1) + in_group;
     for (int64_t i = begin; i < end; ++i, q += padded(d)) {
       rotate(floats(query, token(b, i) * query_heads + sub_head, wide), b, i, scale, q);
+      if (keys.is_low_bit()) hadamard(q, q);
       for (int64_t k = d; k < padded(d); ++k) q[k] = 0;
     }
   }
@@ -197,7 +228,10 @@ void Call::rotate_queries(int64_t b, int64_t g, int64_t begin, int64_t end, floa
 void Call::write(int64_t b, int64_t i, int64_t head_, const float* parts, int64_t count, int64_t part_stride) const {
   float normed[2 * ATTENTION_MOST_D];
   const int64_t index = (token(b, i) * heads + head_) * width * d;
-  kernels.finish(parts, count, part_stride, width, d, norm_eps, half ? normed : out.as<float>() + index);
+  float* to = half ? normed : out.as<float>() + index;
+  kernels.finish(parts, count, part_stride, width, d, norm_eps, to);
+  if (values.is_low_bit())  // the norm is the same before and after
+    for (int64_t j = 0; j < width; ++j) hadamard(to + j * d, to + j * d);
   if (half) kernels.narrow(normed, width * d, out.as<Half>() + index);
 }
 

@@ -7,6 +7,7 @@
 namespace diffbit {
 
 struct AttentionKernels;
+struct HadamardKernels;
 struct LowBitKernels;
 
 struct DiffAttention : AttentionNode {
@@ -16,6 +17,7 @@ struct DiffAttention : AttentionNode {
   void compute_rows(const Tensors& of, Context& context) const;
   const AttentionKernels* kernels;
   const LowBitKernels* lowbit;
+  const HadamardKernels* hadamard;  // of a low-bit cache
   bool bfloat16;  // for many rows
 };
 

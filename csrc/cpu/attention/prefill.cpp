@@ -1,7 +1,7 @@
 // DiffAttention for many query rows (prefill): as many kv heads at a time as FLOATS_AT_ONCE has room for.
 //     1. per (batch, kv head, chunk): append, pack keys for the product with many queries, convert values to float
 //     2. per (batch, kv head, block of queries): scores of the keys that the block sees, softmax, difference, product
-// A block's [rows, T] scores stay with the thread that computed them. With a cache of blocks, a token that is quantized in the
+// A block's [rows, T] scores stay with the thread that computed them. Below 8 bits, a token that is quantized in the
 // call exists twice, as float16 and as codes; the queries of a block, which all see the same quantized tokens, use what they
 // see.
 #include <algorithm>
@@ -17,8 +17,8 @@ namespace {
 constexpr int64_t BLOCK_ROWS = 16, SPLIT_BLOCK_ROWS = 32;  // of queries per branch in a block
 constexpr int64_t FLOATS_AT_ONCE = 4 << 20;  // of packed keys and values
 
-/// Keys or values as floats, for the kv heads that are computed together: the quantized tokens (without blocks all tokens);
-/// with blocks also the unquantized tokens from `before` on. `slot` is the position of a kv head.
+/// Keys or values as floats, for the kv heads that are computed together: the quantized tokens (of 8 bits and more all
+/// tokens); below 8 bits also the unquantized tokens from `before` on. `slot` is the position of a kv head.
 struct Side {
   const Call& call;
   const Cache& cache;
@@ -30,23 +30,23 @@ struct Side {
   Half* halves = nullptr;
 
   Side(const Call& call_, const Cache& cache_) : call(call_), cache(cache_) {
-    const int64_t parts = call.bfloat16 ? 1 : cache.type == CACHE_FLOAT16 && !cache.blockwise() ? 2 : 3;
+    const int64_t parts = call.bfloat16 ? 1 : cache.type == CACHE_FLOAT16 && !cache.is_low_bit() ? 2 : 3;
     split = call.kernels.split ? call.kernels.split + parts - 1 : nullptr;
     const int64_t together = cache.is_keys || split ? ATTENTION_KEYS : 1;
     const auto whole = [&](int64_t tokens) { return divide_up(tokens, together) * together; };
     row = split ? split_size(call.d, split->parts) : cache.is_keys ? call.d : padded(call.d);
-    coded = whole(cache.blockwise() ? call.after : call.total);
-    recent = cache.blockwise() ? whole(call.total - call.before) : 0;
+    coded = whole(cache.is_low_bit() ? call.after : call.total);
+    recent = cache.is_low_bit() ? whole(call.total - call.before) : 0;
     coded_floats = is_row_major() ? 0 : call.width * coded * row;
     recent_floats = call.width * recent * row;
   }
 
   /// Whether the product can read the cache's rows directly.
   bool is_row_major() const {
-    return !split && !cache.is_keys && !cache.blockwise() && cache.type == CACHE_FLOAT32 && padded(call.d) == call.d;
+    return !split && !cache.is_keys && !cache.is_low_bit() && cache.type == CACHE_FLOAT32 && padded(call.d) == call.d;
   }
   int64_t floats() const { return coded_floats + recent_floats; }
-  int64_t halves_floats() const { return cache.blockwise() ? call.width * (call.total - call.before) * call.d : 0; }
+  int64_t halves_floats() const { return cache.is_low_bit() ? call.width * (call.total - call.before) * call.d : 0; }
   float* coded_of(int64_t slot, int64_t j, int64_t t) const { return from + slot * floats() + (j * coded + t) * row; }
   float* recent_of(int64_t slot, int64_t j, int64_t t) const {
     return from + slot * floats() + coded_floats + (j * recent + t - call.before) * row;
@@ -68,12 +68,12 @@ struct Side {
     }
   }
 
-  /// Writes the tokens begin..end of a sub-head to the present, and as floats. With blocks the present's recent tokens are
+  /// Writes the tokens begin..end of a sub-head to the present, and as floats. Below 8 bits the present's recent tokens are
   /// written later, when the past's are no longer read.
   void append(int64_t slot, int64_t b, int64_t g, int64_t j, int64_t begin, int64_t end) const {
     const int64_t sub_head = g * call.width + j, head = call.head(b, g, j), d = call.d;
     float* to = coded_of(slot, j, begin);
-    if (!cache.blockwise()) {
+    if (!cache.is_low_bit()) {
       cache.append_rows(call, b, sub_head, begin, end);
       if (is_row_major()) return;
       packed(end - begin, to, [&](int64_t t, int64_t count, float* some) {
@@ -95,20 +95,36 @@ struct Side {
       });
     }
     packed(smaller(end, call.after) - begin, to, [&](int64_t t, int64_t count, float* some) {
-      if (count <= 0) return;
-      const uint8_t* codes = reinterpret_cast<const uint8_t*>(cache.row(head, begin + t));
-      const Half* scales = reinterpret_cast<const Half*>(cache.scale(head, begin + t));
-      if (cache.is_keys)
-        call.lowbit.pack_keys[cache.codes()](codes, call.top ? nullptr : scales, count, d, some);
-      else
-        call.lowbit.unpack_values[cache.codes()](codes, scales, count, d, some);
+      for (int64_t i = 0; i < count; i += CACHE_BLOCK, some += CACHE_BLOCK * d) coded_block(head, begin + t + i, some);
     });
+  }
+
+  /// The CACHE_BLOCK quantized tokens from t on as floats; keys for products of integers: their levels. d is a multiple of the
+  /// padding.
+  void coded_block(int64_t head, int64_t t, float* to) const {
+    const int64_t d = call.d;
+    int8_t levels[CACHE_BLOCK * ATTENTION_MOST_D];
+    float scales[CACHE_BLOCK];
+    call.lowbit.unpack[cache.codes()](reinterpret_cast<const uint8_t*>(cache.row(head, t)), CACHE_BLOCK, d, levels);
+    call.kernels.widen(reinterpret_cast<const Half*>(cache.scale(head, t)), CACHE_BLOCK, scales);
+    if (!cache.is_keys) {
+      call.kernels.unpack_values[CACHE_INT8](levels, scales, CACHE_BLOCK, d, to);
+      const int64_t first = larger(0, smaller(cache.first - t, CACHE_BLOCK));
+      if (first && t == 0) call.kernels.widen(cache.recent + head * cache.slots * d, first * d, to);
+      return;
+    }
+    call.kernels.pack_keys[CACHE_INT8](levels, call.top ? nullptr : scales, CACHE_BLOCK, d, to);
+    if (call.top) return;
+    float offset[ATTENTION_MOST_D];
+    call.kernels.widen(cache.offset(call, head), d, offset);
+    for (int64_t i = 0; i < d; ++i)
+      for (int64_t lane = 0; lane < CACHE_BLOCK; ++lane) to[i * CACHE_BLOCK + lane] += offset[i];
   }
 
   void keep_recent(int64_t slot, int64_t b, int64_t g) const {
     for (int64_t j = 0; j < call.width; ++j) {
       const int64_t head = call.head(b, g, j);
-      std::memcpy(cache.recent + head * cache.slots * call.d, halves_of(slot, j, call.after),
+      std::memcpy(cache.recent + (head * cache.slots + cache.lead) * call.d, halves_of(slot, j, call.after),
                   static_cast<size_t>((call.total - call.after) * call.d) * sizeof(Half));
       cache.copy_free_slots(call, head);
     }
@@ -152,13 +168,15 @@ struct Prefill {
   /// Scores of `count` rows of q with the keys of sub-head j that they see.
   void scores(int64_t b, int64_t g, int64_t slot, int64_t j, const Seen& seen, const float* q, int64_t count, float* s,
               int64_t stride) const {
-    const bool blockwise = call.keys.blockwise();
-    const int64_t blocks_ = divide_up((blockwise ? seen.old : seen.end) - seen.begin, ATTENTION_KEYS);
+    const bool low_bit = call.keys.is_low_bit();
+    const int64_t blocks_ = divide_up((low_bit ? seen.old : seen.end) - seen.begin, ATTENTION_KEYS);
     if (call.top)
       rounded_scores(b, g, slot, j, seen.begin, blocks_, q, count, s, stride);
     else
       packed_scores(keys.coded_of(slot, j, seen.begin), blocks_, call.d, q, count, s, stride);
-    if (blockwise)
+    if (const int64_t first = smaller(call.keys.first, seen.old); low_bit && seen.begin == 0 && first > 0)
+      call.first_scores(b, g, j, q, count, first, s, stride);
+    if (low_bit)
       packed_scores(keys.recent_of(slot, j, seen.old), divide_up(seen.end - seen.old, ATTENTION_KEYS),
                                  call.d, q, count, s + (seen.old - seen.begin), stride);
   }
@@ -167,29 +185,29 @@ struct Prefill {
   void rounded_scores(int64_t b, int64_t g, int64_t slot, int64_t j, int64_t begin, int64_t blocks_, const float* q,
                       int64_t count, float* s, int64_t stride) const {
     static_assert(127 * 127 * ATTENTION_MOST_D < 1 << 24, "exact");
-    const bool blockwise = call.keys.blockwise();
+    const bool low_bit = call.keys.is_low_bit();
     const int64_t head = call.head(b, g, j), d = call.d;
-    float codes[BLOCK_ROWS * ATTENTION_MOST_D], scales[BLOCK_ROWS], offsets[BLOCK_ROWS];
+    float codes[BLOCK_ROWS * ATTENTION_MOST_D], scales[BLOCK_ROWS], offsets[BLOCK_ROWS] = {};
     for (int64_t row = 0; row < count; row += BLOCK_ROWS) {
       const int64_t some = smaller(BLOCK_ROWS, count - row);
+      for (int64_t i = 0; i < some; ++i) {
+        const float* query = q + (row + i) * padded(d);
+        scales[i] = call.lowbit.quantize_query(query, d, call.top, codes + i * padded(d));
+        std::fill(codes + i * padded(d) + d, codes + (i + 1) * padded(d), 0.0f);
+        if (low_bit) offsets[i] = call.offset_score(b, g, j, query);
+      }
       for (int64_t at = 0; at < blocks_; ++at) {
         const int64_t first = begin + at * CACHE_BLOCK;
+        float wide[CACHE_BLOCK];
         const char* key_scales = call.keys.scale(head, first);
-        const Half* of_block = blockwise ? reinterpret_cast<const Half*>(key_scales) : nullptr;
-        const float* of_rows = blockwise ? nullptr : reinterpret_cast<const float*>(key_scales);
-        if (blockwise || at == 0)
-          for (int64_t i = 0; i < some; ++i) {
-            float* to = codes + i * padded(d);
-            scales[i] = call.lowbit.quantize_query(q + (row + i) * padded(d), of_block, call.keys.bits, d, call.top, to,
-                                                   offsets + i);
-            for (int64_t k = d; k < padded(d); ++k) to[k] = 0;
-          }
+        const int64_t tokens = low_bit ? CACHE_BLOCK : smaller(CACHE_BLOCK, call.total - first);
+        if (low_bit) call.kernels.widen(reinterpret_cast<const Half*>(key_scales), tokens, wide);
+        const float* of_rows = low_bit ? wide : reinterpret_cast<const float*>(key_scales);
         float* to = s + row * stride + at * CACHE_BLOCK;
         packed_scores(keys.coded_of(slot, j, first), 1, d, codes, some, to, stride);
-        const int64_t tokens = blockwise ? CACHE_BLOCK : smaller(CACHE_BLOCK, call.total - first);
         for (int64_t i = 0; i < some; ++i)
           for (int64_t t = 0; t < tokens; ++t)
-            to[i * stride + t] = to[i * stride + t] * scales[i] * (blockwise ? 1 : of_rows[t]) + offsets[i];
+            to[i * stride + t] = to[i * stride + t] * scales[i] * of_rows[t] + offsets[i];
       }
     }
   }
@@ -241,14 +259,14 @@ struct Prefill {
     }
     shares(b, g, begin, end, seen, s, stride);
     std::memset(mixed, 0, static_cast<size_t>(rows * call.width_floats()) * sizeof *mixed);
-    const bool blockwise = call.values.blockwise();
+    const bool low_bit = call.values.is_low_bit();
     CacheRows from = values.is_row_major() ? call.values.rows(call, b, g, seen.begin) : CacheRows{};
     from.count = call.width;
     if (!values.is_row_major())
       for (int64_t j = 0; j < call.width; ++j) from.rows[j] = values.coded_of(slot, j, seen.begin);
-    const int64_t coded = (blockwise ? seen.old : seen.end) - seen.begin;
+    const int64_t coded = (low_bit ? seen.old : seen.end) - seen.begin;
     mix(from, coded, s, rows, stride, mixed);
-    if (blockwise) {
+    if (low_bit) {
       for (int64_t j = 0; j < call.width; ++j) from.rows[j] = values.recent_of(slot, j, seen.old);
       mix(from, seen.end - seen.old, s + coded, rows, stride, mixed);
     }
@@ -272,6 +290,12 @@ void prefill(const Call& call, Context& context) {
 
   for (int64_t begin = 0; begin < all; begin += at_once) {
     const int64_t count = smaller(at_once, all - begin);
+    if (call.is_low_bit() && call.appends)
+      context.parallel(count * call.width, [&](int64_t sub) {
+        const int64_t b = (begin + sub / call.width) / call.groups, g = (begin + sub / call.width) % call.groups;
+        for (const Cache* cache : {&call.keys, &call.values})
+          if (cache->is_low_bit()) cache->begin_low_bit(call, b, g * call.width + sub % call.width);
+      });
     context.parallel(count * chunks, [&](int64_t task) {
       const int64_t slot = task / chunks, b = (begin + slot) / call.groups, g = (begin + slot) % call.groups;
       const int64_t t = task % chunks * CHUNK, end = smaller(t + CHUNK, call.total);
@@ -280,11 +304,11 @@ void prefill(const Call& call, Context& context) {
         on.values.append(slot, b, g, j, t, end);
       }
     });
-    if (call.blockwise() && call.appends)
+    if (call.is_low_bit() && call.appends)
       context.parallel(count, [&](int64_t slot) {
         const int64_t b = (begin + slot) / call.groups, g = (begin + slot) % call.groups;
-        if (call.keys.blockwise()) on.keys.keep_recent(slot, b, g);
-        if (call.values.blockwise()) on.values.keep_recent(slot, b, g);
+        if (call.keys.is_low_bit()) on.keys.keep_recent(slot, b, g);
+        if (call.values.is_low_bit()) on.values.keep_recent(slot, b, g);
       });
     context.parallel(count * blocks, [&](int64_t task) {
       // Neighbours read the same keys, which stay in a core's cache; the last queries see the most keys, so they come first

@@ -132,20 +132,30 @@ DIFFBIT_INLINE Ints times_bytes(int32_t offset, const uint8_t* zeros) {
 DIFFBIT_INLINE Ints splat_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
 
 template <int BITS>
-DIFFBIT_INLINE void load_codes(const uint8_t* from, F32 (&to)[2]) {
+DIFFBIT_INLINE void unpack_run(const uint8_t* from, Bytes (&to)[1]) {
   if (BITS == 4) {
-    const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-    to[0] = _mm512_permutexvar_ps(bytes, numbers);  // uses only the lowest four bits
-    to[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), numbers);
-  } else {
-    const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3);
-    const __m512i low = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2);
-    const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
-    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_unpacklo_epi64(eight, eight));
-    to[0] = _mm512_permutexvar_ps(_mm512_srlv_epi32(bytes, low), numbers);
-    to[1] = _mm512_permutexvar_ps(_mm512_srlv_epi32(bytes, _mm512_add_epi32(low, _mm512_set1_epi32(4))), numbers);
+    const __m512i bytes = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    const __m512i twice = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 1, 0, 1, 2, 3, 2, 3), bytes);
+    const __m512i codes = _mm512_srlv_epi64(twice, _mm512_setr_epi64(0, 0, 4, 4, 0, 0, 4, 4));
+    to[0] = {_mm512_and_si512(codes, _mm512_set1_epi8(15))};
+    return;
   }
+  int64_t low[2];
+  std::memcpy(low, from, 8);
+  std::memcpy(low + 1, from + 4 * BITS, 8);
+  const __m512i bytes = _mm512_mask_set1_epi64(_mm512_set1_epi64(low[0]), 0xf0, low[1]);
+  const __m512i places = _mm512_setr_epi64(0, 2, 4, 6, 0, 2, 4, 6);
+  __m512i codes = _mm512_and_si512(_mm512_srlv_epi64(bytes, places), _mm512_set1_epi8(3));
+  if (BITS == 3) {
+    int32_t high[2];
+    std::memcpy(high, from + 8, 4);
+    std::memcpy(high + 1, from + 20, 4);
+    const __m512i bits = _mm512_mask_set1_epi32(_mm512_set1_epi32(high[0]), 0xff00, high[1]);
+    const __m512i each = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7);
+    const __m512i ones = _mm512_and_si512(_mm512_srlv_epi32(bits, each), _mm512_set1_epi8(1));
+    codes = _mm512_or_si512(codes, _mm512_slli_epi16(ones, 2));
+  }
+  to[0] = {codes};
 }
 
 DIFFBIT_INLINE Ints pair_sums(Ints a, Ints b) {

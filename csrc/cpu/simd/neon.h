@@ -111,21 +111,22 @@ DIFFBIT_INLINE void store_parted(const int8_t* from, int8_t* even, int8_t* odd) 
 }
 
 template <int BITS>
-DIFFBIT_INLINE void load_codes(const uint8_t* from, F32 (&to)[8]) {
-  uint8x8_t codes[4];
+DIFFBIT_INLINE void unpack_run(const uint8_t* from, Bytes (&to)[2]) {
   if (BITS == 4) {
-    const uint8x16_t bytes = vld1q_u8(from), low = vandq_u8(bytes, vdupq_n_u8(15)), high = vshrq_n_u8(bytes, 4);
-    codes[0] = vget_low_u8(low), codes[1] = vget_high_u8(low);
-    codes[2] = vget_low_u8(high), codes[3] = vget_high_u8(high);
-  } else {
-    const uint8x8_t bytes = vld1_u8(from), mask = vdup_n_u8(3);
-    codes[0] = vand_u8(bytes, mask), codes[1] = vand_u8(vshr_n_u8(bytes, 2), mask);
-    codes[2] = vand_u8(vshr_n_u8(bytes, 4), mask), codes[3] = vshr_n_u8(bytes, 6);
+    const uint8x16_t bytes = vld1q_u8(from);
+    to[0] = {vandq_u8(bytes, vdupq_n_u8(15))}, to[1] = {vshrq_n_u8(bytes, 4)};
+    return;
   }
-  DIFFBIT_UNROLL for (int i = 0; i < 4; ++i) {
-    const uint16x8_t wide = vmovl_u8(codes[i]);
-    to[2 * i] = vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide)));
-    to[2 * i + 1] = vcvtq_f32_u32(vmovl_u16(vget_high_u16(wide)));
+  const uint8x8_t bytes = vld1_u8(from);
+  const uint8x16_t low = vcombine_u8(bytes, vshr_n_u8(bytes, 2)), mask = vdupq_n_u8(3);
+  to[0] = {vandq_u8(low, mask)}, to[1] = {vandq_u8(vshrq_n_u8(low, 4), mask)};
+  if (BITS != 3) return;
+  uint32_t high;
+  std::memcpy(&high, from + 8, 4);
+  DIFFBIT_UNROLL for (int half = 0; half < 2; ++half) {
+    const int32_t first = -4 * half, by[4] = {first, first - 1, first - 2, first - 3};
+    const uint8x16_t bits = vreinterpretq_u8_u32(vshlq_u32(vdupq_n_u32(high), vld1q_s32(by)));
+    to[half].v = vorrq_u8(to[half].v, vshlq_n_u8(vandq_u8(bits, vdupq_n_u8(1)), 2));
   }
 }
 

@@ -27,7 +27,8 @@
 //   dot_signed         products of signed bytes, in int32, of sums that began with start_signed
 //   dot_bytes          products of unsigned bytes, less BYTE_MIDDLE (0 or 128), and activations -127..127, in int32
 //   dot_centered       the same of bytes that are already less BYTE_MIDDLE
-//   load_codes<BITS>   a group of 32 packed codes (kv_cache.pack) as floats, neighbours side by side
+//   unpack_run<BITS>   codes packed by kv_cache.pack, 4, 3 or 2 bits each: those of a vector, or of 32 channels if that is more,
+//                      a byte each, neighbours side by side
 //   load_weights       of TernaryMatMul; REST: half a vector, where a row is an odd number of blocks
 //   store_activations  of TernaryMatMul: the first 32 bytes, and the others (a vector of 32 or less has none)
 //   dot_nibbles        the products of both nibbles of `both`, times 2^NIBBLE_SHIFT, where that needs fewer shifts; shift 0:

@@ -123,25 +123,24 @@ DIFFBIT_INLINE Ints times_bytes(int32_t offset, const uint8_t* zeros) {
 DIFFBIT_INLINE Ints splat_int(int32_t x) { return {_mm256_set1_epi32(x)}; }
 
 template <int BITS>
-DIFFBIT_INLINE void load_codes(const uint8_t* from, F32 (&to)[4]) {
-  const auto eight = [&](int i) {
-    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + i)));
-  };
+DIFFBIT_INLINE void unpack_run(const uint8_t* from, Bytes (&to)[1]) {
   if (BITS == 4) {
-    const __m256i mask = _mm256_set1_epi32(15);
-    DIFFBIT_UNROLL for (int i = 0; i < 2; ++i) {
-      const __m256i bytes = eight(8 * i);
-      to[i] = _mm256_cvtepi32_ps(_mm256_and_si256(bytes, mask));
-      to[2 + i] = _mm256_cvtepi32_ps(_mm256_srli_epi32(bytes, 4));
-    }
-  } else {
-    const __m256 numbers = _mm256_setr_ps(0, 1, 2, 3, 0, 1, 2, 3);
-    const __m256i bytes = eight(0);
-    to[0] = _mm256_permutevar8x32_ps(numbers, bytes);  // uses only the lowest three bits
-    to[1] = _mm256_permutevar8x32_ps(numbers, _mm256_srli_epi32(bytes, 2));
-    to[2] = _mm256_permutevar8x32_ps(numbers, _mm256_srli_epi32(bytes, 4));
-    to[3] = _mm256_permutevar8x32_ps(numbers, _mm256_srli_epi32(bytes, 6));
+    const __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    const __m256i codes = _mm256_srlv_epi64(twice, _mm256_setr_epi64x(0, 0, 4, 4));
+    to[0] = {_mm256_and_si256(codes, _mm256_set1_epi8(15))};
+    return;
   }
+  int64_t low;
+  std::memcpy(&low, from, 8);
+  const __m256i bytes = _mm256_srlv_epi64(_mm256_set1_epi64x(low), _mm256_setr_epi64x(0, 2, 4, 6));
+  __m256i codes = _mm256_and_si256(bytes, _mm256_set1_epi8(3));
+  if (BITS == 3) {
+    int32_t high;
+    std::memcpy(&high, from + 8, 4);
+    const __m256i bits = _mm256_srlv_epi32(_mm256_set1_epi32(high), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    codes = _mm256_or_si256(codes, _mm256_slli_epi16(_mm256_and_si256(bits, _mm256_set1_epi8(1)), 2));
+  }
+  to[0] = {codes};
 }
 
 DIFFBIT_INLINE Ints pair_sums(Ints a, Ints b) {

@@ -157,17 +157,22 @@ DIFFBIT_INLINE void store_parted(const int8_t* from, int8_t* even, int8_t* odd) 
 }
 
 template <int BITS>
-DIFFBIT_INLINE void load_codes(const uint8_t* from, F32 (&to)[8]) {
-  const v128_t bytes = BITS == 4 ? wasm_v128_load(from) : wasm_v128_load64_zero(from);
-  const v128_t mask = wasm_u8x16_const_splat((1 << BITS) - 1);
-  DIFFBIT_UNROLL for (int place = 0; place < 8 / BITS; ++place) {
-    const Bytes codes = {wasm_v128_and(wasm_u8x16_shr(bytes, place * BITS), mask)};
-    DIFFBIT_UNROLL for (int half = 0; half < BITS / 2; ++half) {
-      const v128_t wide = half ? wasm_u16x8_extend_high_u8x16(codes.v) : wasm_u16x8_extend_low_u8x16(codes.v);
-      const int at = 2 * (place * BITS / 2 + half);
-      to[at] = floats(wasm_f32x4_convert_i32x4(wasm_u32x4_extend_low_u16x8(wide)));
-      to[at + 1] = floats(wasm_f32x4_convert_i32x4(wasm_u32x4_extend_high_u16x8(wide)));
-    }
+DIFFBIT_INLINE void unpack_run(const uint8_t* from, Bytes (&to)[2]) {
+  if (BITS == 4) {
+    const v128_t bytes = wasm_v128_load(from);
+    to[0] = {wasm_v128_and(bytes, wasm_u8x16_const_splat(15))}, to[1] = {wasm_u8x16_shr(bytes, 4)};
+    return;
+  }
+  const v128_t bytes = wasm_v128_load64_zero(from), shifted = wasm_u8x16_shr(bytes, 2);
+  const v128_t low = wasm_i64x2_shuffle(bytes, shifted, 0, 2), mask = wasm_u8x16_const_splat(3);
+  to[0] = {wasm_v128_and(low, mask)}, to[1] = {wasm_v128_and(wasm_u8x16_shr(low, 4), mask)};
+  if (BITS != 3) return;
+  uint32_t high;
+  std::memcpy(&high, from + 8, 4);
+  DIFFBIT_UNROLL for (int half = 0; half < 2; ++half) {
+    const uint32_t four = high >> 4 * half;
+    const v128_t bits = wasm_v128_and(wasm_u32x4_make(four, four >> 1, four >> 2, four >> 3), wasm_u8x16_const_splat(1));
+    to[half] = {wasm_v128_or(to[half].v, wasm_i8x16_shl(bits, 2))};
   }
 }
 

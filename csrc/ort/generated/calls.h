@@ -99,6 +99,7 @@ struct DiffbitDiffAttention {
   int64_t value_bits;
   int64_t query_bits;
   int64_t window;
+  int64_t first;
   int64_t sliding_window;
   int64_t type;  // of query, key, value and out: FLOAT32, FLOAT16 or BFLOAT16
   int64_t key_type;  // of a cache of 16 bits: FLOAT32, FLOAT16 or BFLOAT16
@@ -150,6 +151,7 @@ struct DiffbitDiffAttention {
         node.value_bits,
         node.query_bits,
         node.window,
+        node.first,
         node.sliding_window,
         tensors.query.type,
         tensors.keys.past.type,
@@ -200,13 +202,14 @@ static_assert(offsetof(DiffbitDiffAttention, key_bits) == 296, "key_bits");
 static_assert(offsetof(DiffbitDiffAttention, value_bits) == 304, "value_bits");
 static_assert(offsetof(DiffbitDiffAttention, query_bits) == 312, "query_bits");
 static_assert(offsetof(DiffbitDiffAttention, window) == 320, "window");
-static_assert(offsetof(DiffbitDiffAttention, sliding_window) == 328, "sliding_window");
-static_assert(offsetof(DiffbitDiffAttention, type) == 336, "type");
-static_assert(offsetof(DiffbitDiffAttention, key_type) == 344, "key_type");
-static_assert(offsetof(DiffbitDiffAttention, value_type) == 352, "value_type");
-static_assert(offsetof(DiffbitDiffAttention, scale) == 360, "scale");
-static_assert(offsetof(DiffbitDiffAttention, norm_eps) == 364, "norm_eps");
-static_assert(sizeof(DiffbitDiffAttention) == 368, "DiffbitDiffAttention");
+static_assert(offsetof(DiffbitDiffAttention, first) == 328, "first");
+static_assert(offsetof(DiffbitDiffAttention, sliding_window) == 336, "sliding_window");
+static_assert(offsetof(DiffbitDiffAttention, type) == 344, "type");
+static_assert(offsetof(DiffbitDiffAttention, key_type) == 352, "key_type");
+static_assert(offsetof(DiffbitDiffAttention, value_type) == 360, "value_type");
+static_assert(offsetof(DiffbitDiffAttention, scale) == 368, "scale");
+static_assert(offsetof(DiffbitDiffAttention, norm_eps) == 372, "norm_eps");
+static_assert(sizeof(DiffbitDiffAttention) == 376, "DiffbitDiffAttention");
 DIFFBIT_CUDA_API size_t diffbit_cuda_attention_workspace(const DiffbitDiffAttention*);
 DIFFBIT_CUDA_API const char* diffbit_cuda_attention(const DiffbitDiffAttention*, void* workspace, void* stream);
 

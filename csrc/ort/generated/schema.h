@@ -45,7 +45,7 @@ struct CausalConv {
 
 struct DiffAttention {
   static constexpr const char* NAME = "DiffAttention";
-  static constexpr int64_t VERSION = 5;
+  static constexpr int64_t VERSION = 6;
   static constexpr Input QUERY{0, "DiffAttention: query"};
   static constexpr Input KEY{1, "DiffAttention: key"};
   static constexpr Input VALUE{2, "DiffAttention: value"};
@@ -75,10 +75,11 @@ struct DiffAttention {
   static constexpr Integer WIDE_VALUE{"wide_value", 0, {0, 1}};
   static constexpr Number SCALE{"scale"};
   static constexpr Number NORM_EPS{"norm_eps"};
-  static constexpr Integer KEY_BITS{"key_bits", 4, {16, 8, 4, 2}};
-  static constexpr Integer VALUE_BITS{"value_bits", 4, {16, 8, 4, 2}};
+  static constexpr Integer KEY_BITS{"key_bits", 5, {16, 8, 4, 3, 2}};
+  static constexpr Integer VALUE_BITS{"value_bits", 5, {16, 8, 4, 3, 2}};
   static constexpr Integer QUERY_BITS{"query_bits", 3, {0, 8, 4}};
   static constexpr Integer WINDOW{"window", 0, {0, 1048576}};
+  static constexpr Integer FIRST{"first", 0, {0, 16}};
   static constexpr Integer SLIDING_WINDOW{"sliding_window", 0, {0, 16777216}};
   static constexpr int TYPES[32][22] = {
       {1, 1, 1, 1, 1, 1, 7, 7, 1, 1, 7, 1, 1, 10, 10, 1, 1, 1, 1, 1, 10, 10},

@@ -107,8 +107,9 @@ def test_a_low_bit_cache_is_read_as_it_lies(window: int) -> None:
     scheme = AttentionScheme(keys="int4", values="int2", window=window)
     context = 128 + window
     per_token = cache_spec(CONFIG, scheme, "float16").bytes_per_1k_tokens / 1000
-    recent = 2 * 2 * 32 * 2  # layers, keys and values, d, bytes
-    assert step_bytes(CONFIG, scheme, "float16", context) == per_token * 129 + recent * (window + 1)
+    row = 2 * 32 * 2  # of both layers in float16: keys or values
+    first = 4 * 2 * row + row  # with the offset of the keys
+    assert step_bytes(CONFIG, scheme, "float16", context) == per_token * 129 + 2 * row * (window + 1) + first
 
 
 def test_integers_where_the_operator_rounds() -> None:

@@ -308,7 +308,7 @@ def format_of(schema: Any) -> dict[str, Any]:
         (format_of({"type": "string", "minLength": 10**8}), "bound its lengths"),
         ({"response_format": {"type": "xml"}}, "response_format.type is 'xml', wanted one of text"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema is missing"),
-        ({"json_schema": 5}, "json_schema: a JSON schema is an object"),
+        ({"json_schema": 5}, "json_schema: the JSON schema is 5, wanted an object"),
         ({"grammar": "start: ("}, "grammar: the grammar"),
         ({"grammar": 'start: "a"', "json_schema": {}}, "leave one out"),
         ({"tools": [{"type": "retrieval"}]}, "tools[0].type is 'retrieval', wanted function"),

@@ -309,7 +309,7 @@ def test_what_is_saved_is_what_was_trained(
         trainer_module, "place_model", lambda trained, *rest: (kept.append(trained), place(trained, *rest))
     )
     config = options(text, qat=format, activations=activations, steps=4, learning_rate=1e-2)
-    changes = {"sub_norms": True} if format == "ternary" else {"qk_norm": True, **BIASES}
+    changes = {"sub_norms": True} if format == "ternary" else {"qk_norm_eps": 1e-6, **BIASES}
     config = replace(config, model=resized(config.model, **changes))
     result = train(config, tmp_path / "out")
     saved = load_quantized(tmp_path / "out")

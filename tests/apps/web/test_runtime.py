@@ -30,7 +30,7 @@ CASES = [
     ("softmax", "int3_g32_s8", "int4", "int4", 130, 50),
     ("diff_v2", "nl4_g32_s8", "int4", "int2", 130, 31),
     ("diff_v1", "int2_g32_s8", None, None, 20, 1),
-    ("softmax", "int5_g32_s8", None, None, 20, 3),
+    ("softmax", "int5_g32_s8", "int3", "int3", 130, 3),
     ("diff_v2", "int6_g32_s8", None, None, 20, 20),
 ]
 

@@ -22,6 +22,7 @@ from diffbit.quantize.allocation.sensitivity import estimate, fisher, remaining
 from diffbit.quantize.calibration import Tokens
 from diffbit.quantize.methods import Method, find
 from diffbit.quantize.methods.rtn import quantize as rtn
+from diffbit.quantize.plan import resolve
 
 from ...configs import resized
 from .small import CONFIG, IDS, MASK, divergence, make
@@ -119,7 +120,7 @@ def test_estimates_follow_what_is_measured(name: str, trained: Callable[[str], P
     for format in ("int4_g64", "int8"):
         formats = {module: {format: parse_format(format)} for module in modules}
         tokens, sample = (Tokens(decoder.config, ids) for _ in range(2))
-        losses = measure(decoder, decoder, sample, Scheme(), formats, find("rtn"), None)
+        losses = measure(decoder, decoder, sample, resolve(decoder.config, Scheme()), formats, find("rtn"), None)
         guesses = estimate(decoder, tokens, formats, find("rtn"))
         estimated += [guesses[module][format] for module in modules]
         measured += [losses[module][format] for module in modules]

@@ -26,7 +26,7 @@ SHAPES = {
     "odd": {"hidden_size": 37, "num_heads": 6, "num_kv_heads": 3, "head_dim": 6, "intermediate_size": 29}
     | {"head_norm": False},  # diff_v1: values and o_proj, too
     "sub_norms": {"sub_norms": True, "mlp": "relu2"},
-    "biases": {"num_kv_heads": 1, "qk_norm": True, **BIASES},
+    "biases": {"num_kv_heads": 1, "qk_norm_eps": 1e-6, **BIASES},
 }
 
 

@@ -34,7 +34,7 @@ SHAPES = {
     "prime": {"hidden_size": 37, "head_dim": 6, "intermediate_size": 29},
     "sub_norms": {"sub_norms": True, "mlp": "relu2"},
     "biases": {"num_kv_heads": 1, **BIASES},
-    "qk_norm": {"qk_norm": True, "qkv_bias": True},
+    "qk_norm": {"qk_norm_eps": 1e-6, "qkv_bias": True},
 }
 
 

@@ -11,7 +11,7 @@ export { Unsupported };
 
 const CHUNK = 128; // prompt tokens per run, to limit memory
 const ROOM = 128; // tokens that a cache has room for at first
-const BLOCK = 32; // capacities are multiples of it: low-bit caches hold whole blocks
+const BLOCK = 32; // capacities are multiples of it: tokens enter low-bit caches in whole blocks
 const INT64 = 7;
 
 const product = (numbers) => numbers.reduce((all, one) => all * one, 1);
@@ -244,11 +244,10 @@ class Model {
   }
 }
 
-// Whether a dimension of a cache's buffer grows with the tokens: "tokens" or "tokens/32", and not a ring's "tokens%512"
+// Whether a dimension of a cache's buffer grows with the tokens: "tokens", and not a ring's "tokens%512"
 const grows = (size) => typeof size === "string" && !size.includes("%");
 
 function sizeOf(size, tokens) {
   if (typeof size === "number") return size;
-  const [, each, ring] = size.match(/^tokens(?:\/(\d+))?(?:%(\d+))?$/);
-  return ring ? Number(ring) : tokens / Number(each ?? 1);
+  return grows(size) ? tokens : Number(size.slice("tokens%".length));
 }
