@@ -1,9 +1,4 @@
-"""Runs a model on a device: token ids in, logits out. The session keeps the KV cache between calls.
-
-The cache never passes through numpy. The manifest lists each layer's buffers with their types and shapes. If the graph
-can write into its input (`in_place` in the manifest), one OrtValue of full capacity is bound both as past and as
-present, and a decode step writes one row into it. Otherwise the graph returns a new present (longer than the past by
-the new tokens, or a state or a ring of the same size), which is bound as the past of the next call.
+"""Runs a model on a device: token ids in, logits out. The session keeps the cache (caches.py) between calls.
 
 Batches of unequal prompts need an `attention_mask` (1: token, 0: padding), with padding on either side. The session
 moves each row's tokens to its start, so the first tokens and the blocks of a low-bit cache are those of the row alone.
@@ -28,21 +23,12 @@ from ..devices import device_of
 from ..io.errors import DiffbitError
 from ..settings import SessionOptions
 from .artifact import LOGITS_FROM, SHORTER_BY, Artifact
+from .caches import Cache, Ids
 from .external import check_external
-from .memory import pages, zeros
+from .memory import pages
 from .native import best_instruction_set, library_for
-from .providers import (
-    CPU,
-    OrtValue,
-    computes_on_cpu,
-    lacks_16_bits,
-    node_counts,
-    onnxruntime,
-    open_session,
-    out_of_memory,
-)
+from .providers import CPU, computes_on_cpu, lacks_16_bits, node_counts, onnxruntime, open_session, out_of_memory
 
-Ids = NDArray[np.int64]
 Logits = NDArray[np.float32]
 Signature = tuple[str, tuple[int | None, ...]]  # type and shape of a tensor; None: any size
 
@@ -106,12 +92,8 @@ class Session:
                 f"{self._model}: device {device} computes wrong numbers in {self.artifact.dtype} beside {wrong} on the "
                 "CPU; export the model with --dtype fp32, or run with device cpu"
             )
-        self._memory = row.memory
         self.chunk = SHORT_CHUNK if computes_on_cpu(device) else _chunk(device) if self.native else CHUNK
-        self._buffers = self.artifact.cache.buffers
-        ways = ("always", "native") if self.native else ("always",)
-        self._in_place = [buffer.in_place in ways for buffer in self._buffers.values()]
-        from_start = (buffer.holds_tokens and not buffer.ring for buffer in self._buffers.values())
+        from_start = (buffer.holds_tokens and not buffer.ring for buffer in self.artifact.cache.buffers.values())
         self._to_end = not all(from_start)  # whether a row's tokens are moved to its end
         try:
             self._check_signature()
@@ -120,17 +102,12 @@ class Session:
         optional = {node.name for node in self._session.get_overridable_initializers()} if row.overrides else set()
         self._logits_from = LOGITS_FROM in optional  # older exports, without this input, compute all logits
         self.takes_lengths = SHORTER_BY in optional
-        self._binding = self.io_binding()
-        self._output, self._width = self.artifact.output, self.artifact.width
-        self._binding.bind_output(self._output, "cpu")  # the first of the outputs
+        self._width = self.artifact.width
         self._lock = threading.RLock()
-        self._batch = 0
-        self._past: list[OrtValue] = []  # in the order of _buffers
+        self._cache = self.empty_cache()
         self._mask: Ids = np.zeros((0, 0), np.int64)  # [B, C]
-        self._ids: Ids = np.zeros((0, 0), np.int64)  # [B, C], of the cached tokens
-        self._tokens: Ids = np.zeros(0, np.int64)  # [B], real tokens per row
         self._length = self._texts = 0
-        self.reproducible, self._whole = options.reproducible, 0  # tokens in whole blocks of a prompt
+        self.reproducible = options.reproducible
 
     @property
     def capacity(self) -> int:
@@ -147,6 +124,12 @@ class Session:
         """The number of texts begun so far, and `length`. It changes whenever anything uses the session."""
         return self._texts, self._length
 
+    @property
+    def block(self) -> int:
+        """Cached tokens are reused in blocks of so many: with the option `reproducible`, the parts in which a prompt is
+        computed without a cache, because kernels for other numbers of tokens may sum in another order."""
+        return self.chunk if self.reproducible else 1
+
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Inside the `with` block, calls from other threads raise DiffbitError."""
@@ -161,7 +144,7 @@ class Session:
     def reset(self) -> None:
         """Forget all tokens. In-place buffers stay allocated and are overwritten."""
         self._texts += 1
-        self._length = self._whole = 0
+        self._length = 0
 
     @_exclusively
     def reuse(self, token_ids: Sequence[int]) -> int:
@@ -171,25 +154,12 @@ class Session:
         cannot be truncated there (`CacheSpec.holds`), is kept entirely or not at all.
         """
         self._texts += 1
-        if self._batch != 1:
+        if self._cache.rows != 1 or not self._length:
             self.reset()
-        most = min(self._length, len(token_ids) - 1)
-        equal = self._ids[:1, :most] == np.asarray(token_ids[:most], np.int64)
-        kept = self.reusable(most if equal.all() else int(equal.argmin()), self._whole)
-        if kept < self._length:
-            can_be_cut = all(self._in_place) and self.artifact.cache.holds(kept, self._length)
-            self._length = kept if can_be_cut else 0
-            self._whole = min(self._whole, self._length)
-            self._tokens = np.full(1, self._length, np.int64)
+        else:
+            _, self._length = self._cache.reusable(0, np.asarray(token_ids[:-1], np.int64))
+            self._cache.keep(0, 0, self._length)
         return self._length
-
-    def reusable(self, equal: int, whole: int) -> int:
-        """How many of the `equal` tokens at the beginning of a cached text and of a prompt are reused.
-
-        With the option `reproducible`, those in the blocks of `chunk` tokens in which the prompt is computed without a
-        cache: kernels for other numbers of tokens may sum in another order. whole: tokens that were computed so.
-        """
-        return min(equal, whole) // self.chunk * self.chunk if self.reproducible else equal
 
     @_exclusively
     def prefill(
@@ -249,8 +219,8 @@ class Session:
         ids = _integers(token_ids, "token_ids")
         if ids.shape[1] != 1 or not ids.shape[0]:
             raise DiffbitError(f"token_ids has shape {list(ids.shape)}, wanted [B, 1]: one token per row")
-        unequal = self._length and len(np.unique(self._tokens)) > 1
-        if unequal and any(buffer.multiple > 1 for buffer in self._buffers.values()):
+        unequal = self._length and len(np.unique(self._cache.lengths)) > 1
+        if unequal and self.artifact.cache.multiple > 1:
             raise DiffbitError(
                 f"{self.artifact.path}: rows of unequal length cannot continue together, because they share the "
                 "cache's blocks and residual window: a short row's recent tokens would be rounded. Run rows of equal "
@@ -261,25 +231,19 @@ class Session:
 
     def _append(self, ids: Ids, mask: Ids, last: bool = False) -> Logits:
         """Run the graph on `ids` [B, S] and keep its cache; return the logits [B, S, V], or [B, 1, V] with `last`."""
-        start, stop = self._length, self._length + ids.shape[1]
+        cache, start, stop = self._cache, self._length, self._length + ids.shape[1]
         self._mask[:, start:stop] = mask
-        positions = self._tokens[:, None] + np.cumsum(mask, axis=1) - 1
-        binding = self._binding
-        for name, value, in_place in zip(self._buffers, self._past, self._in_place, strict=True):
-            if not in_place:  # a new buffer in each call; `_make_buffers` has bound the buffers that stay
-                binding.bind_ortvalue_input(f"past_key_values.{name}", value)
-                binding.bind_output(f"present.{name}", self._memory)
+        positions = cache.lengths[:, None] + np.cumsum(mask, axis=1) - 1
         try:
-            logits = self.run(binding, ids, self._mask[:, :stop], np.maximum(positions, 0), last)
-            if not all(self._in_place):
-                self._past = binding.get_outputs()[1:]  # in the order of the first binding, logits first
-            self._ids[:, start:stop] = ids
-            self._tokens = self._tokens + mask.sum(axis=1)
+            logits = self.run(cache, ids, self._mask[:, :stop], np.maximum(positions, 0), last)
+            cache.follow()
+            if cache.rows == 1:
+                cache.append(0, start, ids[0])
+            else:  # nothing of a batch is reused
+                cache.lengths += mask.sum(axis=1)
             self._length = stop
-            if start == self._whole and stop - start == self.chunk:
-                self._whole = stop
         except BaseException as error:  # also Ctrl-C, after which a state may be ahead of the tokens
-            self._batch, self._past = 0, []
+            cache.forget()
             self.reset()
             if not isinstance(error, Exception):  # ONNX Runtime's exceptions have no base of their own
                 raise
@@ -296,21 +260,19 @@ class Session:
             raise DiffbitError(f"{self._model}: ONNX Runtime failed while running it ({error})") from None
         return logits
 
-    def empty_cache(self, rows: int) -> dict[str, NDArray[Any]]:
-        """Zeroed buffers of full capacity, [rows, ...]. Raises OSError, OverflowError or MemoryError."""
-        capacity = self.artifact.cache.capacity(self.capacity)
-        return {name: zeros((rows, *one.sizes(capacity)), one.dtype) for name, one in self._buffers.items()}
-
-    def io_binding(self) -> Any:
-        """A binding of ONNX Runtime's for `run`, with no cache bound."""
-        return self._session.io_binding()
+    def empty_cache(self) -> Cache:
+        """A cache for `run`, without rows."""
+        binding = self._session.io_binding()
+        binding.bind_output(self.artifact.output, "cpu")  # the first of the outputs
+        return Cache(self.artifact.cache, self.capacity, binding, device_of(self.device).memory, self.native)
 
     def run(
-        self, binding: Any, ids: Ids, mask: Ids, positions: Ids, last: bool, shorter_by: Ids | None = None
+        self, cache: Cache, ids: Ids, mask: Ids, positions: Ids, last: bool, shorter_by: Ids | None = None
     ) -> Logits:
-        """Run the graph on `ids` [B, S] with a cache that the caller has bound -> logits [B, S, V], or [B, 1, V] with
+        """Run the graph on `ids` [B, S] with the rows that the cache has bound -> logits [B, S, V], or [B, 1, V] with
         `last`. shorter_by [B]: how many tokens each row lacks of the mask's. The session's own tokens stay as they
         are."""
+        binding = cache.binding
         # the binding does not own this memory: it must live until the run is over
         feeds = [np.ascontiguousarray(array) for array in (ids, mask, positions)]
         for name, array in zip(TOKEN_INPUTS, feeds, strict=True):
@@ -323,7 +285,7 @@ class Session:
             binding.bind_ortvalue_input(name, onnxruntime().OrtValue.ortvalue_from_numpy(array))
         # into this memory: an output of ONNX Runtime's own would have to be copied
         logits = pages((ids.shape[0], ids.shape[1] - first, self._width))
-        binding.bind_output(self._output, "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        binding.bind_output(self.artifact.output, "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         self._session.run_with_iobinding(binding)
         return logits
 
@@ -336,9 +298,9 @@ class Session:
                 f"token id {int(ids[outside][0])} is outside the vocabulary of {self.artifact.vocab_size} tokens; "
                 "the tokenizer must be the model's own"
             )
-        if self._length and batch != self._batch:
+        if self._length and batch != self._cache.rows:
             raise DiffbitError(
-                f"token_ids has {batch} rows, the cache holds {self._batch}; call reset() before another batch"
+                f"token_ids has {batch} rows, the cache holds {self._cache.rows}; call reset() before another batch"
             )
         if self._length + count > self.capacity:
             raise DiffbitError(
@@ -349,8 +311,7 @@ class Session:
             return
         try:
             self._mask = np.zeros((batch, self.capacity), np.int64)
-            self._ids = np.zeros((batch, self.capacity), np.int64)
-            self._make_buffers(batch)
+            self._cache.begin(batch, self.block)
         except Exception as error:  # ONNX Runtime's exceptions have no base of their own
             # ValueError and OverflowError: more bytes than the address space has
             if not isinstance(error, (ValueError, OverflowError)) and not out_of_memory(error):
@@ -359,34 +320,12 @@ class Session:
                 f"{self.artifact.path}: a cache of {self.capacity} tokens does not fit into memory; export the model "
                 "with a shorter context_length"
             ) from None
-        self._batch = batch
-        self._tokens = np.zeros(batch, np.int64)
-
-    def _make_buffers(self, batch: int) -> None:
-        """Make buffers for `batch` rows. In-place buffers of tokens are kept: slots after the tokens are not read."""
-        kept = self._past if batch == self._batch else []
-        capacity = self.artifact.cache.capacity(self.capacity)
-        buffers = []
-        for index, ((name, buffer), in_place) in enumerate(zip(self._buffers.items(), self._in_place, strict=True)):
-            if kept and in_place and buffer.holds_tokens:
-                buffers.append(kept[index])
-                continue
-            values = zeros((batch, *buffer.sizes(capacity if in_place else 0)), buffer.dtype)
-            value = onnxruntime().OrtValue.ortvalue_from_numpy(values, self._memory, 0)
-            # in the order of the names: the binding returns its outputs in the order of their first binding
-            self._binding.bind_ortvalue_input(f"past_key_values.{name}", value)
-            if in_place:
-                self._binding.bind_ortvalue_output(f"present.{name}", value)
-            else:
-                self._binding.bind_output(f"present.{name}", self._memory)
-            buffers.append(value)
-        self._past = buffers
 
     def _check_signature(self) -> None:
         """Compare the graph's inputs and outputs with the manifest. A dynamic dimension in the graph fits any size."""
         inputs: dict[str, Signature] = dict.fromkeys(TOKEN_INPUTS, ("tensor(int64)", (None, None)))
         outputs: dict[str, Signature] = {self.artifact.output: ("tensor(float)", (None, None, self.artifact.width))}
-        for name, buffer in self._buffers.items():
+        for name, buffer in self.artifact.cache.buffers.items():
             type_ = TENSORS.get(buffer.dtype, f"tensor({buffer.dtype})")
             inputs[f"past_key_values.{name}"] = outputs[f"present.{name}"] = type_, (None, *buffer.fixed)
         sides = ("input", self._session.get_inputs(), inputs), ("output", self._session.get_outputs(), outputs)

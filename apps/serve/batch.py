@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,15 +131,11 @@ class _Batch(Rows):
                     f"{LEAST_CAPACITY}; a token takes {session.artifact.cache.bytes_per_1k_tokens // 1000} bytes"
                 )
         self._caches = RowCaches(session, count)
-        self._ids = np.zeros((count, self.capacity), np.int64)
-        self._lengths = np.zeros(count, np.int64)
+        self._cache = self._caches.cache
         self._used = np.zeros(count, np.int64)  # number of the text that last took each row
-        self._whole = np.zeros(count, np.int64)  # tokens in whole blocks of a prompt, from the beginning
-        self._recent: list[dict[int, Any]] = [{} for _ in range(count)]  # by length: what a row can be cut to
-        self._texts = 0
 
     def room(self, row: int) -> int:
-        return self.capacity - int(self._lengths[row])
+        return self.capacity - int(self._cache.lengths[row])
 
     @property
     def nbytes(self) -> int:
@@ -154,7 +149,7 @@ class _Batch(Rows):
         if not self._fit({row: len(ids) + more}):
             if self._taken.any():
                 raise NoRoom
-            self._forget(row)  # what it holds of another text takes the room
+            self._caches.forget(row)  # what it holds of another text takes the room
             cached = 0
         if cached == shared:
             self._store(row, shared)
@@ -166,14 +161,10 @@ class _Batch(Rows):
             start, end = end, min(end + self.session.chunk, len(ids))
             if start < shared < end:  # the next text with this beginning can begin here
                 end = shared
-            part = ids[start:end]
-            logits = self._caches.run(slice(row, row + 1), part[None], np.array([start]))
-            self._ids[row, start:end] = part
-            self._lengths[row] = end
-            if len(part) == self.session.chunk and start == self._whole[row]:
-                self._whole[row] = end
+            logits = self._caches.run(slice(row, row + 1), ids[None, start:end], np.array([start]))
+            self._cache.append(row, start, ids[start:end])
             if end in (shared, len(ids)) and (recent := self._caches.recent(row)):
-                self._recent[row] = dict([*self._recent[row].items(), (end, recent)][-MOST_RECENT:])
+                self._cache.recent[row] = dict([*self._cache.recent[row].items(), (end, recent)][-MOST_RECENT:])
             if end == shared:
                 self._store(row, end)
         assert logits is not None
@@ -183,37 +174,31 @@ class _Batch(Rows):
     def step(self, tokens: Mapping[int, int]) -> dict[int, Logits]:
         count, rows, new = max(tokens) + 1, list(tokens), list(tokens.values())
         ids, lengths = np.zeros((count, 1), np.int64), np.full(count, REST)
-        ids[rows, 0], lengths[rows] = new, self._lengths[rows]
+        ids[rows, 0], lengths[rows] = new, self._cache.lengths[rows]
         logits = self._caches.run(slice(0, count), ids, lengths)
-        self._ids[rows, self._lengths[rows]] = new
-        self._lengths[rows] += 1
+        self._cache.ids[rows, lengths[rows]] = new
+        self._cache.lengths[rows] += 1
         return {row: logits[row] for row in tokens}
 
     def fits(self) -> bool:
-        return self._fit({row: int(self._lengths[row]) + 1 for row in range(self.count) if self._taken[row]})
+        return self._fit({row: int(self._cache.lengths[row]) + 1 for row in range(self.count) if self._taken[row]})
 
     def _fit(self, lengths: Mapping[int, int]) -> bool:
         """Whether the memory has room if rows have these lengths; forgets finished rows to make room."""
         while self._memory is not None and self._caches.nbytes(lengths) > self._memory:
-            idle = ~self._taken & (self._lengths > 0)
-            finished = [row for row in range(self.count) if idle[row] and row not in lengths]
+            idle = np.flatnonzero(~self._taken & (self._cache.lengths > 0))
+            finished = [row for row in idle.tolist() if row not in lengths]
             if not finished:
                 return False
-            self._forget(min(finished, key=lambda row: int(self._used[row])))
+            self._caches.forget(min(finished, key=lambda row: int(self._used[row])))
         return True
-
-    def _forget(self, row: int) -> None:
-        self._caches.forget(row)
-        self._recent[row] = {}
-        self._lengths[row] = self._whole[row] = 0
 
     def _prepare(self, ids: NDArray[np.int64]) -> tuple[int, int, int]:
         """Put the longest prefix of a prompt that any row can be cut to into a free row. Returns the row, the length of
         the prefix, which leaves at least one token to compute, and that of the longest prefix that any row holds of a
         text that goes on differently; a conversation only becomes longer."""
-        equal = np.array([self._equal(row, ids[:-1]) for row in range(self.count)])
-        common = np.array([self._cut(row, int(count)) for row, count in enumerate(equal)])
-        shared = int(np.where(self._lengths >= equal + WORTH_COPYING, equal, 0).max())
+        equal, common = np.array([self._cache.reusable(row, ids[:-1]) for row in range(self.count)]).T
+        shared = int(np.where(self._cache.lengths >= equal + WORTH_COPYING, equal, 0).max())
         free = np.flatnonzero(~self._taken)
         longest = free[common[free] == common[free].max()]
         row = int(longest[self._used[longest].argmin()])
@@ -222,9 +207,8 @@ class _Batch(Rows):
         length = self._load(row, ids[:-1], int(common[source]))
         if not length:
             length = int(common[source])
-            self._keep(row, source, length)
-        self._texts += 1
-        self._used[row] = self._texts
+            self._caches.share(row, source, length)
+        self._used[row] = self._used.max() + 1
         return row, length, shared
 
     def _load(self, row: int, ids: NDArray[np.int64], length: int) -> int:
@@ -232,45 +216,20 @@ class _Batch(Rows):
         if self._prefixes is None:
             return 0
         count, file = self._prefixes.longest(ids)
-        count = count if self.session.reusable(count, count) == count else 0
-        if file is None or count < length + WORTH_COPYING:
+        if file is None or count < length + WORTH_COPYING or count % self.session.block:
             return 0
         arrays = self._prefixes.load(file, self._caches.first(row, count))
         if arrays is None:
             return 0
         self._caches.forget(row)
         self._caches.put(row, count, arrays)
-        self._ids[row, :count] = ids[:count]
-        self._lengths[row] = self._whole[row] = count
-        recent = self._caches.recent(row)
-        self._recent[row] = {count: recent} if recent else {}
+        self._cache.append(row, 0, ids[:count])
+        if recent := self._caches.recent(row):
+            self._cache.recent[row] = {count: recent}
         return count
 
     def _store(self, row: int, count: int) -> None:
         """Write all tokens of a row to a file."""
-        ids = self._ids[row, :count].copy()
+        ids = self._cache.ids[row, :count].copy()
         if self._prefixes is not None and count >= LEAST and self._prefixes.longest(ids)[0] < count:
             self._prefixes.save(ids, self._caches.first(row, count))
-
-    def _equal(self, row: int, ids: NDArray[np.int64]) -> int:
-        """Return how many tokens of a prompt a row holds."""
-        length = int(self._lengths[row])
-        differ = self._ids[row, : min(length, len(ids))] != ids[:length]
-        equal = int(differ.argmax()) if differ.any() else len(differ)
-        return self.session.reusable(equal, int(self._whole[row]))
-
-    def _cut(self, row: int, equal: int) -> int:
-        """Return the largest number of these tokens that the row can be cut to."""
-        if self.session.artifact.cache.holds(equal, int(self._lengths[row])):
-            return equal
-        return max((length for length in self._recent[row] if length <= equal), default=0)
-
-    def _keep(self, row: int, source: int, count: int) -> None:
-        """Make the first `count` tokens of `source` those of `row`."""
-        self._caches.share(row, source, count)
-        self._ids[row, :count] = self._ids[source, :count]
-        if recent := self._recent[source].get(count):
-            self._caches.put(row, count, recent)
-        self._recent[row] = {length: recent for length, recent in self._recent[source].items() if length <= count}
-        self._lengths[row] = count
-        self._whole[row] = min(count, int(self._whole[source]))

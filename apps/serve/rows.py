@@ -1,5 +1,4 @@
-"""The caches of several texts that share a session's weights: each text is a row of one batch, with a length of its
-own."""
+"""The caches of several texts that share a session's weights: each text is a row of one batch, of its own length."""
 
 from __future__ import annotations
 
@@ -18,29 +17,27 @@ WORTH_SHARING = 128  # tokens: what two rows have in common is moved to a prefix
 
 
 class RowCaches:
-    """Zeroed caches of `count` rows, each of the session's capacity. `run` writes them in place. They take the memory
-    that their tokens have written (pages.py).
+    """A `cache` of `count` rows, each of the session's capacity. `run` writes it in place. Rows take the memory that
+    their tokens have written (pages.py).
 
     Raises DiffbitError if the system cannot map them.
     """
 
     def __init__(self, session: Session, count: int) -> None:
-        too_many = DiffbitError(f"{count} rows of {session.capacity} tokens are too many; use fewer rows")
-        if count * session.capacity > 1 << 31:
-            raise too_many
-        self._buffers = session.artifact.cache.buffers
+        self._session, self.cache = session, session.empty_cache()
         try:
-            self._arrays = session.empty_cache(count)
+            if count * session.capacity > 1 << 31:
+                raise OverflowError
+            self.cache.begin(count, session.block)
         except (OSError, OverflowError, MemoryError):  # more than the system can map
-            raise too_many from None
-        self._session, self._binding = session, session.io_binding()
-        self._bound = slice(0, 0)  # the rows that the binding reads and writes
+            raise DiffbitError(f"{count} rows of {session.capacity} tokens are too many; use fewer rows") from None
+        self._buffers, self._arrays = self.cache.buffers, self.cache.arrays
         self._pages = Pages(self._arrays)
         none: tuple[Prefix | None, int] = (None, 0)
         self._prefix = count * [none]  # of each row, and how many of its tokens
         self._written = np.zeros(count, np.int64)  # tokens that each row has memory for
-        cache = session.artifact.cache
-        self._fixed, self._growth = cache.fixed_bytes, cache.bytes_per_1k_tokens // 1000
+        spec = session.artifact.cache
+        self._fixed, self._growth = spec.fixed_bytes, spec.bytes_per_1k_tokens // 1000
 
     @staticmethod
     def fit(session: Session) -> bool:
@@ -53,20 +50,12 @@ class RowCaches:
     def run(self, rows: slice, ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> Logits:
         """Append ids [n, S] to rows of `lengths` [n] tokens, REST for a row that is left alone; return the logits
         [n, V] after the last of them. Several rows take few tokens at once."""
-        if rows != self._bound:
-            for name, cache in self._arrays.items():
-                part = cache[rows]
-                for bind, side in (
-                    (self._binding.bind_input, "past_key_values"),
-                    (self._binding.bind_output, "present"),
-                ):
-                    bind(f"{side}.{name}", "cpu", 0, part.dtype.type, part.shape, part.ctypes.data)
-            self._bound = rows
+        self.cache.bind(rows)
         longest, steps = int(lengths.max()), ids.shape[1]
         self._written[rows] = np.maximum(self._written[rows], lengths + steps)
         mask = np.ones((len(ids), longest + steps), np.int64)
         positions = np.maximum(lengths, 0)[:, None] + np.arange(steps)
-        return self._session.run(self._binding, ids, mask, positions, last=True, shorter_by=longest - lengths)[:, -1]
+        return self._session.run(self.cache, ids, mask, positions, last=True, shorter_by=longest - lengths)[:, -1]
 
     def recent(self, row: int) -> dict[str, NDArray[Any]]:
         """Return a copy of a row's residual windows; none if the cache has rings, whose copies would be large."""
@@ -97,17 +86,20 @@ class RowCaches:
         if row != source or not count:
             self.forget(row)
         self._prefix[row] = (prefix, length) if length else (None, 0)  # whose file goes with its last row
-        if row == source:
-            return
-        if prefix and length:
-            self._pages.share(row, source, self._growing(length), prefix)
-        for name, buffer in self._buffers.items():
-            rest = buffer.first(count, length)
-            self._arrays[name][row][rest] = self._arrays[name][source][rest]
-        self._written[row] = count
+        if row != source:
+            if prefix and length:
+                self._pages.share(row, source, self._growing(length), prefix)
+            for name, buffer in self._buffers.items():
+                rest = buffer.first(count, length)
+                self._arrays[name][row][rest] = self._arrays[name][source][rest]
+            self._written[row] = count
+        self.cache.keep(row, source, count)
+        if recent := self.cache.recent[row].get(count):
+            self.put(row, count, recent)
 
     def forget(self, row: int) -> None:
-        """Give the memory of a row back."""
+        """Forget a row's tokens and give its memory back."""
+        self.cache.keep(row, row, 0)
         self._pages.free(row)
         self._prefix[row], self._written[row] = (None, 0), 0
 

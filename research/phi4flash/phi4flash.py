@@ -158,7 +158,7 @@ def speed(artifact: str, threads: int, prompt: int = PROMPT) -> None:
     if prompt < LONG:
         repeat_cache(session, prompt)
         session._mask[:] = 1
-        session._length, session._tokens = LONG, np.full(1, LONG)
+        session._length = session._cache.lengths[0] = LONG
         row |= decoded(token, "behind_long")
     print(json.dumps(row | {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
 
@@ -167,7 +167,7 @@ def repeat_cache(session: Any, tokens: int) -> None:
     """Fill growing buffers with copies of their first `tokens` tokens."""
     from diffbit.ops.cache import TOKENS
 
-    for buffer, value in zip(session._buffers.values(), session._past, strict=True):
+    for buffer, value in zip(session._cache.buffers.values(), session._cache.past.values(), strict=True):
         if buffer.grows and (shape := value.shape())[axis := 1 + buffer.shape.index(TOKENS)] >= LONG:
             dtype = np.dtype(buffer.dtype)
             memory = (ctypes.c_uint8 * (math.prod(shape) * dtype.itemsize)).from_address(value.data_ptr())

@@ -267,16 +267,17 @@ def test_buffers_in_place_and_growing(artifact_of: Maker) -> None:
     artifact = artifact_of("diff_v1", KV4)
     session = runtime.Session(artifact, threads=1)
     session.prefill(tokens(1, 70).numpy())
-    pointers = [value.data_ptr() for value in session._past]
-    assert session._past[0].shape() == [1, 4, LENGTH, 16] and session._past[2].shape() == [1, 4, LENGTH]
+    pointers = [value.data_ptr() for value in session._cache.past.values()]
+    shapes = [value.shape() for value in session._cache.past.values()]
+    assert shapes[0] == [1, 4, LENGTH, 16] and shapes[2] == [1, 4, LENGTH]
     session.step([[3]])
-    assert [value.data_ptr() for value in session._binding.get_outputs()[1:]] == pointers
+    assert [value.data_ptr() for value in session._cache.binding.get_outputs()[1:]] == pointers
     growing = runtime.Session(artifact, threads=1, native=False)
     growing.prefill(tokens(1, 70).numpy())
-    assert [value.shape()[2] for value in growing._past[:6]] == [32, 32, 32, 32, 69, 68]
+    assert [value.shape()[2] for value in list(growing._cache.past.values())[:6]] == [32, 32, 32, 32, 69, 68]
     for _ in range(26):
         growing.step([[3]])
-    assert [value.shape()[2] for value in growing._past[:6]] == [64, 64, 64, 64, 69, 68]
+    assert [value.shape()[2] for value in list(growing._cache.past.values())[:6]] == [64, 64, 64, 64, 69, 68]
 
 
 @pytest.mark.slow

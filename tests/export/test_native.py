@@ -74,16 +74,16 @@ def test_the_cache_of_version_1_grows_in_place(checkpoint_of: Maker) -> None:
     artifact = write_artifact(checkpoint_of("diff_v1"))
     session = runtime.Session(artifact, threads=1)
     session.prefill([PROMPT])
-    pointers = [value.data_ptr() for value in session._past]
-    assert session._past[0].shape()[2] == session.capacity
+    pointers = [value.data_ptr() for value in session._cache.past.values()]
+    assert session._cache.past["0.key"].shape()[2] == session.capacity
     assert not any(pointer % 64 for pointer in pointers)  # whole lines of memory
     session.step([[7]])
-    assert [value.data_ptr() for value in session._binding.get_outputs()[1:]] == pointers
-    keys = session._past[0].numpy()
+    assert [value.data_ptr() for value in session._cache.binding.get_outputs()[1:]] == pointers
+    keys = session._cache.past["0.key"].numpy()
     assert keys[:, :, : len(PROMPT) + 1].any(-1).all() and not keys[:, :, len(PROMPT) + 1 :].any()
     bodies = runtime.Session(artifact, threads=1, native=False)
     bodies.prefill([PROMPT])
-    assert bodies._past[0].shape()[2] == len(PROMPT)
+    assert bodies._cache.past["0.key"].shape()[2] == len(PROMPT)
 
 
 def test_no_native_is_reported_by_bench_and_verify(checkpoint_of: Maker) -> None:

@@ -92,27 +92,27 @@ def test_a_padded_batch_equals_its_rows(artifact: Path, side: str) -> None:
 def test_in_place_buffers_are_shared_and_survive_reset(tmp_path: Path) -> None:
     session = Session(TOY.write(tmp_path / "a", in_place=True), threads=1)
     session.prefill([PROMPT])
-    pointers = [value.data_ptr() for value in session._past]
-    assert [value.shape() for value in session._past] == [[1, 2, 24, 16]] * 2
+    pointers = [value.data_ptr() for value in session._cache.past.values()]
+    assert [value.shape() for value in session._cache.past.values()] == [[1, 2, 24, 16]] * 2
     session.step([[4]])
-    bound = session._binding.get_outputs()[1:]
+    bound = session._cache.binding.get_outputs()[1:]
     assert [value.data_ptr() for value in bound] == pointers  # the graph's outputs are the very same memory
     # what the graph wrote is in the buffer: key row t = the token's x, and nothing past the length
     want = (TOY.embed[[*PROMPT, 4]] + TOY.place[:8]).reshape(8, 2, 16).transpose(1, 0, 2)
-    keys = session._past[0].numpy()[0]
+    keys = session._cache.past["0.key"].numpy()[0]
     np.testing.assert_allclose(keys[:, :8], want, atol=1e-6)
     assert not keys[:, 8:].any()
     session.reset()
     np.testing.assert_allclose(session.prefill([[9, 1]])[0], TOY.logits([9, 1])[1], atol=1e-4)
-    assert [value.data_ptr() for value in session._past] == pointers
+    assert [value.data_ptr() for value in session._cache.past.values()] == pointers
 
 
 def test_growing_cache_is_fed_back_as_it_is(tmp_path: Path) -> None:
     session = Session(TOY.write(tmp_path / "a"), threads=1)
     session.prefill([PROMPT])
-    assert [value.shape() for value in session._past] == [[1, 2, 7, 16]] * 2
+    assert [value.shape() for value in session._cache.past.values()] == [[1, 2, 7, 16]] * 2
     session.step([[4]])
-    assert [value.shape() for value in session._past] == [[1, 2, 8, 16]] * 2
+    assert [value.shape() for value in session._cache.past.values()] == [[1, 2, 8, 16]] * 2
     session.reset()
     np.testing.assert_allclose(session.prefill([[9, 1]])[0], TOY.logits([9, 1])[1], atol=1e-4)
 
@@ -421,7 +421,7 @@ def test_a_cache_without_memory_is_refused(artifact: Path, monkeypatch: pytest.M
         raise RuntimeError("CUDA failure 2: out of memory ; GPU=0")
 
     fake = SimpleNamespace(OrtValue=SimpleNamespace(ortvalue_from_numpy=full))
-    monkeypatch.setattr("diffbit.runtime.session.onnxruntime", lambda: fake)
+    monkeypatch.setattr("diffbit.runtime.caches.onnxruntime", lambda: fake)
     with pytest.raises(DiffbitError, match=r"a cache of .* tokens does not fit into memory"):
         session.prefill([PROMPT])
 
