@@ -35,6 +35,7 @@ class Format:
     first: int = 4
     offset: str = "start"
     rotated: bool = True
+    blocks: bool = False  # a scale and a zero point for a channel of 32 tokens (KIVI, arXiv 2402.02750), no levels
 
 
 AS_IT_IS = Format("as it is")
@@ -53,23 +54,32 @@ ROWS = (
     replace(AS_IT_IS, name="3 bits", keys=3, values=3),
     replace(AS_IT_IS, name="keys 3 bits, values 2", keys=3, values=2),
     replace(AS_IT_IS, name="2 bits", keys=2, values=2),
+    Format("4 bits in blocks of a channel, a scale and a zero point", 4, 4, 32, 0, "", False, True),
+    Format("2 bits in such blocks", 2, 2, 32, 0, "", False, True),
     Format("int8, a rotated row", 8, 8, 0, 0, ""),
     Format("int8, a row", 8, 8, 0, 0, "", rotated=False),
 )
 
 
-def rounded(rows: Tensor, bits: int, is_rotated: bool) -> Tensor:
-    """Return rows [..., d] as a cache of so many bits holds them."""
+def rounded(rows: Tensor, bits: int, format: Format) -> Tensor:
+    """Return rows [..., T, d], T a multiple of 32, as a cache of so many bits holds them."""
     if bits == 16:
         return rows
-    turned = kv_cache.rotate(rows) if is_rotated else rows
+    if format.blocks:
+        blocks = rows.unflatten(-2, (-1, 32))
+        low, high = blocks.amin(-2, keepdim=True), blocks.amax(-2, keepdim=True)
+        scale = ((high - low) / (2**bits - 1)).half().float()
+        low = low.half().float()
+        codes = ((blocks - low) / scale.clamp(min=1e-8)).round().clamp(0, 2**bits - 1)
+        return (codes * scale + low).flatten(-3, -2)
+    turned = kv_cache.rotate(rows) if format.rotated else rows
     if bits == 8:
         codes, scale = kv_cache.quantize_rows(turned)
         numbers = codes.float() * scale[..., None]
     else:
         codes, scale = kv_cache.encode_rows(turned, bits)
         numbers = kv_cache.levels_of(codes, bits) * scale.float()[..., None]
-    return kv_cache.rotate(numbers) if is_rotated else numbers
+    return kv_cache.rotate(numbers) if format.rotated else numbers
 
 
 def attention(format: Format | None) -> Callable[..., tuple[Tensor, None]]:
@@ -93,10 +103,10 @@ def attention(format: Format | None) -> Callable[..., tuple[Tensor, None]]:
         coded = visible
         if min(format.keys, format.values) < 8:  # blocks of 32 tokens leave the window together
             coded = (token < (token[:, None] + 1 - format.window).clamp(min=0) // 32 * 32) & (token >= format.first)
-        rounded_keys = rounded(key - offset, format.keys, format.rotated) + offset
+        rounded_keys = rounded(key - offset, format.keys, format) + offset
         logits = torch.where(coded, scores(rounded_keys), scores(key)).masked_fill(~visible, -torch.inf)
         shares = logits.softmax(-1)
-        rounded_values = rounded(value, format.values, format.rotated)
+        rounded_values = rounded(value, format.values, format)
         out = (shares * coded) @ rounded_values.repeat_interleave(shared, 1)
         out = out + (shares * ~coded) @ value.repeat_interleave(shared, 1)
         return out.transpose(1, 2).contiguous(), None
@@ -126,11 +136,22 @@ def measure(model: Any, windows: list[Tensor], formats: tuple[Format, ...]) -> l
     return table
 
 
+def interval(numbers: list[float], resamples: int = 10_000) -> tuple[float, float]:
+    """Return a bootstrap interval of 95 % for the mean over windows."""
+    picks = torch.randint(len(numbers), (resamples, len(numbers)), generator=torch.Generator().manual_seed(0))
+    low, high = torch.tensor(numbers)[picks].mean(1).quantile(torch.tensor([0.025, 0.975])).tolist()
+    return low, high
+
+
 def markdown(table: list[dict[str, Any]]) -> str:
-    lines = ["| format | KL | over windows | top token |", "|---|---:|---|---:|"]
+    """Return the table: KL, and its paired difference from the first row's, with intervals over windows."""
+    lines = ["| format | KL | more than the first row | top token |", "|---|---:|---:|---:|"]
     for row in table:
-        low, high = min(row["kl_of_windows"]), max(row["kl_of_windows"])
-        lines.append(f"| {row['name']} | {row['kl']:.5f} | {low:.5f} to {high:.5f} | {row['top']:.1%} |")
+        low, high = interval(row["kl_of_windows"])
+        more = [a - b for a, b in zip(row["kl_of_windows"], table[0]["kl_of_windows"], strict=True)]
+        least, most = interval(more)
+        difference = f"{statistics.mean(more):+.4f} [{least:+.4f}, {most:+.4f}]" if row is not table[0] else ""
+        lines.append(f"| {row['name']} | {row['kl']:.4f} [{low:.4f}, {high:.4f}] | {difference} | {row['top']:.1%} |")
     return "\n".join(lines)
 
 
