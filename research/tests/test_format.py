@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("bits", [4, 3, 2])
 def test_the_first_row_is_the_operators_cache(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is nearer to the operator's output than a quarter of what rounding changes; the operator's rows are float16."""
+    """It is nearer to the operator's output than a quarter of what rounding changes; that has rows of float16."""
     monkeypatch.syspath_prepend(str(ROOT / "research/cache"))
     study = importlib.import_module("format")
     generator = torch.Generator().manual_seed(bits)
