@@ -33,7 +33,7 @@ from torch import Tensor
 
 from diffbit.apps.evaluate.metrics import Scores, log_probabilities, mean, score
 from diffbit.calib_data import Windows, eval_windows
-from diffbit.io.drawing import drawn, line, logarithmic
+from diffbit.io.drawing import drawn, logarithmic, style
 from diffbit.io.progress import track
 from diffbit.models import Decoder, load
 from diffbit.models.attention import Attention
@@ -273,7 +273,7 @@ def draw(points: Sequence[Row], path: Path) -> None:
             for index, (own_keys, alike) in enumerate(kinds):
                 row = [p for p in points if (p["common"], p["own_keys"], p["likeness"]) == (common, own_keys, alike)]
                 lambdas = [0.0, *(point["lambda"] for point in row)]
-                look = line(index)
+                look = style(index)
                 axes.plot(lambdas, [1.0, *(point["keys expected"] for point in row)], **look | {"marker": ""})
                 name = f"version {1 if own_keys else 2}, likeness {alike:g}"
                 axes.plot(lambdas, [1.0, *(point["keys"] for point in row)], label=name, **look | {"linestyle": ""})
