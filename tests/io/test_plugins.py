@@ -48,9 +48,9 @@ def test_a_folder_has_its_files() -> None:
 def test_a_package_adds_a_file(install: Install) -> None:
     before = mlps()
     plugins.names.cache_clear()
-    install("theirs", ("gate",), reglu="theirs.gate")
-    assert mlps() == dict(sorted({**before, "reglu": "theirs.gate"}.items()))
-    assert plugins.load("diffbit.models.mlp", "reglu").NAME == "gate"
+    install("theirs", ("gate",), glimmer="theirs.gate")
+    assert mlps() == dict(sorted({**before, "glimmer": "theirs.gate"}.items()))
+    assert plugins.load("diffbit.models.mlp", "glimmer").NAME == "gate"
 
 
 def test_a_package_adds_a_folder_without_its_helpers(install: Install) -> None:
@@ -67,13 +67,13 @@ def test_names_cannot_be_taken_over(install: Install) -> None:
 
 
 def test_two_packages_cannot_add_one_name(install: Install) -> None:
-    install("theirs", ("gate",), reglu="theirs.gate")
-    install("theirs_too", ("gate",), reglu="theirs_too.gate")
-    with pytest.raises(DiffbitError, match="adds reglu"):
+    install("theirs", ("gate",), glimmer="theirs.gate")
+    install("theirs_too", ("gate",), glimmer="theirs_too.gate")
+    with pytest.raises(DiffbitError, match="adds glimmer"):
         mlps()
 
 
 def test_a_package_without_its_module_is_named(install: Install) -> None:
-    install("theirs", (), reglu="theirs.gone", other="gone.entirely")
+    install("theirs", (), glimmer="theirs.gone", other="gone.entirely")
     with pytest.raises(DiffbitError, match=r"gone\.entirely"):
         mlps()
