@@ -4,13 +4,14 @@ All other uses of signatures derive from this file:
 
     csrc/ort/generated/schema.h    the list of ops, their tensors, attributes and types, for kernels and registration
     csrc/ort/generated/calls.h     the structs of the CUDA kernels' C interface
+    csrc/ort/generated/levels.h    the levels of a low-bit cache, from kv_cache.py
     tests/native/cuda.py           the same structs for ctypes, made at import
     ops/X.py, export/onnx_graph.py the op's portable body as a function (`Op.function`), a node's attributes
     runtime/providers.py           which nodes must not fall back to the CPU (`OPS`)
 
     python -m diffbit.ops.schema
 
-writes the two headers, which are committed; a test compares them with this file. Each op's own file defines what it
+writes the three headers, which are committed; a test compares them with this file. Each op's own file defines what it
 computes.
 """
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from . import kv_cache
 from .signature import Call, Integer, Number, Op, ScaleOf, Tensor, Type, Variable, listed
 
 HALF = (Type.FLOAT32, Type.FLOAT16)
@@ -339,7 +341,18 @@ def headers() -> dict[Path, str]:
     return {
         folder / "schema.h": f"{begin}\n\n{space} {{\n\n{ops}\n\n}}  // {space}\n",
         folder / "calls.h": f"{WRITTEN}\n#include <cstddef>\n#include <cstdint>\n\n{EXPORT}\n{calls}\n",
+        folder / "levels.h": f"{WRITTEN}\n// Lists for codes of 2, 3 and 4 bits (ops/kv_cache.py)\n{_levels()}",
     }
+
+
+def _levels() -> str:
+    """Return the tables of kv_cache.py as macros, which constants in a GPU's memory can be made of, too."""
+    lines = []
+    for name, table in (("LEVELS", kv_cache.LEVELS), ("THRESHOLDS", kv_cache.THRESHOLDS)):
+        for bits, row in sorted(table.items()):
+            numbers = ", ".join(f"{x}f" if isinstance(x, float) else str(x) for x in row)
+            lines.append(f"#define DIFFBIT_CACHE_{name}_{bits} {numbers}\n")
+    return "".join(lines)
 
 
 def _op(op: Op) -> str:

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../ort/abi.h"
+#include "../ort/generated/levels.h"
 #include "../ort/layouts.h"
 #include "api.h"
 #include "device.h"
@@ -261,12 +262,22 @@ __device__ __forceinline__ void append_row(const Attention& a, const Side& side,
 
 // ---- the cache as it is stored ----
 
-/// The levels (kv_cache.LEVELS) of four codes of 4, 3 or 2 bits, a byte each.
+/// Four levels, a byte each.
+__host__ __device__ constexpr uint32_t bytes_of(int a, int b, int c, int d) {
+  return (a & 0xff) | (b & 0xff) << 8 | (c & 0xff) << 16 | static_cast<uint32_t>(d & 0xff) << 24;
+}
+
+/// The levels of four codes of 4, 3 or 2 bits, a byte each.
 __device__ __forceinline__ uint32_t levels_of(uint32_t codes, int bits) {
+  constexpr int L3[] = {DIFFBIT_CACHE_LEVELS_3}, L4[] = {DIFFBIT_CACHE_LEVELS_4};
+  constexpr uint32_t OF_2 = bytes_of(DIFFBIT_CACHE_LEVELS_2);
+  constexpr uint32_t OF_3[] = {bytes_of(L3[0], L3[1], L3[2], L3[3]), bytes_of(L3[4], L3[5], L3[6], L3[7])};
+  constexpr uint32_t OF_4[] = {bytes_of(L4[0], L4[1], L4[2], L4[3]), bytes_of(L4[4], L4[5], L4[6], L4[7]),
+                               bytes_of(L4[8], L4[9], L4[10], L4[11]), bytes_of(L4[12], L4[13], L4[14], L4[15])};
   const uint32_t by = __byte_perm(codes | codes >> 4, 0, 0x4420);  // a code in 4 bits, of which 3 select
-  if (bits == 2) return __byte_perm(0x7f26da81u, 0, by);
-  if (bits == 3) return __byte_perm(0xf2d3b181u, 0x7f4f2d0eu, by);
-  const uint32_t negative = __byte_perm(0xc6b5a081u, 0xfaeee1d4u, by), positive = __byte_perm(0x2c1f1206u, 0x7f604b3au, by);
+  if (bits == 2) return __byte_perm(OF_2, 0, by);
+  if (bits == 3) return __byte_perm(OF_3[0], OF_3[1], by);
+  const uint32_t negative = __byte_perm(OF_4[0], OF_4[1], by), positive = __byte_perm(OF_4[2], OF_4[3], by);
   const uint32_t upper = (codes >> 3 & 0x01010101u) * 0xffu;
   return (positive & upper) | (negative & ~upper);
 }

@@ -46,9 +46,9 @@ __global__ void __launch_bounds__(32 * WARPS) append_rows(const Attention a, con
   append_row<MOST_PIECES>(a, side, b, part.first + s, row % a.kv_heads, static_cast<int>(threadIdx.x % 32));
 }
 
-/// The positive thresholds of codes of 2, 3 and 4 bits (kv_cache.THRESHOLDS).
-__constant__ float THRESHOLDS[3][7] = {
-    {0.9816f}, {0.5006f, 1.05f, 1.748f}, {0.2582f, 0.5224f, 0.7996f, 1.0993f, 1.4371f, 1.8435f, 2.4008f}};
+/// The thresholds of codes of 2, 3 and 4 bits.
+__constant__ float THRESHOLDS[3][15] = {
+    {DIFFBIT_CACHE_THRESHOLDS_2}, {DIFFBIT_CACHE_THRESHOLDS_3}, {DIFFBIT_CACHE_THRESHOLDS_4}};
 
 /// A warp's row of step s as a low-bit cache has it before it is quantized: rotated, in float16.
 __device__ void put_fresh(const Attention& a, const Side& side, int64_t b, int64_t s, int64_t sub_head, int lane,
@@ -90,9 +90,8 @@ __device__ void encode_row(const Attention& a, const Side& side, int64_t head, i
   uint8_t* packed = reinterpret_cast<uint8_t*>(side.rows) + (head * side.capacity + t) * a.d * bits / 8;
   each_channel<MOST_PIECES>(a.d, lane, [&](int k, int64_t) {  // all lanes: d is a multiple of 32
     const float z = __fmul_rn(n[k], factor);
-    unsigned code = z > 0;
-    for (int i = 0; i < (1 << (bits - 1)) - 1; ++i)
-      code += (z > THRESHOLDS[bits - 2][i]) + (z > -THRESHOLDS[bits - 2][i]);
+    unsigned code = 0;
+    for (int i = 0; i < (1 << bits) - 1; ++i) code += z > THRESHOLDS[bits - 2][i];
     const float level = static_cast<int8_t>(levels_of(code, bits));
     product += n[k] * level;
     squares += level * level;

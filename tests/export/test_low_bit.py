@@ -39,9 +39,9 @@ SCHEMES = {
     "keys8-values4": AttentionScheme(keys="int8", values="int4"),
     "everything": replace(KV4, qk="int4", window=0),
 }
-# A last-bit difference moves a code to its neighbour now and then, and the tokens that see it with it. Of codes below 8
-# bits, torch in float64 differs from torch in float32 by 1.3e-3 (diff_v1, no window)
-USUAL, USUAL_BELOW_8_BITS, WORST = 2e-4, 3e-3, 0.3  # of the median place, of any
+# A last-bit difference moves a code to its neighbour now and then, and the tokens that see it with it. The head norm of
+# diff_v1 enlarges it: below 8 bits, torch in float64 differs from torch in float32 by 1.3e-3
+USUAL, USUAL_OF_V1, WORST = 2e-4, 2e-3, 0.3  # of the median place, of any
 variants = pytest.mark.parametrize("attention", VARIANTS)
 
 
@@ -77,9 +77,10 @@ def tokens(*shape: int) -> torch.Tensor:
     return torch.randint(0, 61, shape, generator=torch.Generator().manual_seed(1))
 
 
-def close(actual: np.ndarray, expected: torch.Tensor, scheme: AttentionScheme) -> None:
+def close(actual: np.ndarray, expected: torch.Tensor, attention: str, scheme: AttentionScheme) -> None:
     error = relative_error(actual, expected)
-    assert np.median(error) < (USUAL_BELOW_8_BITS if scheme.has_window else USUAL) and error.max() < WORST, error
+    usual = USUAL_OF_V1 if attention == "diff_v1" and scheme.has_window else USUAL
+    assert np.median(error) < usual and error.max() < WORST, error
 
 
 PAIRS = list(zip(cycle(VARIANTS), SCHEMES, strict=False))
@@ -108,9 +109,9 @@ def test_logits(quantized_of: Maker, artifact_of: Maker, attention: str, name: s
         expected = model(ids)[0]
     parts = [session.prefill(ids[:, start:stop].numpy(), all_positions=True)[0] for start, stop in ((0, 37), (37, 96))]
     parts += [session.step(ids[:, place : place + 1].numpy()) for place in range(96, 110)]
-    close(np.concatenate(parts), expected, scheme)
+    close(np.concatenate(parts), expected, attention, scheme)
     session.reset()
-    close(session.prefill(ids.numpy(), all_positions=True)[0], expected, scheme)
+    close(session.prefill(ids.numpy(), all_positions=True)[0], expected, attention, scheme)
 
     session.reset()
     rows, mask = tokens(2, 75), torch.ones(2, 75, dtype=torch.int64)
@@ -126,7 +127,7 @@ def test_logits(quantized_of: Maker, artifact_of: Maker, attention: str, name: s
         parts_of_rows += [session.step(rows[:, place : place + 1].numpy())[:, None] for place in range(70, 75)]
     logits = np.concatenate(parts_of_rows, 1)
     real = mask.bool()[:, : logits.shape[1]]
-    close(logits[real.numpy()], expected[:, : logits.shape[1]][real], scheme)
+    close(logits[real.numpy()], expected[:, : logits.shape[1]][real], attention, scheme)
 
 
 @pytest.mark.slow
@@ -294,7 +295,7 @@ def test_a_context_that_is_no_multiple_of_32(
     for native in (True, False):
         session = runtime.Session(artifact, threads=1, native=native)
         assert session.capacity == 75
-        close(session.prefill(ids.numpy(), all_positions=True)[0], expected, attention)
+        close(session.prefill(ids.numpy(), all_positions=True)[0], expected, "diff_v2", attention)
         with pytest.raises(DiffbitError, match="holds 75 tokens, but 76 are wanted"):
             session.step([[1]])
 

@@ -118,7 +118,7 @@ def attentions(draw: st.DrawFn) -> AttentionCase:
     branches, groups, pairs = draw(st.sampled_from((2, 2, 1))), draw(st.integers(1, 2)), draw(st.integers(1, 9))
     ratio = draw(st.sampled_from([n for n in (1, 2, 3, 4) if pairs % n == 0])) if branches == 2 else 1
     wide = branches == 2 and draw(st.booleans())
-    key_bits, value_bits = (draw(st.sampled_from((16, 8, 4, 2))) for _ in range(2))
+    key_bits, value_bits = (draw(st.sampled_from((16, 8, 4, 3, 2))) for _ in range(2))
     any_d = 2 * draw(st.one_of(st.integers(1, 12), st.sampled_from((16, 20, 32, 40, 64))))
     return AttentionCase(
         "any",
@@ -142,6 +142,7 @@ def attentions(draw: st.DrawFn) -> AttentionCase:
         value_bits=value_bits,
         query_bits=draw(st.sampled_from((0, 8, 4))) if key_bits < 16 else 0,
         window=draw(st.sampled_from((0, 20, 32))),
+        first=draw(st.sampled_from((0, 1, 4, 16))),
         seed=draw(st.integers(0, 1000)),
     )
 

@@ -4,6 +4,7 @@
 // of CACHE_BLOCK. Rows are unpacked to levels, which are int8, some at a time, and the kernels of int8 rows read those.
 #pragma once
 
+#include "../../ort/generated/levels.h"
 #include "kernels.h"
 
 namespace diffbit {
@@ -17,19 +18,18 @@ template <int BITS>
 struct Levels;
 template <>
 struct Levels<4> {
-  static constexpr int8_t LEVELS[16] = {-127, -96, -75, -58, -44, -31, -18, -6, 6, 18, 31, 44, 58, 75, 96, 127};
-  static constexpr float THRESHOLDS[15] = {-2.4008f, -1.8435f, -1.4371f, -1.0993f, -0.7996f, -0.5224f, -0.2582f, 0,
-                                           0.2582f,  0.5224f,  0.7996f,  1.0993f,  1.4371f,  1.8435f,  2.4008f};
+  static constexpr int8_t LEVELS[] = {DIFFBIT_CACHE_LEVELS_4};
+  static constexpr float THRESHOLDS[] = {DIFFBIT_CACHE_THRESHOLDS_4};
 };
 template <>
 struct Levels<3> {
-  static constexpr int8_t LEVELS[8] = {-127, -79, -45, -14, 14, 45, 79, 127};
-  static constexpr float THRESHOLDS[7] = {-1.748f, -1.05f, -0.5006f, 0, 0.5006f, 1.05f, 1.748f};
+  static constexpr int8_t LEVELS[] = {DIFFBIT_CACHE_LEVELS_3};
+  static constexpr float THRESHOLDS[] = {DIFFBIT_CACHE_THRESHOLDS_3};
 };
 template <>
 struct Levels<2> {
-  static constexpr int8_t LEVELS[4] = {-127, -38, 38, 127};
-  static constexpr float THRESHOLDS[3] = {-0.9816f, 0, 0.9816f};
+  static constexpr int8_t LEVELS[] = {DIFFBIT_CACHE_LEVELS_2};
+  static constexpr float THRESHOLDS[] = {DIFFBIT_CACHE_THRESHOLDS_2};
 };
 
 struct LowBitKernels {

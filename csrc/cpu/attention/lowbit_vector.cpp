@@ -13,7 +13,7 @@ DIFFBIT_INLINE void ask(const void* from, int64_t bytes) {
 
 // ---- codes ----
 
-/// Packs a plane of WIDTH bits of 32 codes, from bit SHIFT on.
+/// Packs the PLANE bits of 32 codes from bit SHIFT on.
 template <int PLANE, int SHIFT>
 DIFFBIT_INLINE void pack_plane(const uint8_t* codes, uint8_t* packed) {
   for (int64_t byte = 0; byte < 4 * PLANE; ++byte) packed[byte] = 0;
