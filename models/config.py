@@ -150,7 +150,7 @@ class ModelConfig:
         kind = attention_options(attention)
         names, model_fields = ({field.name for field in fields(record)} for record in (kind, cls))
         options = {name: value for name, value in others.items() if name not in model_fields and value is not None}
-        if without := [name for name in options if options[name] and name not in names and name not in HEADS]:
+        if without := [name for name in options if name not in names and name not in HEADS]:
             raise DiffbitError(f"{without[0]} is {options[without[0]]}, but {attention} has no such option; omit it")
         others = {name: value for name, value in others.items() if name in model_fields}
         if "norm_eps" in names:

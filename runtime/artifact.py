@@ -194,11 +194,11 @@ class Artifact:
 
     @property
     def nbytes(self) -> int:
-        """Return bytes of all files on disk, as the manifest lists them."""
+        """The bytes of all files on disk, as the manifest lists them."""
         return sum(entry.bytes for entry in self.files.values())
 
     def bytes_per_token(self, context: int) -> int | None:
-        """Return bytes of weights and cache read to decode one token after `context` tokens; None without `parts`."""
+        """Return the bytes of weights and cache that a token after `context` tokens reads; None without `parts`."""
         if not self.parts:
             return None
         weights = 0

@@ -138,7 +138,7 @@ def _measure(path: str, prompt_tokens: int, new_tokens: int, repeats: int, how: 
 
 
 def peak_memory() -> int | None:
-    """Return peak resident bytes of this process; None on Windows."""
+    """Return the peak resident bytes of this process; None on Windows."""
     status = Path("/proc/self/status")
     if status.exists():
         # getrusage would not do: on Linux its maximum survives exec, so a child starts with its parent's peak

@@ -3,8 +3,8 @@ decides which of these tokens the next text reuses.
 
 If the graph can write into its input (`in_place` in the manifest), one OrtValue of full capacity is bound both as past
 and as present, and a decode step writes one row into it. Otherwise the graph returns a new present (longer than the
-past by the new tokens, or a state or a ring of the same size), which is bound as the past of the next call. The cache
-never passes through numpy.
+past by the new tokens, or a state or a ring of the same size), which is bound as the past of the next call. Neither way
+copies the cache to numpy.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class Cache:
     def bind(self, rows: slice) -> None:
         """Let the graph read and write these rows only. The cache must be in place in the CPU's memory."""
         if rows != self._bound:
+            self._bound = slice(0, 0)  # if a buffer cannot be bound, no rows are
             for name, array in self.arrays.items():
                 self._bind(name, onnxruntime().OrtValue.ortvalue_from_numpy(array[rows], self._memory, 0))
             self._bound = rows

@@ -93,7 +93,7 @@ def _locations(data: mmap.mmap, position: int, end: int, message: str, depth: in
 
 
 def _entry(data: mmap.mmap, position: int, end: int) -> Iterator[str]:
-    """Return the value of a StringStringEntryProto with the key "location"; every value, if the field is repeated."""
+    """Yield the value of a StringStringEntryProto with the key "location"; every value, if the field is repeated."""
     keys: list[bytes] = []
     values: list[bytes] = []
     for number, begin, stop in _fields(data, position, end):
@@ -105,7 +105,7 @@ def _entry(data: mmap.mmap, position: int, end: int) -> Iterator[str]:
 
 
 def _fields(data: mmap.mmap, position: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Return (number, begin, end) of each length-delimited field; numeric fields are skipped."""
+    """Yield (number, begin, end) of each length-delimited field; numeric fields are skipped."""
     while position < end:
         tag, position = _varint(data, position, end)
         kind = tag & 7

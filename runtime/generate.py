@@ -265,5 +265,5 @@ class TextOutput:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -20,7 +20,7 @@ ISA = "DIFFBIT_ISA"  # environment variable that the library reads: the instruct
 
 
 def library() -> Path | None:
-    """Return path of the library; None where the package was installed without it. Raises DiffbitError for a wrong
+    """Return the path of the library; None where the package was installed without it. Raises DiffbitError for a wrong
     DIFFBIT_LIBRARY."""
     if override := os.environ.get(OVERRIDE):
         if not Path(override).is_file():

@@ -155,7 +155,7 @@ class Session:
         """
         self._texts += 1
         if self._cache.rows != 1 or not self._length:
-            self.reset()
+            self._length = 0
         else:
             _, self._length = self._cache.reusable(0, np.asarray(token_ids[:-1], np.int64))
             self._cache.keep(0, 0, self._length)

@@ -148,4 +148,4 @@ def _parts(part: Any, key: str) -> list[Any]:
     """Return the steps of a normalizer or pre-tokenizer, which may be a sequence of them."""
     if part is None:
         return []
-    return [token for inner in part[key] for token in _parts(inner, key)] if part["type"] == "Sequence" else [part]
+    return [step for inner in part[key] for step in _parts(inner, key)] if part["type"] == "Sequence" else [part]

@@ -38,6 +38,7 @@ from .metrics import CONFIDENCE, Estimate, paired, perplexity_ratio, recovered
 from .retrieval import Retrieval, gained, retrieval, setting, share
 from .tables import result_rows
 from .variants import BITS, FLOAT, FOLDERS, METHODS, RTN, UNCHANGED, WHAT, Key, variants
+from .words import number, plain
 
 
 @dataclass(frozen=True)
@@ -143,9 +144,13 @@ class Comparison:
         return asdict(self)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row per result, for a table: KL in nats per token, intervals in brackets."""
+        """Return a row per result, for a terminal: KL in nats per token, intervals in brackets, in ASCII."""
         comparison = self.to_dict()
-        return result_rows(comparison, comparison["results"])
+        rows = result_rows(comparison, comparison["results"])
+        return [
+            {name: plain(number(cell)) if isinstance(cell, str | None) else cell for name, cell in row.items()}
+            for row in rows
+        ]
 
     def write_json(self, path: str | Path) -> None:
         files.write_json(path, self.to_dict())

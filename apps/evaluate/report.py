@@ -25,7 +25,7 @@ from pathlib import Path
 from platform import machine, python_version, system
 from typing import Any
 
-from ...io import files, page
+from ...io import page
 from ...io.drawing import COLORS, SITES, Chart, Data, HeatMap, image, outliers_chart
 from . import plots, tables
 from .tables import Row
@@ -73,9 +73,7 @@ def versions() -> dict[str, str]:
 
 
 def write_report(data: ReportData, path: str | Path) -> None:
-    text = render(data)
-    with files.write_atomic(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    page.write(path, render(data))
 
 
 def render(data: ReportData) -> str:
@@ -117,7 +115,8 @@ def render(data: ReportData) -> str:
 
 def is_numeric(rows: Sequence[Row], name: str) -> bool:
     """Return whether a column has numbers, which stand at its right."""
-    return all(re.match(r"[+−–∞\d]", number(row[name])) for row in rows)
+    words = name in ("model", "made of", "format")  # which may begin with a digit
+    return not words and all(re.match(r"[+−–∞\d]|not established", number(row[name])) for row in rows)
 
 
 def _quantized_findings(comparison: Data) -> Iterator[Finding]:
@@ -134,7 +133,7 @@ def _quantized_findings(comparison: Data) -> Iterator[Finding]:
 
 
 def _outlier_findings(data: ReportData) -> Iterator[Finding]:
-    """Return the ratio that a low-bit scale has to span, of two models in their order."""
+    """Yield the ratio that a low-bit scale has to span, of two models in their order."""
     for site, what in (("hidden_states", "hidden state"), ("attention_logits", "attention logit")):
         ratios = [report[site] and report[site]["ratio"] for report in data.outliers]
         if len(ratios) == 2 and all(ratios):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .metrics import established
 from .variants import CACHED, FLOAT, NO_METHOD, RTN, UNCHANGED, WHAT
-from .words import increase, interval, nats, number, pair_verdict, percent, plain, points, size, verdict
+from .words import increase, interval, nats, number, pair_verdict, percent, points, size, verdict
 
 Data = Mapping[str, Any]
 Row = dict[str, Any]
 
 
 def result_rows(comparison: Data, results: Sequence[Data]) -> list[Row]:
-    """Return a row per result: KL in nats per token, intervals in brackets."""
+    """Return a row per result: KL in nats per token, intervals in brackets; None where there is nothing to tell."""
     compared = {result["what"] for result in results}
     sweeps = bool(compared & set(WHAT))  # else all is measured as it is given
     methods = {result["method"] for result in results} - {NO_METHOD}
@@ -24,27 +24,28 @@ def result_rows(comparison: Data, results: Sequence[Data]) -> list[Row]:
     for result in results:
         is_float = result["what"] == UNCHANGED and result["format"] == FLOAT
         lost = not is_float and result["what"] != UNCHANGED  # else it is quantized, and has no float model
-        row = {"model": result["name"], "what": "-" if result["what"] == UNCHANGED else result["what"]}
+        row = {"model": result["name"], "what": None if result["what"] == UNCHANGED else result["what"]}
         if not sweeps and len(comparison["models"]) > 1 and comparison["quantized"]:
-            row["made of"] = "-" if result["what"] == UNCHANGED else result["model"]
+            row["made of"] = None if result["what"] == UNCHANGED else result["model"]
         row["format"] = "float" if is_float and not sweeps else result["format"]
         if methods - {RTN} or (methods and not sweeps):
-            row["method"] = "-" if result["method"] == NO_METHOD else result["method"]
+            row["method"] = None if result["method"] == NO_METHOD else result["method"]
         if "weights" in compared:
             row["bits/weight"] = round(result["bits_per_weight"], 2)
         if "weights" in compared or not sweeps:
             row["MB"] = result["nbytes"] / 1e6
         if compared & set(CACHED):
             row["KV bytes/token"] = round(result["cache_bytes"], 1)
-        row["KL"] = _cell(result["kl"], number) if lost else "-"
-        row["same top token"] = _cell(result["agreement"], percent) if lost else "-"
-        row["perplexity"] = result["perplexity"]["value"]
-        row["increase"] = _cell(result["ratio"], increase) if lost else "-"
+        row["KL"] = interval(result["kl"], number) if lost else None
+        row["same top token"] = interval(result["agreement"], percent) if lost else None
+        row["perplexity"] = interval(result["perplexity"], number)
+        row["increase"] = interval(result["ratio"], increase) if lost else None
         if recovers:
             row["of rtn's loss recovered"] = _recovered(result["recovered"])
         for setting in result["retrieval"]:
             name = "found, {needles}:{queries} of {length}".format(**setting)
-            row[name] = f"{setting['accuracy']['value']:.1%} ({_cell(setting['change'], points)})"
+            row[name] = f"{setting['accuracy']['value']:.1%}"
+            row[f"{name}, points"] = interval(setting["change"], points) if lost else None
         rows.append(row)
     return rows
 
@@ -94,12 +95,7 @@ def cost_rows(results: Sequence[Data]) -> list[Row]:
     ]
 
 
-def _cell(estimate: Data, write: Callable[[float], str]) -> str:
-    """Return an estimate with its interval, in ASCII."""
-    return plain(interval(estimate, write))
-
-
-def _recovered(estimate: Data | None) -> str:
+def _recovered(estimate: Data | None) -> str | None:
     if estimate is None or not established(**estimate):
-        return "-" if estimate is None else "not established"
+        return None if estimate is None else "not established"
     return f"{estimate['value']:.0%} ({estimate['low']:.0%} to {estimate['high']:.0%})"

@@ -66,7 +66,7 @@ def nats(value: float) -> str:
 
 
 def plain(text: str) -> str:
-    """Return the same in ASCII, for a terminal."""
+    """Return a text of this module in ASCII, for a terminal."""
     return text.replace("−", "-").replace("–", "-").replace("∞", "inf")
 
 

@@ -232,13 +232,13 @@ class Task:
     n: int = 1  # answers to each prompt
     form: Form | None = None
 
-    def constrain(self, is_waiting: Callable[[], bool] = lambda: True) -> None:
+    def constrain(self, is_wanted: Callable[[], bool] = lambda: True) -> None:
         """Compile the form of the answers, for as long as the answers are wanted. Call it once, and before they begin.
 
-        Raises DiffbitError for a form that cannot be held.
+        Raises DiffbitError for a form that cannot be enforced.
         """
         if self.form is not None:
-            constraint = self.form(is_waiting)
+            constraint = self.form(is_wanted)
             room = self.model.engine.rows.capacity
             for sampler, prompt in zip(self.samplers, self.prompts, strict=True):
                 sampler.constraint = constraint.copy()
@@ -441,36 +441,37 @@ def _calls(body: Mapping[str, Any], model: Served, calls: Calls, choice: str) ->
         raise Refused(400, why, param="json_schema" if "json_schema" in body else "response_format")
     json_after = calls.begin if free and text is None else ""
 
-    def compiled(is_waiting: Callable[[], bool], functions: Sequence[Function] = functions) -> Constraint:
-        """With `auto`, what cannot be held of a function's schema is left out: the answer may need no call."""
+    def compiled(is_wanted: Callable[[], bool], functions: Sequence[Function] = functions) -> Constraint:
+        """With `auto`, leave out the parts of a function's schema that cannot be enforced: the answer may need no
+        call."""
         rules = grammar(calls, functions, free=free, several=several, schema=text, lenient=free)
-        return model.grammars.grammar(rules, is_waiting, json_after=json_after)
+        return model.grammars.grammar(rules, is_wanted, json_after=json_after)
 
-    def form(is_waiting: Callable[[], bool]) -> Constraint:
+    def form(is_wanted: Callable[[], bool]) -> Constraint:
         try:
-            return compiled(is_waiting)
+            return compiled(is_wanted)
         except Abandoned:
             raise
         except DiffbitError:
             if not free:
-                _find_wrong(model, functions, text, is_waiting)
+                _find_wrong(model, functions, text, is_wanted)
                 raise
             for function in functions:
                 with located(f"the parameters of {function.name}"):
                     Grammars.rule(function.schema, lenient=True)
-            _find_wrong(model, (), text, is_waiting)
-        return compiled(is_waiting, [replace(function, parameters=ANY_OBJECT) for function in functions])
+            _find_wrong(model, (), text, is_wanted)
+        return compiled(is_wanted, [replace(function, parameters=ANY_OBJECT) for function in functions])
 
     return form
 
 
-def _find_wrong(model: Served, functions: Sequence[Function], text: object, is_waiting: Callable[[], bool]) -> None:
+def _find_wrong(model: Served, functions: Sequence[Function], text: object, is_wanted: Callable[[], bool]) -> None:
     """Raise an error that names the schema which cannot be used."""
     for function in functions:
         with located(f"the parameters of {function.name}"):
-            model.grammars.json_schema(function.schema, is_waiting)
+            model.grammars.json_schema(function.schema, is_wanted)
     if text is not None:
-        model.grammars.json_schema(text, is_waiting)
+        model.grammars.json_schema(text, is_wanted)
 
 
 def _schema(body: Mapping[str, Any]) -> object:
@@ -499,11 +500,9 @@ def _form(body: Mapping[str, Any], model: Served) -> Form | None:
         return None
     param = "grammar" if rules else "json_schema" if "json_schema" in body else "response_format"
 
-    def form(is_waiting: Callable[[], bool]) -> Constraint:
+    def form(is_wanted: Callable[[], bool]) -> Constraint:
         try:
-            return (
-                model.grammars.grammar(rules, is_waiting) if rules else model.grammars.json_schema(schema, is_waiting)
-            )
+            return model.grammars.grammar(rules, is_wanted) if rules else model.grammars.json_schema(schema, is_wanted)
         except Abandoned:
             raise
         except DiffbitError as error:

@@ -55,7 +55,12 @@ class RowCaches:
         self._written[rows] = np.maximum(self._written[rows], lengths + steps)
         mask = np.ones((len(ids), longest + steps), np.int64)
         positions = np.maximum(lengths, 0)[:, None] + np.arange(steps)
-        return self._session.run(self.cache, ids, mask, positions, last=True, shorter_by=longest - lengths)[:, -1]
+        try:
+            return self._session.run(self.cache, ids, mask, positions, last=True, shorter_by=longest - lengths)[:, -1]
+        except BaseException:  # residual windows may be ahead of the tokens
+            for row in np.arange(rows.start, rows.stop)[lengths != REST].tolist():
+                self.forget(row)
+            raise
 
     def recent(self, row: int) -> dict[str, NDArray[Any]]:
         """Return a copy of a row's residual windows; none if the cache has rings, whose copies would be large."""

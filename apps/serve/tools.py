@@ -114,7 +114,7 @@ def grammar(
     lenient: bool = False,
 ) -> str:
     """Return a Lark grammar of calls. free: a text without calls is allowed, too; schema: that of this text, if it is
-    JSON; lenient: leave out what cannot be held of the functions' schemas."""
+    JSON; lenient: leave out the parts of the functions' schemas that cannot be enforced."""
     indices = range(len(functions))
     rules = [f"call: {' | '.join(f'call{i}' for i in indices)}"]
     rules += [f'call{i}: {_quoted(calls.head(functions[i].name))} args{i} "}}"' for i in indices]

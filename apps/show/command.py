@@ -9,9 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from ...cli import Json, Quiet, TorchDevice, print_json, print_table, remark, torch_device
+from ...io import page
 from ...io.errors import DiffbitError
-from ...io.files import write_atomic
-from ...io.page import render
 
 EXAMPLES = {
     "show": (
@@ -60,7 +59,7 @@ def show(
         raise DiffbitError("there is nothing to write to; pass a file with -o, or --json")
     shown = document(models, prompt, answer, torch_device(device), None if layers is None else _numbers(layers))
     if output is not None:
-        write_page(shown, output)
+        page.write(output, page_text(shown))
         remark(f"{output}: {output.stat().st_size / 1e6:.1f} MB; open it in a browser")
     if as_json:
         print_json(shown)
@@ -71,13 +70,7 @@ def show(
 def page_text(shown: dict[str, Any]) -> str:
     """Return the page of a `document` as text."""
     title = "Attention of " + ", ".join(model["name"] for model in shown["models"])
-    return render(Path(__file__).with_name("show.html.j2"), title, shown)
-
-
-def write_page(shown: dict[str, Any], path: Path) -> None:
-    """Write the page of a `document`; a file that is there is replaced."""
-    with write_atomic(path) as temporary:
-        temporary.write_text(page_text(shown), encoding="utf-8")
+    return page.render(Path(__file__).with_name("show.html.j2"), title, shown)
 
 
 def _numbers(text: str) -> list[int]:

@@ -195,7 +195,7 @@ def train_config(
         norms = ternary if sub_norms is None else sub_norms
         model = model_config(
             preset, attention or ATTENTION, vocab_size=vocab_size, mlp=mlp or "swiglu", sub_norms=norms,
-            head_norm=head_norm != "none", lambda_bias=changes.get("lambda_bias") is not None,
+            head_norm=head_norm != "none", lambda_bias=None if changes.get("lambda_bias") is None else True,
             noise_ratio=noise_ratio,
         )  # fmt: skip
         if head_norm is None and model.head_norm and qat is None and not norms:

@@ -78,8 +78,8 @@ class Chart:
 
     def words(self) -> str:
         """Return the chart as a sentence, for readers who cannot see it."""
-        lines = (line.words(self.unit, "" if self.ticks else self.x_label) for line in self.lines)
-        return f"{self.title}. {'; '.join(lines)}."
+        lines = [line.words(self.unit, "" if self.ticks else self.x_label) for line in self.lines if line.points]
+        return f"{self.title}. {'; '.join(lines) or 'No numbers'}."
 
     def draw(self, axes: Axes) -> None:
         """Draw the lines, with room for the legend above them, or below if the axis is linear."""
@@ -95,7 +95,9 @@ class Chart:
                 axes.errorbar(x, y, bar, capsize=3, color=look["color"], elinewidth=1.2)
             elif ends:
                 axes.fill_between(x, ends[0], ends[1], color=look["color"], alpha=0.18, linewidth=0)
-            axes.plot(x, y, label=shortened(line.label) or None, **{"zorder": 3} | look)
+            name, comma, what = line.label.rpartition(", ")  # of a model, whose names differ at their ends
+            label = f"{shortened(name)}{comma}{what}" if comma else shortened(line.label)
+            axes.plot(x, y, label=label or None, **{"zorder": 3} | look)
             if hidden := [place for place, value in zip(x, y, strict=True) if value == floor]:
                 hollow = look | POINTS | {"markerfacecolor": "white", "markeredgecolor": look["color"]}
                 axes.plot(hidden, [floor] * len(hidden), **hollow, zorder=4)
@@ -111,7 +113,9 @@ class Chart:
             axes.set_xlim(-0.35, len(self.ticks) - 0.65)
         elif all(isinstance(point[0], int) for line in self.lines for point in line.points):
             axes.locator_params(axis="x", integer=True)
-        self._scale(axes, sum(bool(line.label) for line in self.lines))
+        elif any(line.names for line in self.lines):
+            axes.margins(x=0.25)  # room for the names
+        self._scale(axes, sum(bool(line.label and line.points) for line in self.lines))
 
     def _scale(self, axes: Axes, labels: int) -> None:
         """Set the vertical axis, and the legend with this number of labels."""

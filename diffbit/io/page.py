@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..version import __version__
+from .files import write_atomic
 
 SHELL = Path(__file__).with_name("page.html.j2")
 
@@ -49,6 +50,12 @@ def render(
     parts = {"policy": policy, "title": title, "version": __version__}
     parts |= {"style": Markup(style), "script": Markup(script), "json": Markup(text)}
     return environment.get_template(template.name).render(parts | values)
+
+
+def write(path: str | Path, text: str) -> None:
+    """Write a page; a file that is there is replaced once all of it is written."""
+    with write_atomic(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def _hash(text: str) -> str:

@@ -74,7 +74,7 @@ def _cores(processors: Collection[int]) -> int:
 
 
 def _quotas() -> Iterator[float]:
-    """Return the processors' worth of time that each control group of this process may have."""
+    """Yield the processors' worth of time that each control group of this process may have."""
     try:
         lines = CONTROL_GROUPS.read_text().splitlines()
     except OSError:  # another system

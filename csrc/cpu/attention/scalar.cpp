@@ -53,10 +53,12 @@ void scores(const CacheRows& keys, int64_t n, int64_t d, const float* q, QueryRo
   for (int64_t j = 0; j < keys.count; ++j)
     for (int64_t row = rows.begin(j); row < rows.end(j); ++row)
       for (int64_t t = 0; t < n; ++t) {
-        float sum = 0;
-        for (int64_t i = 0; i < d; ++i)
-          sum += q[row * padded(d) + i] * number(static_cast<const Cache*>(keys.rows[j]), keys.scales[j], t, d, i);
-        s[row * stride + t] = sum;
+        double sum = 0;  // the reference of the other sets and of the host's check
+        for (int64_t i = 0; i < d; ++i) {
+          const double key = number(static_cast<const Cache*>(keys.rows[j]), keys.scales[j], t, d, i);
+          sum += q[row * padded(d) + i] * key;
+        }
+        s[row * stride + t] = static_cast<float>(sum);
       }
 }
 

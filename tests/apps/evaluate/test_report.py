@@ -153,7 +153,7 @@ def test_the_tables_hold_the_numbers(page: Page) -> None:
     assert any(row[:2] == ["plain", "15.0"] and "layer 2, channel 42, token 0" in row[-1] for row in rows)
     tables = rows_of(page)
     four = next(row for row in tables if row.get("Format") == "int4_g64" and row["Model"] == "diff")
-    assert four["Perplexity"] == "20.6" and four["Increase"] == "+3.05% [+2.72, +3.38%]"
+    assert four["Perplexity"] == "20.6 [19.6, 21.6]" and four["Increase"] == "+3.05% [+2.72, +3.38%]"
     assert four["Bits/weight"] == "4.25" and four["MB"] == "0.425" and four["What"] == "weights"
     verdicts = [row for row in tables if row.get("Format") == "int4_g64" and row.get("Models") == "plain − diff"]
     assert verdicts[0]["Which loses less?"] == "diff loses less than plain, 5 roundings of each"
@@ -234,7 +234,7 @@ def test_several_methods() -> None:
     rows = {(row.get("Format"), row.get("Model"), row.get("Method")): row for row in rows_of(page)}
     gptq = rows["int4_g64", "diff", "gptq"]
     assert gptq["Increase"].startswith("+1.21%") and gptq[recovered] == "60% (55% to 65%)"
-    assert rows["int4_g64", "diff", "rtn"][recovered] == "-"
+    assert rows["int4_g64", "diff", "rtn"][recovered] == "–"
     comparison["results"][2]["recovered"] = {"value": 0.4, "low": -9.57, "high": 0.95}
     again = rows_of(Page(render(ReportData(comparison=comparison))))
     assert [row[recovered] for row in again if row.get(recovered, "")[:3] == "not"] == ["not established"]
@@ -249,7 +249,10 @@ def test_needles_beside_perplexity() -> None:
     names = ["Found, 6:2 of 128", "Found, 6:2 of 1024"]
     rows = [row for row in rows_of(page) if names[0] in row and "KV bytes/token" in row and row["Model"] == "diff"]
     four = next(row for row in rows if row["Format"] == "int4")
-    assert four["KV bytes/token"] == "384.0" and {four[name] for name in names} == {"89.7% (-0.3 [-1.3, +0.7])"}
+    assert four["KV bytes/token"] == "384.0" and {four[name] for name in names} == {"89.7%"}
+    assert {four[f"{name}, points"] for name in names} == {"−0.3 [−1.3, +0.7]"}
+    whole = next(row for row in rows if row["Format"] == "16")
+    assert {whole[name] for name in names} == {"90.0%"} and {whole[f"{name}, points"] for name in names} == {"–"}
     pair = next(row for row in rows_of(page) if row.get("Format") == "int4" and row.get("Models") == "plain − diff")
     assert [pair[f"{name}, points"] for name in names] == ["−1.1 [−1.6, −0.6]"] * 2
     assert "32 rows a setting" in page.text and "KV cache at int4: perplexity of diff vs plain" in page.text

@@ -132,6 +132,34 @@ def test_a_row_is_copied_and_cut(export: Callable[[str], Path]) -> None:
     np.testing.assert_array_equal(got, alone.prefill(other))
 
 
+class Interrupted(Exception):
+    pass
+
+
+def test_a_run_that_fails_is_forgotten(export: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph has written tokens that no text has: what the row held before is not reused with them."""
+
+    random = np.random.default_rng(7)
+    session, alone = (Session(export("int4, diff_v1"), threads=1) for _ in range(2))
+    batch, base = Rows.of(session, 2), random.integers(3, 1000, 60).tolist()
+    row, _, _ = batch.begin(base, lambda: True)
+    for token in random.integers(3, 1000, 3).tolist():
+        batch.step({row: token})
+    batch.end(row)
+    run = session.run
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        run(*arguments, **options)
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "run", fail)
+        with pytest.raises(Interrupted):
+            batch.begin(base + random.integers(3, 1000, 120).tolist(), lambda: True)
+    again = base + random.integers(3, 1000, 8).tolist()
+    np.testing.assert_array_equal(batch.begin(again, lambda: True)[2], alone.prefill([again])[0])
+
+
 def test_only_attention_of_the_operator_has_rows(trained: Callable[[str], Path], tmp_path: Path) -> None:
     config = ModelConfig.uniform(attention="alibi", num_heads=2, num_kv_heads=2, head_dim=32, **SIZES)
     save(Decoder(config), tmp_path / "model", tokenizer_from=trained("softmax"))

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from diffbit.apps.show.command import page_text, write_page
+from diffbit.apps.show.command import page_text
 from diffbit.apps.show.document import document
+from diffbit.io import page
 
 from .pages import PROMPT, Elements, data_of, maps_of
 
@@ -82,7 +83,7 @@ def test_ci_has_openvino() -> None:
 @pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/apps/web/node_modules")
 def test_the_page_in_chromium(shown: dict[str, Any], tmp_path: Path) -> None:
     """Keys move the sliders, layer and head; the texts are those of the JSON; it fits 400 and 1280 pixels."""
-    write_page(shown, tmp_path / "page.html")
+    page.write(tmp_path / "page.html", page_text(shown))
     seen = drive(tmp_path / "page.html")
     assert seen["begin"]["status"] == "Nothing is rounded."
     rounded = seen["rounded"]
@@ -115,6 +116,6 @@ def compare(view: dict[str, Any], model: dict[str, Any], setting: dict[str, Any]
 @pytest.mark.slow
 @pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/apps/web/node_modules")
 def test_hostile_texts_in_chromium(shown: dict[str, Any], tmp_path: Path) -> None:
-    write_page(hostile(shown), tmp_path / "page.html")
+    page.write(tmp_path / "page.html", page_text(hostile(shown)))
     seen = drive(tmp_path / "page.html")
     assert seen["scripts"] == 2 and seen["images"] == 0 and seen["title"].startswith("Attention of")

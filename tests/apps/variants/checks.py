@@ -15,6 +15,7 @@ from . import artifacts
 
 LENGTH = 40
 MASK = torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0, 1] * 2])
+MASK[0, -2:] = 0
 
 
 def random_decoder(config: ModelConfig, size: float = 0.15) -> Decoder:
@@ -52,7 +53,8 @@ def check_pieces_equal_the_whole(model: Decoder, atol: float = 2e-5) -> None:
 
 @torch.no_grad()
 def check_padding_changes_nothing(model: Decoder, atol: float = 2e-5, padding: Tensor = MASK) -> None:
-    """Compare with the tokens alone: padding in front and between, in one call and in pieces; another row has none."""
+    """Compare with the tokens alone: padding in front, between and at the end, in one call and in pieces; another row
+    has none."""
     ids = ids_of(model.config, 2, LENGTH)
     mask = torch.cat((padding, torch.ones_like(padding)))
     alone = model(ids[:1, padding[0].bool()]), model(ids[1:])

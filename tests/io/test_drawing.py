@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from diffbit.io.drawing import HeatMap, drawn, outliers_chart, panels
+from diffbit.io.drawing import LONG, Chart, HeatMap, Line, drawn, outliers_chart, panels
 from diffbit.io.errors import DiffbitError, MissingDependency
 
-from . import made_up
+from .. import made_up
 
 
 def test_layers_show_largest_and_median() -> None:
@@ -20,6 +20,27 @@ def test_layers_show_largest_and_median() -> None:
         lines = {line.get_label(): list(line.get_ydata()) for line in axes[0].lines}
     assert lines["diff, largest"] == [1.0, 2.0, 3.0] and lines["plain, largest"] == [5.0, 10.0, 15.0]
     assert lines["plain, median"] == [0.25] * 3
+
+
+def test_a_line_without_points_is_neither_drawn_nor_told() -> None:
+    """As a method that a model skipped."""
+    lines = [Line("diff, rtn", [(0, 2.0), (1, 4.0)]), Line("diff, awq", [])]
+    chart = Chart("Loss", "bits", "KL", lines)
+    with panels() as (_, axes):
+        chart.draw(axes[0])
+        legend = [text.get_text() for text in axes[0].get_legend().get_texts()]
+    assert legend == ["diff, rtn"]
+    assert chart.words() == "Loss. diff, rtn: 2 at first, 4 at last, 4 at most."
+    assert Chart("Loss", "bits", "KL", lines[1:]).words() == "Loss. No numbers."
+
+
+def test_a_legend_shortens_the_model_and_keeps_the_rest() -> None:
+    long = "m" * LONG + "-one"
+    with panels() as (_, axes):
+        Chart("", "", "", [Line(f"{long}, largest", [(0, 1.0)]), Line(f"{long}, median", [(0, 1.0)])]).draw(axes[0])
+        names = [text.get_text() for text in axes[0].get_legend().get_texts()]
+    assert [name.rpartition(", ")[2] for name in names] == ["largest", "median"]
+    assert all("…" in name and len(name) < len(long) + 8 for name in names)
 
 
 def test_heat_map_has_a_cell_for_each_layer_and_module() -> None:
