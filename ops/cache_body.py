@@ -124,9 +124,10 @@ class CacheBody:
         if bits == 16:
             new = rows.like(self.inputs[f"past_{name}"])
             return Side(bits, self._grow(name, new).cast(Type.FLOAT32))
-        scale, codes = self._quantize_rows(rows.cast(Type.FLOAT32), 3, bits)
-        codes = self._grow(name, codes.cast(Type.INT8)).cast(Type.FLOAT32)
-        return Side(bits, None, codes, self._grow(f"{name}_scale", scale.squeeze(3)))
+        x = self._transform(rows.cast(Type.FLOAT32))
+        scale = self._scale(x, 3, bits).cast(Type.FLOAT16)
+        codes = self._grow(name, self._codes(x, scale.cast(Type.FLOAT32), bits).cast(Type.INT8)).cast(Type.FLOAT32)
+        return Side(bits, None, codes, self._grow(f"{name}_scale", scale.squeeze(3)).cast(Type.FLOAT32))
 
     def _read(self, name: str, bits: int) -> Side:
         """Read the presents of another node."""
@@ -175,14 +176,21 @@ class CacheBody:
         return op("Gather", both, in_order, axis=2)
 
     def _quantize_rows(self, x: Value, axis: int, bits: int) -> tuple[Value, Value]:
-        """Quantize rows x [..., d] of float32 -> scales [..., 1] and codes [..., d], integers in float32.
+        """Quantize rows x [..., d] of float32 -> scales [..., 1] and codes [..., d], integers in float32."""
+        scale = self._scale(x, axis, bits)
+        return scale, self._codes(x, scale, bits)
+
+    def _scale(self, x: Value, axis: int, bits: int) -> Value:
+        """Return the scales [..., 1] of rows x [..., d].
 
         `axis` is the last one, as a positive number: without rows, ONNX Runtime (1.18, 1.31) does not reduce a negative
         axis.
         """
+        return self.op("ReduceMax", self.op("Abs", x), axis, keepdims=1) / self.op.number(2 ** (bits - 1) - 1)
+
+    def _codes(self, x: Value, scale: Value, bits: int) -> Value:
         top = self.op.number(2 ** (bits - 1) - 1)
-        scale = self.op("ReduceMax", self.op("Abs", x), axis, keepdims=1) / top
-        return scale, self.op("Clip", self.op("Round", x / self._divisor(scale)), self.op("Neg", top), top)
+        return self.op("Clip", self.op("Round", x / self._divisor(scale)), self.op("Neg", top), top)
 
     def _divisor(self, scale: Value) -> Value:
         return self.op("Where", self.op("Equal", scale, self.zero_f), self.one_f, scale)
@@ -293,12 +301,12 @@ class CacheBody:
         if keys.bits == 16:
             assert keys.floats
             return self._products(self.queries, keys.floats).reshape(*shape, self.T)
+        queries = self._transform(self.queries)
         if keys.bits == 8:
-            return self._level_scores(self.queries, keys).reshape(*shape, self.T)
+            return self._level_scores(queries, keys).reshape(*shape, self.T)
         assert keys.floats
         # floats of the first tokens, codes below `before`, floats from `after` on, and in between depending on the
         # query's position
-        queries = self._transform(self.queries)
         low = self._level_scores(queries, keys).view(*shape, self.after)
         high = self._products(queries, keys.floats).reshape(*shape, -1)
         _, before, newly_low = self.op.split(low, -1, [self.firsts, self.before - self.firsts, self.newly])
@@ -328,7 +336,7 @@ class CacheBody:
             assert values.floats
             return self._mix(weights, values.floats)
         if values.bits == 8:
-            return self._mix_levels(weights, values)
+            return self._transform(self._mix_levels(weights, values))
         assert values.floats
         parts = [self.firsts, self.before - self.firsts, self.newly, self.recent_present]
         firsts, before, newly, after = self.op.split(weights, -1, parts)

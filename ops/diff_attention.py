@@ -38,13 +38,13 @@ The cache. key_bits and value_bits set the formats of keys and values independen
     bits    key / value             scale                                               recent
     16      T, or float32, float16  -                                                   -
             [B, Hk, C, d]
-    8       int8 [B, Hk, C, d]      float32 [B, Hk, C]: a scale a row                   -
+    8       int8 [B, Hk, C, d]      float16 [B, Hk, C]: a scale a row                   -
     4, 3, 2 uint8                   float16 [B, Hk, C]: a scale a row                   float16
             [B, Hk, C, d*bits/8]                                                        [B, Hk, R, d]
 
-Keys are cached after RoPE, which rounds both products and their difference to float32. Rows of a sub-head are quantized
-from float32 numbers (8 bits) or, after the Hadamard transform, from float16 numbers (4, 3 and 2). Contents of a buffer
-beyond its tokens are never read as numbers.
+Keys are cached after RoPE, which rounds both products and their difference to float32. Rows of a sub-head below 16 bits
+are quantized after the Hadamard transform, from float32 numbers (8 bits) or float16 numbers (4, 3 and 2). Contents of a
+buffer beyond its tokens are never read as numbers.
 
 16 and 8 bits: the past buffer holds past_length tokens, C >= past_length; the present [B, Hk, max(C, T), ..] holds T.
 If C < T it grows; otherwise it has the same capacity, and past and present may share memory. Entries behind the T

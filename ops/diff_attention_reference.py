@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 class Cached(NamedTuple):
     """Keys or values of a call as the cache holds them: the first n tokens as codes, and all T tokens as floats, of
-    which only those that some query reads are right. Leading dimensions are [B, Hk], or any others. Below 8 bits, all
+    which only those that some query reads are right. Leading dimensions are [B, Hk], or any others. Below 16 bits, all
     rows are rotated (`kv_cache.rotate`)."""
 
     bits: int
@@ -30,7 +30,7 @@ class Cached(NamedTuple):
 
     @property
     def is_rotated(self) -> bool:
-        return self.bits < 8
+        return self.bits < 16
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Cached:
         """Apply `change` to levels, scale, offset and floats."""
@@ -98,7 +98,7 @@ def append(
         return Cached(bits, nothing, no_scale, no_offset, floats, coded([0 for _ in places]), (present, None, None))
     assert scale is not None
     if bits == 8:
-        codes, new_scale = kv_cache.quantize_rows(rows)
+        codes, new_scale = kv_cache.encode_rows(kv_cache.rotate(rows.float()), bits)
         codes, present = extended(past, past_length, codes)
         in_use, scale = extended(scale, past_length, new_scale)
         read = torch.ones(len(places), total, dtype=torch.bool, device=rows.device)
@@ -137,7 +137,7 @@ def cached(rows: torch.Tensor, length: int, format: str, window: int, first: int
         return rows.new_zeros(*rows.shape[:2], *shape, dtype=dtype)
 
     past, recent = empty(dtype, 0, d * min(bits, 8) // 8), empty(torch.float16, first + has_offset, d)
-    scale = empty(torch.float32 if bits == 8 else torch.float16, 0)
+    scale = empty(torch.float16, 0)
     stored = append(rows, past, scale, recent, 0, bits, window, first, has_offset)
     return stored._replace(coded=stored.coded[rows.shape[2] - length :])
 

@@ -2,18 +2,21 @@
 compute the same codes and scales, bit for bit.
 
     format  keys and values                                                 bits a number (d = 64)
-    int8    127 levels on either side of zero                               8.5
+    int8    127 levels on either side of zero                               8.25
     int4    16 levels that suit a normal distribution                       4.25
     int3    8 such levels                                                   3.25
     int2    4 such levels                                                   2.25
 
-Each row (a token of a head) has one scale. The int8 rows are symmetric: scale = max|x| / 127 in float32, code =
-round-half-to-even(x / scale), x = code * scale.
+Each row (a token of a head) has one scale, and is rotated by a Hadamard transform (ops/hadamard.py; the block is the
+largest power of two that divides d): it spreads outlier channels over the row, whose numbers then are nearly normally
+distributed (QuaRot, arXiv 2404.00456). Queries are rotated like keys, which leaves q . k as it is, and the output is
+rotated back.
 
-The others store rows rotated by a Hadamard transform (ops/hadamard.py; the block is the largest power of two that
-divides d): it spreads outlier channels over the row, whose numbers then are nearly normally distributed (QuaRot,
-arXiv 2404.00456). Queries are rotated like keys, which leaves q . k as it is, and the output is rotated back. A rotated
-row is rounded to float16. Three kinds of tokens then stay float16, because they carry most of the error:
+The int8 rows are symmetric: scale = float16(max|x| / 127), code = round-half-to-even(x / scale) in -127 .. 127,
+x = code * scale.
+
+A rotated row of the other formats is rounded to float16. Three kinds of tokens then stay float16, because they carry
+most of the error:
 
     the first `first` tokens        attention sinks (arXiv 2309.17453)
     the residual window             of T tokens only the first `quantized_tokens(T, window)`, a multiple of 32, are
@@ -30,8 +33,9 @@ float32, so it does not depend on the order of sums:
     scale = float16(s * (sum n level / sum level^2))     the scale of least squares
     y = level * scale
 
-A row with an infinite or NaN number has scale NaN. A query sees the cache as it was when its own token was the last, so
-the result does not depend on how the prompt was split into calls.
+A row with an infinite or NaN number has scale NaN, and so has an int8 row that needs a scale beyond float16. A query
+sees the cache as it was when its own token was the last, so the result does not depend on how the prompt was split into
+calls.
 
 With a sliding window of n tokens, a query sees only the last n, and the rows are a ring of fixed size: token t is in
 row t mod `ring_rows`, whole blocks of 32 tokens together. The residual window is unchanged; there are no first tokens.
@@ -77,8 +81,9 @@ def ring_rows(sliding_window: int, bits: int) -> int:
     return -(-sliding_window // BLOCK) * BLOCK if bits < 8 else sliding_window
 
 
-def quantize_rows(x: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
-    """Quantize rows [..., d] to codes int8 [..., d] and scales float32 [...]; symmetric, absmax.
+def quantize_rows(x: Tensor, bits: int = 8, half: bool = False) -> tuple[Tensor, Tensor]:
+    """Quantize rows [..., d] to codes int8 [..., d] and scales float32 [...]; symmetric, absmax. half: the scales are
+    rounded to float16 first.
 
     A row of zeros has scale 0 and codes 0; a row with an infinity or a NaN has scale NaN and codes 0.
     """
@@ -87,6 +92,7 @@ def quantize_rows(x: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
     top = 2 ** (bits - 1) - 1
     x = x.float()
     scale = x.abs().amax(-1) / top
+    scale = scale.half().float() if half else scale
     scale = torch.where(scale.isfinite(), scale, torch.nan)
     codes = torch.round(x / torch.where(scale == 0, 1, scale)[..., None]).clamp(-top, top).nan_to_num()
     return codes.to(torch.int8), scale
@@ -120,10 +126,13 @@ def offset_of(rows: Tensor) -> Tensor:
 
 
 def encode_rows(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Quantize rows float32 [..., d], rotated and less their offset, to codes uint8 [..., d] of 4, 3 or 2 bits and
-    scales float16 [...]."""
+    """Quantize rows float32 [..., d], rotated and less their offset, to scales float16 [...] and codes [..., d]: int8,
+    or uint8 of 4, 3 or 2 bits."""
     import torch
 
+    if bits == 8:
+        codes, scale = quantize_rows(x, half=True)
+        return codes, scale.half()
     codes, unit = quantize_rows(x)
     n = codes.float()
     energy = n.square().sum(-1, keepdim=True).clamp(min=1)

@@ -20,14 +20,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from . import kv_cache
-from .signature import Call, Integer, Number, Op, ScaleOf, Tensor, Type, Variable, listed
+from .signature import Call, Integer, Number, Op, Tensor, Type, Variable, listed
 
 HALF = (Type.FLOAT32, Type.FLOAT16)
 HALVES = (*HALF, Type.BFLOAT16)
 CODES = (Type.INT8, Type.UINT8)
 T = Variable("T", HALF, on_gpu=HALVES)
 K, V = (Variable(name, (*HALF, *CODES), on_gpu=(*HALVES, *CODES)) for name in "KV")  # in the cache
-K_SCALE, V_SCALE = ScaleOf(K), ScaleOf(V)
 S = Variable("S", (Type.FLOAT16, Type.INT8), on_gpu=(Type.FLOAT16, Type.INT8))  # scales of groups
 SIZE, ROWS = 1 << 24, 1 << 31  # the most columns and rows of a weight
 FLOATS = "FLOAT32, FLOAT16 or BFLOAT16"
@@ -37,7 +36,7 @@ TOKENS = ("tensors.batch", "tensors.steps", "tensors.total", "tensors.channels")
 
 DIFF_ATTENTION = Op(
     "DiffAttention",
-    version=6,
+    version=7,
     names=6,
     inputs=(
         Tensor("query", T),
@@ -51,8 +50,8 @@ DIFF_ATTENTION = Op(
         Tensor("cos", Type.FLOAT32),
         Tensor("sin", Type.FLOAT32),
         Tensor("attention_mask", Type.INT64),
-        Tensor("past_key_scale", K_SCALE, optional=True),
-        Tensor("past_value_scale", V_SCALE, optional=True),
+        Tensor("past_key_scale", Type.FLOAT16, optional=True),
+        Tensor("past_value_scale", Type.FLOAT16, optional=True),
         Tensor("past_key_recent", Type.FLOAT16, optional=True),
         Tensor("past_value_recent", Type.FLOAT16, optional=True),
     ),
@@ -60,8 +59,8 @@ DIFF_ATTENTION = Op(
         Tensor("out", T),
         Tensor("present_key", K, optional=True),
         Tensor("present_value", V, optional=True),
-        Tensor("present_key_scale", K_SCALE, optional=True),
-        Tensor("present_value_scale", V_SCALE, optional=True),
+        Tensor("present_key_scale", Type.FLOAT16, optional=True),
+        Tensor("present_value_scale", Type.FLOAT16, optional=True),
         Tensor("present_key_recent", Type.FLOAT16, optional=True),
         Tensor("present_value_recent", Type.FLOAT16, optional=True),
     ),

@@ -42,16 +42,9 @@ class Variable:
 
 
 @dataclass(frozen=True)
-class ScaleOf:
-    """The type of a cache's scales: float16 for packed codes."""
-
-    cache: Variable
-
-
-@dataclass(frozen=True)
 class Tensor:
     name: str
-    type: Type | Variable | ScaleOf
+    type: Type | Variable
     optional: bool = False
     on_host: bool = False  # read by the CPU even if the op runs on a GPU
 
@@ -164,8 +157,6 @@ class Op:
         rows = []
         for chosen in product(*(variable.on_gpu if gpu else variable.types for variable in variables)):
             types_of: dict[object, Type] = dict(zip(variables, chosen, strict=True))
-            for variable in variables:
-                types_of[ScaleOf(variable)] = Type.FLOAT16 if types_of[variable] == Type.UINT8 else Type.FLOAT32
             rows.append([type if isinstance(type, Type) else types_of[type] for type in types])
         return rows
 

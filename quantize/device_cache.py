@@ -6,7 +6,7 @@ Buffers of one layer and one sequence; `tokens` is the capacity, Hk the number o
     format            key, value                         key_scale, value_scale   key_recent, value_recent
     float             T [Hk, tokens, d]
     fp16              float16 [Hk, tokens, d]
-    int8              int8 [Hk, tokens, d]               float32 [Hk, tokens]
+    int8              int8 [Hk, tokens, d]               float16 [Hk, tokens]
     int4, int3, int2  uint8 [Hk, tokens, d * bits / 8]   float16 [Hk, tokens]     float16 [Hk, R, d]
 
 T is the graph's float type. R = first + window + 32, and one more for the offset of the keys. Keys and values may have
@@ -83,8 +83,7 @@ def buffers(
         kind = {"float": dtype, "fp16": "float16", "int8": "int8"}.get(format, "uint8")
         codes.append(Buffer(part, kind, (heads, tokens, head_dim * min(bits, 8) // 8), in_place, window))
         if bits <= 8:
-            kind = "float32" if bits == 8 else "float16"
-            scales.append(Buffer(f"{part}_scale", kind, (heads, tokens), in_place, window))
+            scales.append(Buffer(f"{part}_scale", "float16", (heads, tokens), in_place, window))
         if window is not None:
             rows = scheme.first_tokens(sliding_window) + (part == "key") + window + BLOCK
             recents.append(Buffer(f"{part}_recent", "float16", (heads, rows, head_dim), in_place, window))

@@ -114,7 +114,7 @@ struct Window {
       const Turn rows{side.rows, workspace + place.rows, side.capacity, room, base, begin, end, place.row, back};
       if (const char* wrong = start(rows, heads, stream)) return wrong;
       if (!place.scale) continue;
-      const Turn scales{side.scales, workspace + place.scales, side.capacity, room, base, begin, end, place.scale, back};
+      const Turn scales{reinterpret_cast<char*>(side.scales), workspace + place.scales, side.capacity, room, base, begin, end, place.scale, back};
       if (const char* wrong = start(scales, heads, stream)) return wrong;
     }
     return nullptr;

@@ -76,7 +76,7 @@ struct Side {
   int64_t type;  // of 16 bits
   const void* fresh;
   char* rows;
-  char* scales;
+  __half* scales;
   __half* recent;
   int64_t capacity;
 };
@@ -88,7 +88,7 @@ __host__ __device__ inline Side side_of(const Attention& a, bool keys) {
   side.type = keys ? a.key_type : a.value_type;
   side.fresh = keys ? a.key : a.value;
   side.rows = static_cast<char*>(keys ? a.present_key : a.present_value);
-  side.scales = static_cast<char*>(keys ? a.present_key_scale : a.present_value_scale);
+  side.scales = static_cast<__half*>(keys ? a.present_key_scale : a.present_value_scale);
   side.recent = static_cast<__half*>(keys ? a.present_key_recent : a.present_value_recent);
   side.capacity = keys ? a.key_capacity : a.value_capacity;
   return side;
@@ -111,9 +111,7 @@ __host__ __device__ inline int64_t row_bytes(const Attention& a, bool keys) {
 }
 
 /// Bytes of a row's scale.
-__host__ __device__ inline int64_t scale_bytes(const Side& side) {
-  return side.bits == 16 ? 0 : side.bits == 8 ? sizeof(float) : sizeof(__half);
-}
+__host__ __device__ inline int64_t scale_bytes(const Side& side) { return side.bits == 16 ? 0 : sizeof(__half); }
 
 /// The recent rows of a sub-head: the first tokens, the offset of keys, the residual window.
 __host__ __device__ inline int64_t residual_row(const Attention& a, bool keys) { return a.first + keys; }
@@ -189,8 +187,9 @@ __device__ __forceinline__ void row_of_pairs(int64_t d, int lane, float (&x)[PIE
   });
 }
 
-/// Rounds a row to whole numbers -top .. top (kv_cache.quantize_rows). Returns the scale.
-template <int PIECES>
+/// Rounds a row to whole numbers -top .. top (kv_cache.quantize_rows). HALF: the scale is first rounded to float16. Returns
+/// the scale.
+template <bool HALF = false, int PIECES>
 __device__ __forceinline__ float round_row(float (&x)[PIECES], float top) {
   float largest = 0;
   bool finite = true;
@@ -200,26 +199,31 @@ __device__ __forceinline__ float round_row(float (&x)[PIECES], float top) {
     largest = fmaxf(largest, fabsf(x[k]));
   }
   finite = __all_sync(0xffffffffu, finite);
-  const float scale = finite ? __fdiv_rn(warp_most(largest), top) : nan_number();
+  float scale = __fdiv_rn(warp_most(largest), top);
+  if (HALF) scale = to_float(from_float<__half>(scale)), finite = finite && scale <= FLT_MAX;
+  if (!finite) scale = nan_number();
 #pragma unroll
-  for (int k = 0; k < PIECES; ++k)  // beyond top only if scale is denormal
+  for (int k = 0; k < PIECES; ++k)  // beyond top only if scale is denormal or rounded
     x[k] = !finite || scale == 0 ? 0.0f : fminf(top, fmaxf(-top, rintf(__fdiv_rn(x[k], scale))));
   return scale;
 }
 
-/// Rotates a row of a low-bit cache (kv_cache.rotate).
+/// Rotates a row as a cache of codes has it (kv_cache.rotate).
 template <int PIECES>
 __device__ __forceinline__ void rotate(float (&x)[PIECES], int64_t d, int lane) {
-  const int64_t size = d & -d;  // of a block, at least 32
-  int stages = 5;
+  const int64_t size = d & -d;  // of a block
+  int stages = 0;
 #pragma unroll
-  for (int apart = 1; apart < 32; apart *= 2)
+  for (int apart = 1; apart < 32; apart *= 2) {
+    if (apart >= size) break;
+    ++stages;
 #pragma unroll
     for (int k = 0; k < PIECES; ++k) {
       if (32 * k >= d) break;
       const float other = __shfl_xor_sync(0xffffffffu, x[k], apart);
       x[k] = lane & apart ? __fsub_rn(other, x[k]) : __fadd_rn(x[k], other);
     }
+  }
 #pragma unroll
   for (int apart = 1; apart < PIECES; apart *= 2) {
     if (32 * apart >= size) break;
@@ -255,9 +259,10 @@ __device__ __forceinline__ void append_row(const Attention& a, const Side& side,
     each_channel<PIECES>(a.d, lane, [&](int k, int64_t i) { put_number(side.rows, side.type, at + i, x[k]); });
     return;
   }
-  const float scale = round_row(x, 127.0f);
+  rotate(x, a.d, lane);
+  const float scale = round_row<true>(x, 127.0f);
   each_channel<PIECES>(a.d, lane, [&](int k, int64_t i) { side.rows[at + i] = static_cast<int8_t>(x[k]); });
-  if (lane == 0) reinterpret_cast<float*>(side.scales)[slot] = scale;
+  if (lane == 0) side.scales[slot] = from_float<__half>(scale);
 }
 
 // ---- the cache as it is stored ----
@@ -316,8 +321,7 @@ __device__ __forceinline__ Token token_of(const Attention& a, const Side& side, 
   const int64_t slot = head * side.capacity + t;
   const char* x = side.rows + slot * row_bytes(a, side.keys);
   if (side.bits == 16) return {x, 16, side.type, 1.0f, nullptr};
-  if (side.bits == 8) return {x, 8, 0, reinterpret_cast<const float*>(side.scales)[slot], nullptr};
-  return {x, side.bits, 0, to_float(reinterpret_cast<const __half*>(side.scales)[slot]), offset_of(a, side, head)};
+  return {x, side.bits, 0, to_float(side.scales[slot]), side.bits == 8 ? nullptr : offset_of(a, side, head)};
 }
 
 }  // namespace diffbit::cuda

@@ -105,7 +105,7 @@ __device__ void encode_row(const Attention& a, const Side& side, int64_t head, i
     if (bits == 3) put_plane(code >> 2, 1, group + 8);
   });
   const float scale = __fmul_rn(unit, __fdiv_rn(warp_sum(product), warp_sum(squares)));
-  if (lane == 0) reinterpret_cast<__half*>(side.scales)[head * side.capacity + t] = from_float<__half>(scale);
+  if (lane == 0) side.scales[head * side.capacity + t] = from_float<__half>(scale);
 }
 
 /// A sub-head of low-bit keys or values: quantizes the block that the part's tokens complete (at most one), moves the recent
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(256) unpack(const Attention a, const bool keys
       if (a.key && t >= u.after) recent[i] = floats[i];
     });
   }
-  if (side.bits < 8) rotate(x, a.d, lane);
+  if (side.bits < 16) rotate(x, a.d, lane);
   each_channel<PIECES>(a.d, lane, [&](int k, int64_t i) { to[i] = from_float<T>(x[k]); });
 }
 

@@ -59,7 +59,7 @@ __device__ __forceinline__ void query_of(const Attention& a, const Cut& cut, int
   row_of_pairs(a.d, lane, x, [&](int64_t i) {
     return row < cut.rows ? query_at(a, cut.part, b, group, row, i) : make_float2(0.0f, 0.0f);
   });
-  if (a.key_bits < 8) rotate(x, a.d, lane);
+  if (a.key_bits < 16) rotate(x, a.d, lane);
 }
 
 /// The product of a row's query with the offset of its keys, the sub-head `head`.

@@ -114,15 +114,15 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
   const char* const value_rows = chunk_of(recent ? a.present_value_recent : a.present_value, value_slots);
   const bool has_scale = F::CODES && lane < (WIDE ? 32 : FAST_TOKENS);
   const int64_t step_head = head + lane / FAST_TOKENS;
-  const float* const key_steps = static_cast<const float*>(a.present_key_scale) + step_head * key_slots;
-  const float* const value_steps = static_cast<const float*>(a.present_value_scale) + step_head * value_slots;
+  const __half* const key_steps = static_cast<const __half*>(a.present_key_scale) + step_head * key_slots;
+  const __half* const value_steps = static_cast<const __half*>(a.present_value_scale) + step_head * value_slots;
   const int64_t* const mask = static_cast<const int64_t*>(a.attention_mask) + b * a.mask_row;
   const int64_t of_whole = begin < end ? (end - begin) / FAST_TOKENS : 0;  // tiles
   const int whole = static_cast<int>(of_whole > warp ? divide_up(of_whole - warp, warps) : 0);
 
   // gap: the row of the offset, behind which rows are one further
   constexpr int64_t NO_GAP = INT64_MAX;
-  const auto load = [&](const char* rows_, const float* scales_, int64_t gap, int tile, unsigned char* slot) {
+  const auto load = [&](const char* rows_, const __half* scales_, int64_t gap, int tile, unsigned char* slot) {
     const int64_t first = first_of(tile);
     const auto row = [&](int64_t token) { return token + (token >= gap); };
     if (tile < whole && (first >= gap || first + FAST_TOKENS <= gap)) {
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
 #pragma unroll
       for (int k = 0; k < FAST_TOKENS / TOGETHER; ++k)
         copy_async16(slot + F::place(token_ + k * TOGETHER, chunk), from + k * TOGETHER * F::ROW);
-      if (has_scale) copy_async<4>(slot + F::TILE + 4 * lane, scales_ + first + in_tile);
+      if (has_scale) copy_async2(slot + F::TILE + 4 * lane, scales_ + first + in_tile, true);
       return;
     }
     const int count = static_cast<int>((tile == old_tiles ? all : end) - first);
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
       copy_async16(slot + F::place(token, chunk), rows_ + (valid ? row(first + token) : 0) * F::ROW, valid);
     }
     const bool valid = in_tile < count;
-    if (has_scale) copy_async<4>(slot + F::TILE + 4 * lane, scales_ + (valid ? first + in_tile : 0), valid);
+    if (has_scale) copy_async2(slot + F::TILE + 4 * lane, scales_ + (valid ? first + in_tile : 0), valid);
   };
   const auto load_codes = [&](bool keys, int tile, unsigned char* slot) {  // 16 tokens of a sub-head follow one another
     const Side side = side_of(a, keys);
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
       const char* codes = side.rows + first * (D / 8 * side.bits);
       for (int at = 16 * lane; at < bytes; at += 32 * 16) copy_async16(slot + i * bytes + at, codes + at);
       if (lane < 2)
-        copy_async16(slot + F::CODE_TILE + i * 2 * FAST_TOKENS + 16 * lane, side.scales + 2 * first + 16 * lane);
+        copy_async16(slot + F::CODE_TILE + i * 2 * FAST_TOKENS + 16 * lane, side.scales + first + 8 * lane);
     }
   };
   constexpr int MASK = F::PACKED ? F::CODE_TILE + F::CODE_SCALES : F::TILE + FAST_EXTRA;  // place in a slot
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
       const int64_t t = first_of(tile) + lane;
       const bool valid = t < (tile == old_tiles ? all : end);  // zeros beyond the end: hidden
       const int64_t token = recent && t >= a.first ? t + shift : t;
-      if (lane < FAST_TOKENS) copy_async<8>(slot + MASK + 8 * lane, mask + (valid ? token : 0), valid);
+      if (lane < FAST_TOKENS) copy_async<8>(slot + MASK + 8 * lane, mask + (valid ? token : 0), valid ? 8 : 0);
     }
     copy_async_commit();
   };
@@ -181,8 +181,17 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
         unit % 2 ? start_values(unit / 2, ring + unit * F::SLOT) : start_keys(unit / 2, ring + unit * F::SLOT);
   };
   /// A slot's tile as logits and mix read it.
-  const auto unpacked = [&](const unsigned char* slot, bool keys, int tile) -> const unsigned char* {
-    if constexpr (!F::PACKED) return slot;
+  const auto unpacked = [&](unsigned char* slot, bool keys, int tile) -> const unsigned char* {
+    if constexpr (!F::PACKED) {
+      if (has_scale) {
+        const __half* scale = (keys ? key_steps : value_steps) + first_of(tile) + in_tile;
+        const bool upper = reinterpret_cast<uintptr_t>(scale) % 4;
+        float* word = reinterpret_cast<float*>(slot + F::TILE) + lane;
+        *word = to_float(reinterpret_cast<const __half*>(word)[upper]);
+      }
+      if (F::CODES) __syncwarp();
+      return slot;
+    }
     unsigned char* to = ring + F::SLOTS * F::SLOT;
     const int bits = static_cast<int>(keys ? a.key_bits : a.value_bits);
 #pragma unroll

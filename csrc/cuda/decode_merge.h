@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(MERGE_THREADS) merge(const Attention a, const 
     for (int k = 0; k < MERGE_WARPS; ++k) squares += squares_of[k];
     root = sqrtf(squares / static_cast<float>(channels) + a.norm_eps);
   }
-  if (a.value_bits < 8) {
+  if (a.value_bits < 16) {
     if (warp < width(a)) {
       float x[MOST_PIECES] = {};
       each_channel<MOST_PIECES>(a.d, lane, [&](int k, int64_t i) { x[k] = out[warp * a.d + i]; });

@@ -150,23 +150,27 @@ __device__ __forceinline__ void copy_async16(void* shared, const void* global, b
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid ? 16 : 0) : "memory");
 #else
-  emulate::copy_async(shared, global, 16, valid);
+  emulate::copy_async(shared, global, 16, valid ? 16 : 0);
 #endif
 }
 
-/// Does the same as copy_async16, with BYTES 4 or 8 and addresses that are multiples of it; they pass through the first-level
-/// cache.
+/// Does the same as copy_async16, with BYTES 4 or 8 and addresses that are multiples of it, of which the `first` are read,
+/// and zeros written behind; they pass through the first-level cache.
 template <int BYTES>
-__device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid = true) {
+__device__ __forceinline__ void copy_async(void* shared, const void* global, int first = BYTES) {
   static_assert(BYTES == 4 || BYTES == 8);
 #ifdef __CUDACC__
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(global), "n"(BYTES),
-               "r"(valid ? BYTES : 0)
-               : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(global), "n"(BYTES), "r"(first) : "memory");
 #else
-  emulate::copy_async(shared, global, BYTES, valid);
+  emulate::copy_async(shared, global, BYTES, first);
 #endif
+}
+
+/// Starts a copy of 2 bytes into a word of shared memory: into its upper half if the address is not a multiple of 4.
+__device__ __forceinline__ void copy_async2(void* shared, const void* global, bool valid) {
+  const int before = static_cast<int>(reinterpret_cast<uintptr_t>(global) % 4);
+  copy_async<4>(shared, static_cast<const char*>(global) - before, valid ? before + 2 : 0);
 }
 
 /// Closes the group of the copies that this thread has started.

@@ -295,7 +295,7 @@ def broken_attention() -> Iterator[Broken]:
         ("floats_as_4", "past_value is not uint8, wanted where value_bits is 4", {"value_bits": 4}),
     ):
         yield Broken(changed(node, name, **changes), f"{sentence}")
-    scales = tuple(Output(name, np.dtype(np.float32), 3) for name in ("present_key_scale", "present_value_scale"))
+    scales = tuple(Output(name, np.dtype(np.float16), 3) for name in ("present_key_scale", "present_value_scale"))
     yield Broken(
         replace(changed(node, "float_scales"), outputs=node.outputs + scales),
         "present_key_scale is given, wanted exactly where the cache is of at most 8 bits",
@@ -310,6 +310,7 @@ def broken_attention() -> Iterator[Broken]:
         ("int8_no_scale", "past_key_scale is missing, wanted exactly", {"past_key_scale": None}),
         ("int8_no_value_scale", "past_value_scale is missing, wanted exactly", {"past_value_scale": None}),
         ("int8_scale_short", r"past_key_scale is \[2, 2, 10\], wanted", {"past_key_scale": scale[:, :, 1:]}),
+        ("int8_float_scale", None, {"past_key_scale": scale.astype(np.float32)}),  # that of version 6
         ("int8_as_16", "past_key is not float, wanted where key_bits is 16", {"key_bits": 16}),
     ):
         yield Broken(changed(int8, name, **changes), sentence)

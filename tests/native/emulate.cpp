@@ -353,11 +353,11 @@ const unsigned char* exchange(unsigned mask, const char* what, const void* given
   return set;
 }
 
-void copy_async(void* shared, const void* global, size_t bytes, bool valid) {
+void copy_async(void* shared, const void* global, size_t bytes, int read) {
   check_aligned(shared, bytes, "copy_async to shared memory");
   check_aligned(global, bytes, "copy_async from global memory");
   Copy copy{static_cast<unsigned char*>(shared), bytes, {}};
-  if (valid) std::memcpy(copy.from, global, bytes);
+  std::memcpy(copy.from, global, static_cast<size_t>(read));
   std::memset(shared, SPOILED, bytes);
   block.current->copies.back().push_back(copy);
 }

@@ -105,7 +105,7 @@ T load(const void* address) {
 }
 
 void barrier(int id, int threads);  // id 0: all threads of the block
-void copy_async(void* shared, const void* global, size_t bytes, bool valid);
+void copy_async(void* shared, const void* global, size_t bytes, int read);  // the first `read`, behind them zeros
 void copy_async_commit();
 void copy_async_wait(int pending);
 

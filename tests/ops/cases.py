@@ -127,7 +127,7 @@ class AttentionCase:
                 return poisoned(rows, capacity), None, None
             if bits == 8:
                 codes = torch.randint(-127, 128, (*heads, capacity, self.d), generator=g).to(torch.int8)
-                return codes, poisoned(torch.rand(*heads, past, generator=g) * 0.02, capacity), None
+                return codes, poisoned((torch.rand(*heads, past, generator=g) * 0.02).half(), capacity), None
             past = quantized = self.quantized(tokens_held)
             capacity = past if self.beyond is None else -(-(self.quantized(self.total) + self.beyond) // 32) * 32
             if ring:

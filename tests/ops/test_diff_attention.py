@@ -68,7 +68,7 @@ class Tokens:
             scale = np.resize(scale, max(stored, ring))
         if self.bits == 8:
             self.levels = {t: (past[t], scale[t]) for t in range(stored)}
-            self.levels |= {t: rounded(row, 8) for t, row in self.floats.items()}
+            self.levels |= {t: of_8_bits(hadamard(row)) for t, row in self.floats.items()}
             return
         recent, before, after = x[f"past_{name}_recent"][b, head], case.quantized(stored), case.quantized(case.total)
         self.floats = {t: hadamard(row).astype(np.float16) for t, row in self.floats.items()}
@@ -112,7 +112,7 @@ class Tokens:
     @functools.cache  # noqa: B019
     def value(self, t: int, coded: bool) -> np.ndarray:
         """A row in float64, rotated back."""
-        return hadamard(self.number(t, coded)) if self.bits < 8 else self.number(t, coded)
+        return hadamard(self.number(t, coded)) if self.bits < 16 else self.number(t, coded)
 
     def score(self, query: np.ndarray, t: int, s: int) -> float:
         """query [d], rotated if the keys are, . key"""
@@ -131,6 +131,12 @@ def rounded(row: np.ndarray, bits: int) -> tuple[np.ndarray, np.float32]:
     """Codes of a float32 row on either side of zero, and their scale."""
     scale = np.abs(row).max() / np.float32(2 ** (bits - 1) - 1)
     return np.round(row / (scale or np.float32(1))), scale
+
+
+def of_8_bits(row: np.ndarray) -> tuple[np.ndarray, np.float16]:
+    """Codes of a float32 row, and their scale in float16."""
+    scale = np.float16(np.abs(row).max() / np.float32(127))
+    return np.clip(np.round(row / (np.float32(scale) or np.float32(1))), -127, 127), scale
 
 
 def encoded(row: np.ndarray, bits: int) -> tuple[np.ndarray, np.float16]:
@@ -197,7 +203,7 @@ def by_the_book(case: AttentionCase) -> np.ndarray:
             q = x["query"][b, s, head * d : (head + 1) * d].astype(np.float32 if case.query_bits else np.float64)
             q = rotated(x, q, int(x["position_ids"][b, s])) * q.dtype.type(1 / math.sqrt(d))
             key = keys[b, 2 * group + branch if case.wide_value else group]
-            q = hadamard(q) if case.key_bits < 8 else q
+            q = hadamard(q) if case.key_bits < 16 else q
             scores = np.array([key.score(q, t, s) for t in seen])
             weights = np.exp(scores)
             sign = 1.0 if branch == 0 else -(x["lambda"][b, s, pair] if case.token_lambda else x["lambda"][pair])
@@ -275,7 +281,7 @@ def outputs_of(case: AttentionCase) -> tuple[dict[str, int | None], dict[str, in
     for part, bits in (("key", case.key_bits), ("value", case.value_bits)):
         floating = {torch.float32: 1, torch.float16: 10}[case.cache or case.dtype]
         types[f"present_{part}"] = {16: floating, 8: 3}.get(bits, 2)
-        types[f"present_{part}_scale"] = 1 if bits == 8 else 10
+        types[f"present_{part}_scale"] = 10
         types[f"present_{part}_recent"] = 10
     ranks = dict(zip(diff_attention.OUTPUTS, (3, 4, 4, 3, 3, 4, 4), strict=True))
     outputs = {name: ranks[name] if used else None for name, used in zip(ranks, names, strict=False)}
@@ -578,8 +584,8 @@ def test_bad_attributes_are_sentences() -> None:
         ({"wide_value": 2}, "attribute wide_value is 2, wanted 0 to 1"),
         ({"scale": None}, "has no float attribute scale"),
         ({"norm_eps": None}, "has no float attribute norm_eps"),
-        ({"spec_version": 2}, "spec_version is 2, this library computes 6"),
-        ({"spec_version": 5, "first": None}, "spec_version is 5, this library computes 6; .* export again"),
+        ({"spec_version": 2}, "spec_version is 2, this library computes 7"),
+        ({"spec_version": 6, "first": None}, "spec_version is 6, this library computes 7; .* export again"),
     ]:
         with pytest.raises(Exception, match=sentence):
             node_session(case, **changed)

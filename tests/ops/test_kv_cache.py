@@ -65,8 +65,25 @@ def test_a_row_that_is_not_finite_has_scale_nan_and_no_other(odd: float) -> None
     x[40, 5] = odd
     codes, steps = kv_cache.quantize_rows(x)
     assert steps.isnan().nonzero().tolist() == [[40]] and not codes[40].any()
-    for bits in kv_cache.LEVELS:
+    for bits in (8, *kv_cache.LEVELS):
         assert kv_cache.encode_rows(x, bits)[1].isnan().nonzero().tolist() == [[40]]
+
+
+def test_rows_of_8_bits_one_number_at_a_time() -> None:
+    """Codes follow the scale in float16; one that float16 cannot hold is NaN."""
+    x = random(50, 20)
+    x[1], x[2], x[3], x[4] = 0, x[2] * 1e-5, x[3] * 1e-7, x[4] * 1e8
+    codes, scales = kv_cache.encode_rows(x, 8)
+    assert codes.dtype == torch.int8 and scales.dtype == torch.float16
+    assert scales[4].isnan() and not codes[4].any() and not scales[:4].isnan().any()
+    for i, row in enumerate(x.numpy()):
+        step = np.float32(np.float16(np.abs(row).max() / np.float32(127)))
+        if i != 4:
+            assert scales[i] == step
+            wanted = [max(-127, min(127, int(np.rint(value / step)))) if step else 0 for value in row]
+            assert codes[i].tolist() == wanted
+    errors = (codes.float() * scales.float()[:, None] - x)[5:].abs().amax(-1)
+    assert (errors <= scales[5:].float() * (0.5 + 127 * 2**-11)).all()
 
 
 def share(a: float, b: float) -> float:

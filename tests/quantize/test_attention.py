@@ -109,6 +109,14 @@ def slow_rotated(row: Tensor) -> Tensor:
 
 
 @lru_cache
+def slow_codes(rows: Tensor, place: int) -> tuple[list[int], float]:
+    """Codes of 8 bits of a rotated row, and their step in float16."""
+    rotated = slow_rotated(rows[place])
+    step = float((rotated.abs().max() / 127).half())
+    return [max(-127, min(127, round(value))) for value in (rotated / step).tolist()], step
+
+
+@lru_cache
 def slow_rows(rows: Tensor) -> list[Tensor]:
     """The rotated rows [d] in float16 of a cache; cached, because every query asks for them."""
     return [slow_rotated(row).half().float() for row in rows]
@@ -138,15 +146,15 @@ def slow_levels(rows: Tensor, place: int, bits: int, has_offset: bool) -> tuple[
 def slow_logit(query: Tensor, key: Tensor, place: int, length: int, scheme: AttentionScheme) -> float:
     """Of one query [d], scaled, and key[place] [T, d], while the cache holds `held` tokens."""
     bits = {"float": 32, "fp16": 16, "int8": 8, "int4": 4, "int3": 3, "int2": 2}[scheme.key_format]
+    if bits >= 16:
+        return float(query.double() @ (key[place] if bits == 32 else key[place].half()).double())
+    query = slow_rotated(query)
     if bits == 8:
-        codes, step = slow_row(key[place], 8)
+        codes, step = slow_codes(key, place)
         if not scheme.query_bits:
             return sum(q * code * step for q, code in zip(query.tolist(), codes, strict=True))
         query_codes, query_step = slow_row(query, scheme.query_bits)
         return sum(a * b for a, b in zip(query_codes, codes, strict=True)) * query_step * step
-    if bits >= 16:
-        return float(query.double() @ (key[place] if bits == 32 else key[place].half()).double())
-    query = slow_rotated(query)
     if not scheme.first <= place < quantized_tokens(length, scheme.window):
         return float(query.double() @ slow_rows(key)[place].double())
     levels, scale = slow_levels(key, place, bits, True)
@@ -163,8 +171,8 @@ def slow_value(rows: Tensor, place: int, length: int, scheme: AttentionScheme) -
     if scheme.value_format == "float":
         return row.double()
     if scheme.value_format == "int8":
-        codes, step = slow_row(row, 8)
-        return torch.tensor(codes).double() * step
+        codes, step = slow_codes(rows, place)
+        return slow_rotated(torch.tensor(codes) * step).double()
     if scheme.value_format == "fp16":
         return row.half().double()
     rotated = slow_rows(rows)[place]

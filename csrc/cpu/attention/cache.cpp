@@ -27,9 +27,8 @@ Cache::Cache(const CacheTensors& tensors, bool is_keys_, int64_t d, int64_t wind
       past(tensors.past.as<char>()),
       present(tensors.present.as<char>()),
       row_bytes(static_cast<size_t>(type == CACHE_FLOAT32 && bits == 16 ? d * 4 : d * bits / 8)),
-      past_scales(tensors.past_scale.as<char>()),
-      scales(tensors.present_scale.as<char>()),
-      scale_bytes(bits == 8 ? sizeof(float) : sizeof(Half)),
+      past_scales(tensors.past_scale.as<Half>()),
+      scales(tensors.present_scale.as<Half>()),
       past_capacity(tensors.past_capacity),
       capacity(tensors.capacity),
       ring(tensors.ring),
@@ -45,11 +44,7 @@ Cache::Cache(const CacheTensors& tensors, bool is_keys_, int64_t d, int64_t wind
 CacheRows Cache::rows(const Call& call, int64_t b, int64_t g, int64_t t) const {
   CacheRows group_rows{};
   group_rows.count = call.width;
-  for (int64_t j = 0; j < call.width; ++j) {
-    const int64_t head = call.head(b, g, j);
-    group_rows.rows[j] = row(head, t);
-    group_rows.scales[j] = reinterpret_cast<const float*>(scale(head, t));
-  }
+  for (int64_t j = 0; j < call.width; ++j) group_rows.rows[j] = row(call.head(b, g, j), t);
   return group_rows;
 }
 
@@ -68,15 +63,14 @@ void Cache::copy(int64_t head, int64_t begin, int64_t end) const {
   if (in_place || begin >= end) return;
   std::memcpy(row(head, begin), past + (head * past_capacity + begin) * row_bytes, (end - begin) * row_bytes);
   if (scales)
-    std::memcpy(scale(head, begin), past_scales + (head * past_capacity + begin) * scale_bytes,
-                (end - begin) * scale_bytes);
+    std::memcpy(scale(head, begin), past_scales + head * past_capacity + begin, halves_bytes(end - begin));
 }
 
 void Cache::move(const Cache& to, int64_t head, int64_t begin, int64_t end) const {
   for (int64_t t = begin, count; t < end; t += count) {
     count = smaller(run(t, end), to.run(t, end));
     std::memcpy(to.row(head, t), row(head, t), count * row_bytes);
-    if (scales) std::memcpy(to.scale(head, t), scale(head, t), count * scale_bytes);
+    if (scales) std::memcpy(to.scale(head, t), scale(head, t), halves_bytes(count));
   }
 }
 
@@ -94,9 +88,10 @@ void Cache::store(const Call& call, int64_t head, int64_t t, const float* from) 
   char* place = row(head, t);
   if (type == CACHE_FLOAT32) std::memcpy(place, from, row_bytes);
   if (type == CACHE_FLOAT16) call.kernels.narrow(from, call.d, reinterpret_cast<Half*>(place));
-  if (type == CACHE_INT8)
-    *reinterpret_cast<float*>(scale(head, t)) =
-        call.kernels.quantize(from, call.d, reinterpret_cast<int8_t*>(place));
+  if (type != CACHE_INT8) return;
+  float rotated[ATTENTION_MOST_D];
+  call.hadamard(from, rotated);
+  *scale(head, t) = call.kernels.quantize(rotated, call.d, reinterpret_cast<int8_t*>(place));
 }
 
 void Cache::append_rows(const Call& call, int64_t b, int64_t sub_head, int64_t begin, int64_t end) const {
@@ -158,7 +153,7 @@ void Cache::halves(const Call& call, int64_t b, int64_t sub_head, int64_t begin,
 void Cache::quantize(const Call& call, int64_t head, int64_t t, int64_t count, const Half* from) const {
   for (int64_t i = 0; i < count; i += CACHE_BLOCK)
     call.lowbit.encode[codes()](from + i * call.d, offset(call, head), CACHE_BLOCK, call.d,
-                                reinterpret_cast<uint8_t*>(row(head, t + i)), reinterpret_cast<Half*>(scale(head, t + i)));
+                                reinterpret_cast<uint8_t*>(row(head, t + i)), scale(head, t + i));
 }
 
 void Cache::copy_free_slots(const Call& call, int64_t head) const {

@@ -13,13 +13,12 @@ struct Cache {
   Tensor fresh;  // new tokens: [B, S, Hk, d]
   bool is_keys;  // keys are rotated
   int bits;        // 16: floats, of `type`
-  CacheType type;  // of rows, if there are no blocks
+  CacheType type;  // of rows, if these are not packed
   const char* past;
   char* present;
   size_t row_bytes;
-  const char* past_scales;
-  char* scales;
-  size_t scale_bytes;  // of a row
+  const Half* past_scales;
+  Half* scales;
   int64_t past_capacity, capacity;
   int64_t ring, base;  // of a sliding window: rows (0: no window); the token that counts as 0
   bool in_place;
@@ -32,6 +31,7 @@ struct Cache {
   Cache(const CacheTensors& tensors, bool is_keys, int64_t d, int64_t window, int64_t first);
 
   bool is_low_bit() const { return bits < 8; }
+  bool is_rotated() const { return bits < 16; }
   CodeType codes() const { return bits == 4 ? CODES_INT4 : bits == 3 ? CODES_INT3 : CODES_INT2; }
 
   int64_t place(int64_t t) const { return ring ? (base + t) % ring : t; }
@@ -41,11 +41,9 @@ struct Cache {
   }
   // `head` counts the sub-heads through the batch
   char* row(int64_t head, int64_t t) const { return present + (head * capacity + place(t)) * row_bytes; }
-  char* scale(int64_t head, int64_t t) const {
-    return scales ? scales + (head * capacity + place(t)) * scale_bytes : nullptr;
-  }
+  Half* scale(int64_t head, int64_t t) const { return scales + head * capacity + place(t); }
 
-  /// The contiguous rows of kv head g from token t on.
+  /// The contiguous rows of kv head g from token t on, in a cache of 16 bits.
   CacheRows rows(const Call& call, int64_t b, int64_t g, int64_t t) const;
   /// The residual window of kv head g, its first tokens, or (keys) its offset, in float16.
   CacheRows recent_rows(const Call& call, int64_t b, int64_t g) const { return half_rows(call, b, g, lead); }

@@ -123,22 +123,25 @@ struct Decode {
           cache->append_rows(call, b, sub_head, begin, end);
   }
 
-  /// Calls work(rows, t, some) for each tile of the `count` low-bit rows from `slot` on: `some` rows from t on as int8.
+  /// Calls work(rows, t, some) for each tile of the `count` rows of codes from `slot` on: `some` rows from t on as int8.
   template <class Work>
   void in_tiles(const Cache& cache, int64_t b, int64_t g, int64_t slot, int64_t count, const Work& work) const {
-    constexpr int64_t TILE = 64;
+    constexpr int64_t TILE = 64;  // of rows that are unpacked
+    const int64_t most = cache.is_low_bit() ? TILE : CHUNK;
     alignas(64) int8_t levels[2 * TILE * ATTENTION_MOST_D];
-    float scales[2][TILE];
+    float scales[2][CHUNK];
     CacheRows rows{};
     rows.count = call.width;
-    for (int64_t t = 0; t < count; t += TILE) {
-      const int64_t some = smaller(TILE, count - t);
+    for (int64_t t = 0; t < count; t += most) {
+      const int64_t some = smaller(most, count - t);
       for (int64_t j = 0; j < call.width; ++j) {
         const int64_t head = call.head(b, g, j);
         int8_t* to = levels + j * TILE * call.d;
-        call.lowbit.unpack[cache.codes()](reinterpret_cast<const uint8_t*>(cache.row(head, slot + t)), some, call.d, to);
-        call.kernels.widen(reinterpret_cast<const Half*>(cache.scale(head, slot + t)), some, scales[j]);
-        rows.rows[j] = to, rows.scales[j] = scales[j];
+        const char* from = cache.row(head, slot + t);
+        if (cache.is_low_bit())
+          call.lowbit.unpack[cache.codes()](reinterpret_cast<const uint8_t*>(from), some, call.d, to);
+        call.kernels.widen(cache.scale(head, slot + t), some, scales[j]);
+        rows.rows[j] = cache.is_low_bit() ? reinterpret_cast<const char*>(to) : from, rows.scales[j] = scales[j];
       }
       work(rows, t, some);
     }
@@ -158,15 +161,11 @@ struct Decode {
     const Cache& keys = call.keys;
     const int64_t d = call.d;
     const QueryRows rows = call.query_rows();
-    if (!keys.is_low_bit())
+    if (keys.bits == 16)
       return in_runs(keys, b, begin, end, [&](int64_t t, int64_t slot, int64_t count) {
-        const CacheRows from = keys.rows(call, b, g, slot);
-        if (call.top)
-          call.lowbit.integer_row_scores(from, count, d, q, rows, call.top, s + (t - begin), span);
-        else
-          call.kernels.scores[keys.type](from, count, d, q, rows, s + (t - begin), span);
+        call.kernels.scores[keys.type](keys.rows(call, b, g, slot), count, d, q, rows, s + (t - begin), span);
       });
-    in_runs(keys, b, begin, smaller(end, call.after), [&](int64_t t, int64_t slot, int64_t count) {
+    in_runs(keys, b, begin, keys.is_low_bit() ? smaller(end, call.after) : end, [&](int64_t t, int64_t slot, int64_t count) {
       in_tiles(keys, b, g, slot, count, [&](const CacheRows& from, int64_t first, int64_t some) {
         float* to = s + (t - begin + first);
         if (call.top)
@@ -175,6 +174,7 @@ struct Decode {
           call.kernels.scores[CACHE_INT8](from, some, d, q, rows, to, span);
       });
     });
+    if (!keys.is_low_bit()) return;
     add_offsets(b, g, smaller(end, call.after) - begin, q, s);
     if (const int64_t some = smaller(keys.first, call.after); begin == 0 && some > 0)
       for (int64_t j = 0; j < call.width; ++j)
@@ -188,18 +188,22 @@ struct Decode {
     const Cache& values = call.values;
     const int64_t d = call.d, rows = call.rows;
     std::memset(mixed, 0, static_cast<size_t>(rows * call.width_floats()) * sizeof *mixed);
-    if (!values.is_low_bit())
+    if (values.bits == 16)
       return in_runs(values, b, begin, end, [&](int64_t t, int64_t slot, int64_t count) {
         call.kernels.mix[values.type](values.rows(call, b, g, slot), count, d, p + (t - begin), rows, span, mixed);
       });
+    const auto mix_codes = [&](int64_t from_token, int64_t to_token) {
+      in_runs(values, b, from_token, to_token, [&](int64_t t, int64_t slot, int64_t count) {
+        in_tiles(values, b, g, slot, count, [&](const CacheRows& from, int64_t at, int64_t some) {
+          call.kernels.mix[CACHE_INT8](from, some, d, p + (t - begin + at), rows, span, mixed);
+        });
+      });
+    };
+    if (!values.is_low_bit()) return mix_codes(begin, end);
     const int64_t first = smaller(values.first, call.after);
     if (begin < first)
       call.kernels.mix[CACHE_FLOAT16](values.first_rows(call, b, g), first, d, p, rows, span, mixed);
-    in_runs(values, b, larger(begin, first), smaller(end, call.after), [&](int64_t t, int64_t slot, int64_t count) {
-      in_tiles(values, b, g, slot, count, [&](const CacheRows& from, int64_t at, int64_t some) {
-        call.kernels.mix[CACHE_INT8](from, some, d, p + (t - begin + at), rows, span, mixed);
-      });
-    });
+    mix_codes(larger(begin, first), smaller(end, call.after));
     if (end == call.total)
       call.kernels.mix[CACHE_FLOAT16](values.recent_rows(call, b, g), call.total - call.after, d,
                                       p + (call.after - begin), rows, span, mixed);

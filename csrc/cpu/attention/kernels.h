@@ -57,7 +57,7 @@ struct AttentionKernels {
   void (*rotate)(const float* x, const float* cos, const float* sin, int64_t d, float scale, float* y);
   /// scale = max|x| / 127, codes = round-half-even(x / scale); a row of zeros has scale 0 and codes 0, one with an infinity
   /// or a NaN has scale NaN and codes 0. Returns the scale.
-  float (*quantize)(const float* x, int64_t d, int8_t* codes);
+  Half (*quantize)(const float* x, int64_t d, int8_t* codes);
 
   /// s[i * stride + t] = q[i] . key t of sub-head j, for the rows i of j and t < n. q: rows of padded(d).
   void (*scores[CACHE_TYPES])(const CacheRows& keys, int64_t n, int64_t d, const float* q, QueryRows rows, float* s,

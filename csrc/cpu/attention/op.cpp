@@ -16,7 +16,7 @@ void copy_rings_to_present(Call& call, Context& context) {
   for (Cache* cache : {&call.keys, &call.values}) {
     if (!cache->in_place) {
       Cache from = *cache;
-      from.present = const_cast<char*>(cache->past), from.scales = const_cast<char*>(cache->past_scales);
+      from.present = const_cast<char*>(cache->past), from.scales = const_cast<Half*>(cache->past_scales);
       context.parallel(call.batch * call.kv_heads, [&](int64_t head) { from.move(*cache, head, 0, cache->ring); });
     }
     cache->in_place = true;
@@ -52,9 +52,9 @@ Cache in_order(const Call& call, const Cache& ring, Scratch where, Context& cont
   ordered.ring = 0;
   ordered.capacity = ring.is_low_bit() ? call.after : call.total;
   const int64_t rows = divide_up(heads * ordered.capacity * static_cast<int64_t>(ring.row_bytes), 64) * 64;
-  const int64_t scales = heads * ordered.capacity * static_cast<int64_t>(ring.scale_bytes);
+  const int64_t scales = heads * ordered.capacity * static_cast<int64_t>(sizeof(Half));
   ordered.present = scratch<char>(where, rows + (ring.scales ? scales : 0));
-  if (ring.scales) ordered.scales = ordered.present + rows;
+  if (ring.scales) ordered.scales = reinterpret_cast<Half*>(ordered.present + rows);
   context.parallel(heads, [&](int64_t head) { ring.move(ordered, head, 0, cached); });
   return ordered;
 }
@@ -219,7 +219,7 @@ void Call::rotate_queries(int64_t b, int64_t g, int64_t begin, int64_t end, floa
     const int64_t sub_head = g * (pairs + noises) + (noise < 0 ? row / ratio : noise) * (ratio + branches - 1) + in_group;
     for (int64_t i = begin; i < end; ++i, q += padded(d)) {
       rotate(floats(query, token(b, i) * query_heads + sub_head, wide), b, i, scale, q);
-      if (keys.is_low_bit()) hadamard(q, q);
+      if (keys.is_rotated()) hadamard(q, q);
       for (int64_t k = d; k < padded(d); ++k) q[k] = 0;
     }
   }
@@ -230,7 +230,7 @@ void Call::write(int64_t b, int64_t i, int64_t head_, const float* parts, int64_
   const int64_t index = (token(b, i) * heads + head_) * width * d;
   float* to = half ? normed : out.as<float>() + index;
   kernels.finish(parts, count, part_stride, width, d, norm_eps, to);
-  if (values.is_low_bit())  // the norm is the same before and after
+  if (values.is_rotated())  // the norm is the same before and after
     for (int64_t j = 0; j < width; ++j) hadamard(to + j * d, to + j * d);
   if (half) kernels.narrow(normed, width * d, out.as<Half>() + index);
 }

@@ -77,9 +77,11 @@ struct Side {
       cache.append_rows(call, b, sub_head, begin, end);
       if (is_row_major()) return;
       packed(end - begin, to, [&](int64_t t, int64_t count, float* some) {
-        const char* of_rows = cache.is_keys && call.top ? nullptr : cache.scale(head, begin + t);
+        float scales[CHUNK];
+        if (cache.bits == 8) call.kernels.widen(cache.scale(head, begin + t), count, scales);
+        const float* of_rows = cache.is_keys && call.top ? nullptr : scales;
         (cache.is_keys ? call.kernels.pack_keys : call.kernels.unpack_values)[cache.type](
-            cache.row(head, begin + t), reinterpret_cast<const float*>(of_rows), count, d, some);
+            cache.row(head, begin + t), of_rows, count, d, some);
       });
       return;
     }
@@ -106,7 +108,7 @@ struct Side {
     int8_t levels[CACHE_BLOCK * ATTENTION_MOST_D];
     float scales[CACHE_BLOCK];
     call.lowbit.unpack[cache.codes()](reinterpret_cast<const uint8_t*>(cache.row(head, t)), CACHE_BLOCK, d, levels);
-    call.kernels.widen(reinterpret_cast<const Half*>(cache.scale(head, t)), CACHE_BLOCK, scales);
+    call.kernels.widen(cache.scale(head, t), CACHE_BLOCK, scales);
     if (!cache.is_keys) {
       call.kernels.unpack_values[CACHE_INT8](levels, scales, CACHE_BLOCK, d, to);
       const int64_t first = larger(0, smaller(cache.first - t, CACHE_BLOCK));
@@ -198,11 +200,9 @@ struct Prefill {
       }
       for (int64_t at = 0; at < blocks_; ++at) {
         const int64_t first = begin + at * CACHE_BLOCK;
-        float wide[CACHE_BLOCK];
-        const char* key_scales = call.keys.scale(head, first);
+        float of_rows[CACHE_BLOCK];
         const int64_t tokens = low_bit ? CACHE_BLOCK : smaller(CACHE_BLOCK, call.total - first);
-        if (low_bit) call.kernels.widen(reinterpret_cast<const Half*>(key_scales), tokens, wide);
-        const float* of_rows = low_bit ? wide : reinterpret_cast<const float*>(key_scales);
+        call.kernels.widen(call.keys.scale(head, first), tokens, of_rows);
         float* to = s + row * stride + at * CACHE_BLOCK;
         packed_scores(keys.coded_of(slot, j, first), 1, d, codes, some, to, stride);
         for (int64_t i = 0; i < some; ++i)

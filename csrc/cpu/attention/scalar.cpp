@@ -31,21 +31,19 @@ void rotate(const float* x, const float* cos, const float* sin, int64_t d, float
   }
 }
 
-float quantize(const float* x, int64_t d, int8_t* codes) {
+Half quantize(const float* x, int64_t d, int8_t* codes) {
   float largest = 0;
-  for (int64_t i = 0; i < d; ++i) {
-    if (!std::isfinite(x[i])) {
-      std::fill(codes, codes + d, int8_t{0});
-      return std::numeric_limits<float>::quiet_NaN();
-    }
-    largest = std::max(largest, std::fabs(x[i]));
+  for (int64_t i = 0; i < d; ++i) largest = std::isnan(x[i]) ? x[i] : std::max(largest, std::fabs(x[i]));
+  const float scale = to_float(to_half(largest / 127));
+  if (!std::isfinite(scale)) {
+    std::fill(codes, codes + d, int8_t{0});
+    return to_half(std::numeric_limits<float>::quiet_NaN());
   }
-  const float scale = largest / 127;
   for (int64_t i = 0; i < d; ++i) {
     const float code = scale == 0 ? 0 : std::nearbyint(x[i] / scale);
-    codes[i] = static_cast<int8_t>(std::min(127.0f, std::max(-127.0f, code)));  // beyond 127 only if scale is denormal
+    codes[i] = static_cast<int8_t>(std::min(127.0f, std::max(-127.0f, code)));  // the scale is rounded
   }
-  return scale;
+  return to_half(scale);
 }
 
 template <class Cache>

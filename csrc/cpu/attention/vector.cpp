@@ -65,7 +65,11 @@ void rotate(const float* __restrict__ x, const float* __restrict__ cos, const fl
   }
 }
 
-float quantize(const float* x, int64_t d, int8_t* codes) { return round_row(x, d, 127, codes); }
+Half quantize(const float* x, int64_t d, int8_t* codes) {
+  Half scale[L];
+  store(scale, splat(round_row<true>(x, d, 127, codes)));
+  return scale[0];
+}
 
 /// ROWS rows of q by n keys.
 template <class C, int ROWS>

@@ -105,7 +105,8 @@ DIFFBIT_INLINE F32 silu(F32 x) {
 }
 
 /// Rounds d floats to codes in -top..top; a row of zeros has scale 0 and codes 0, one with an infinity or a NaN has scale NaN
-/// and codes 0. Returns the scale.
+/// and codes 0. HALF: the scale is first rounded to float16. Returns the scale.
+template <bool HALF = false>
 DIFFBIT_INLINE float round_row(const float* x, int64_t d, int top, int8_t* codes) {
   constexpr int64_t L = F32_LANES;
   F32 peak = splat(0.0f), poison = splat(0.0f);  // poison: infinity and NaN times 0 are NaN
@@ -116,11 +117,16 @@ DIFFBIT_INLINE float round_row(const float* x, int64_t d, int top, int8_t* codes
   int64_t i = 0;
   for (; i + L <= d; i += L) take(load(x + i));
   if (i < d) take(load_part(x + i, d - i));
-  if (sum(poison) != 0) {
+  float scale = largest(peak) / static_cast<float>(top);
+  if (HALF) {
+    uint16_t rounded[L];
+    store(rounded, splat(scale));
+    scale = sum(load_part(rounded, 1));
+  }
+  if (sum(poison) != 0 || scale == __builtin_inff()) {
     std::memset(codes, 0, static_cast<size_t>(d));
     return __builtin_nanf("");
   }
-  const float scale = largest(peak) / static_cast<float>(top);
   const F32 divisor = splat(scale == 0 ? 1.0f : scale), high = splat(static_cast<float>(top));
   const F32 low = splat(static_cast<float>(-top));
   const auto rounded_codes = [&](F32 values) { return smaller(high, larger(low, values / divisor)); };

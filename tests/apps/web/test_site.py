@@ -27,7 +27,7 @@ from diffbit.export import export_artifact
 from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.io.files import json_sha256, sha256_file
-from diffbit.quantize import Scheme, quantize_checkpoint
+from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
 from diffbit.runtime import Chat, Sampler, Session, Tokenizer, generate
 
 from .modules import module
@@ -150,6 +150,31 @@ def test_the_page_writes_what_run_writes(artifacts: dict[str, Path], tmp_path: P
     assert "onnxruntime-web" in page["about"] and "threads" in page["about"]
     assert "KV cachefloat32" in page["facts"] and "Licenseapache-2.0" in page["facts"]
     assert page["overflow"] <= 0 and not page["said"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/apps/web/node_modules")
+@pytest.mark.parametrize(("keys", "values"), [("int8", "int8"), ("int4", "int4"), ("int3", "int2"), ("int2", "int4")])
+def test_the_page_has_every_cache(
+    keys: str, values: str, trained: Callable[[str], Path], artifacts: dict[str, Path], tmp_path: Path
+) -> None:
+    """Prompts of more tokens than stay in float16, the second beginning as the first; diffbit's kernels, then the
+    operator's body in onnxruntime-web, beside the same in Python."""
+    module()
+    scheme = Scheme(weights=parse_format("int4_g32"), attention=AttentionScheme(keys=keys, values=values, window=8))
+    quantize_checkpoint(trained("diff_v1"), tmp_path / "low", scheme)
+    artifact = export_artifact(tmp_path / "low", tmp_path / "artifact")
+    texts = [f"class Stack: push = lambda self, item: self.items.append(item); {end}" for end in ("pop", "items")]
+    write_site(artifact, tmp_path / "site", packages=MODULES)
+    for native in (True, False):
+        if not native:
+            for module_file in (tmp_path / "site" / "diffbit" / "wasm").glob("*.wasm"):
+                module_file.unlink()
+        session = Session(artifact, native=native)
+        page = drive(tmp_path / "site", *(("ask", text) for text in texts))
+        wanted = [list(generate(session, text, max_tokens=24, temperature=0).result().token_ids) for text in texts]
+        assert page["answers"] == wanted and not page["said"]
+        assert ("onnxruntime-web" in page["about"]) != native
 
 
 @pytest.mark.slow
