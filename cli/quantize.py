@@ -79,12 +79,17 @@ ListFormats = Annotated[
         "--list-formats",
         is_eager=True,
         callback=_list_formats,
-        help="List the formats that lose least for their bytes, with the use of each, and exit.",
+        help="List the formats to choose from first, with the use of each, and exit.",
     ),
 ]
 ListAllFormats = Annotated[
     bool,
-    typer.Option("--list-all-formats", is_eager=True, callback=_list_all_formats, help="List all formats and exit."),
+    typer.Option(
+        "--list-all-formats",
+        is_eager=True,
+        callback=_list_all_formats,
+        help="List all formats that can be chosen, and exit.",
+    ),
 ]
 Layers = Annotated[
     bool, typer.Option("--layers", help="Print a row for each weight instead of one for all q_proj, all down_proj, ...")

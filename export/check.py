@@ -48,7 +48,9 @@ def compare_with_checkpoint(
     if not windows.target.any():
         raise DiffbitError("the text has no token to compare at; take a longer one")
     model = _reference(checkpoint, windows)
-    columns: dict[str, list[torch.Tensor]] = {"error": [], "kl": [], "same": [], "here": [], "there": []}
+    columns: dict[str, list[torch.Tensor]] = {
+        name: [] for name in ("error", "kl", "same", "artifact_loss", "reference_loss")
+    }
     rows = zip(windows.ids, windows.mask, windows.target, strict=True)
     for ids, mask, target in track(rows, "comparing", total=len(windows.ids)):
         length = int(mask.nonzero()[0].max(initial=-1)) + 1
@@ -68,8 +70,8 @@ def compare_with_checkpoint(
         columns["error"].append((artifact_logits - reference_logits).abs().amax(-1) / reference_logits.std(-1))
         columns["kl"].append((reference_log.exp() * (reference_log - artifact_log)).sum(-1))
         columns["same"].append((artifact_logits.argmax(-1) == reference_logits.argmax(-1)).double())
-        columns["here"].append(-artifact_log.gather(-1, next_tokens)[:, 0])
-        columns["there"].append(-reference_log.gather(-1, next_tokens)[:, 0])
+        columns["artifact_loss"].append(-artifact_log.gather(-1, next_tokens)[:, 0])
+        columns["reference_loss"].append(-reference_log.gather(-1, next_tokens)[:, 0])
     values = {name: torch.cat(parts) for name, parts in columns.items()}
     median = float(values["error"].median())
     return {
@@ -78,8 +80,8 @@ def compare_with_checkpoint(
         "error_max": float(values["error"].max()),
         "kl": float(values["kl"].mean()),
         "top1_agreement": float(values["same"].mean()),
-        "perplexity": float(values["here"].mean().exp()),
-        "perplexity_reference": float(values["there"].mean().exp()),
+        "perplexity": float(values["artifact_loss"].mean().exp()),
+        "perplexity_reference": float(values["reference_loss"].mean().exp()),
         "tolerance": tolerance,
         "passed": median <= tolerance,  # False for NaN too
     }
@@ -103,7 +105,7 @@ def compare_greedy_tokens(
     Returns
         prompts, same       number of prompts, and of those with the same tokens to the end
         tokens              number of equal tokens
-        differences         a row for each other prompt: prompt and token (indices), here and reference (ids),
+        differences         a row for each other prompt: prompt and token (indices), artifact and reference (ids),
                             gap (between the two ids' logits in the reference) and error (max_v |artifact -
                             reference|), both relative to std_v(reference)
         tolerance, passed   every gap <= 2 tolerance, by which the tolerance lets two logits approach each other
@@ -129,7 +131,7 @@ def compare_greedy_tokens(
                     {
                         "prompt": index,
                         "token": position,
-                        "here": token,
+                        "artifact": token,
                         "reference": expected,
                         "gap": float(reference_logits[expected] - reference_logits[token]) / spread,
                         "error": float((artifact_logits - reference_logits).abs().max()) / spread,

@@ -105,7 +105,9 @@ class Format(ABC):
 
     def warning(self) -> str | None:
         """Return a warning for users who choose this format, or None."""
-        return None
+        if self.device_bits == self.bits:
+            return None
+        return f"{self} has codes of {self.bits} bits, and takes {self.device_bits} bits a code on a device"
 
     @property
     def better(self) -> Format | None:
@@ -117,9 +119,9 @@ class Format(ABC):
         """Refuse a format that a user should not choose."""
         if self.better is None:
             return
-        reason = f"a device stores its {self.bits}-bit codes in {self.device_bits} bits"
+        reason = f"a device stores its codes of {self.bits} bits in {self.device_bits} bits"
         if self.device_bits == self.bits:
-            reason = f"no operator of diffbit's reads groups of {self.group_size}"
+            reason = f"diffbit has no operator for groups of {self.group_size}"
         raise DiffbitError(
             f"{self} is only read from other libraries' checkpoints, because {reason}; use {self.better}"
         )
@@ -297,8 +299,8 @@ class Format(ABC):
     def check_table(self, shape: tuple[int, int]) -> None:
         """Refuse an embedding [V, E] if the device has no operator that reads single rows of this format."""
         raise DiffbitError(
-            f"an embedding cannot be {self}: wanted int8, a format in groups of 32, 64 or 128 (int4_g32, "
-            "int6_g32_s8, ...), or none"
+            f"an embedding {tuple(shape)} cannot be {self}, whose single rows no operator of a device reads; wanted "
+            "int8, a format in groups of 32, 64 or 128, such as int4_g32 or nl3_g32_s8, or none"
         )
 
     def store(self, g: Builder, weight: QTensor) -> StoredWeight:

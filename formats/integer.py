@@ -77,19 +77,6 @@ class Storage(NamedTuple):
     wide_bits: int  # of a code in ONNX Runtime's operators, which GPUs have: 2, 4 or 8
 
 
-def storage(bits: int, group_size: int, symmetric: bool, byte_scales: bool, levels: bool) -> Storage:
-    """Return the row of the table above for integers, or for codes of a table of levels."""
-    sizes = int4_matmul.GROUP_SIZES
-    is_packed = byte_scales or (symmetric and bits in (2, 3, 5, 6) and group_size in sizes)
-    wide = 8 if bits > 4 or levels else 4 if bits > 2 or is_packed or group_size == 16 else 2
-    if is_packed:
-        return Storage(lowbit_matmul, bits, group_size, wide)
-    block = group_size or (INPUT_BLOCK if wide == 8 else ROW_BLOCK)
-    is_tiled = block in sizes and (wide == 8 or group_size > 0)
-    operator = {8: int8_matmul, 4: int4_matmul}.get(wide) if is_tiled else None
-    return Storage(operator, wide, min(block, ROW_BLOCK) if wide == 2 else block, wide)
-
-
 @dataclass(frozen=True)
 class IntFormat(Format):
     """Integers of 2 to 8 bits."""
@@ -212,7 +199,17 @@ class IntFormat(Format):
 
     @property
     def storage(self) -> Storage:
-        return storage(self.bits, self.group_size, self.symmetric, bool(self.row_nbytes), bool(self.levels))
+        """Return the row of the table above."""
+        bits, sizes = self.bits, int4_matmul.GROUP_SIZES
+        in_few_bits = self.symmetric and bits in (2, 3, 5, 6) and self.group_size in sizes
+        is_packed = in_few_bits or self.row_nbytes > 0
+        wide = 8 if bits > 4 or self.levels else 4 if bits > 2 or is_packed or self.group_size == 16 else 2
+        if is_packed:
+            return Storage(lowbit_matmul, bits, self.group_size, wide)
+        block = self.group_size or (INPUT_BLOCK if wide == 8 else ROW_BLOCK)
+        is_tiled = block in sizes and (wide == 8 or self.group_size > 0)
+        operator = {8: int8_matmul, 4: int4_matmul}.get(wide) if is_tiled else None
+        return Storage(operator, wide, min(block, ROW_BLOCK) if wide == 2 else block, wide)
 
     @property
     def device_bits(self) -> int:

@@ -11,7 +11,7 @@ from .checkpoint import load, load_block, quantize_checkpoint, save
 from .device_cache import step_bytes
 from .format_name import average_bits, format_name
 from .layer import as_exported, quant_linear
-from .layerwise import apply
+from .layerwise import apply, plan_for
 from .layouts import Weights, read_scheme, read_weight
 from .plan import Plan, resolve
 from .report import REPORT_FILE, Report, WeightReport
@@ -31,6 +31,6 @@ from .sizes import Sizes, sizes
 __all__ = [
     "EMBEDDING_MODULE", "HEAD_MODULE", "KV", "LOGIT_BITS", "QK", "REPORT_FILE", "AttentionScheme", "Plan", "Report",
     "Scheme", "Sizes", "WeightReport", "Weights", "apply", "as_exported", "average_bits", "format_name",
-    "linear_shapes", "load", "load_block", "quant_linear", "quantize_checkpoint", "read_scheme", "read_weight",
-    "resolve", "save", "sizes", "step_bytes", "table_formats",
+    "linear_shapes", "load", "load_block", "plan_for", "quant_linear", "quantize_checkpoint", "read_scheme",
+    "read_weight", "resolve", "save", "sizes", "step_bytes", "table_formats",
 ]  # fmt: skip

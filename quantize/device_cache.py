@@ -93,18 +93,22 @@ def buffers(
 def step_bytes(config: ModelConfig, scheme: AttentionScheme, dtype: str, context: int) -> float:
     """Return the bytes of one sequence's cache, over all layers, that decoding one token reads and writes.
 
-    context: tokens in the cache, including the new one. What is written once per group of tokens counts as a share.
+    context: tokens in the cache, including the new one. The codes of first tokens are not read, because these tokens
+    are in float16, too. A block of tokens that leaves the residual window counts as a row of codes for each new token.
     """
     low = quantized_tokens(context, scheme.window)
     givers = [layer.mixer.reads for layer in config.layers]
     total = 0.0
     for name, buffer in cache_spec(config, scheme, dtype).buffers.items():
         readers = 1 + givers.count(int(name.partition(".")[0]))
-        stored = context if buffer.window is None else low
+        seen = min(context, buffer.ring or context)
+        stored = seen  # rows that are read
+        if buffer.window is not None:
+            stored = max(0, seen - (context - low) - (0 if buffer.ring else scheme.first))
         if not buffer.holds_tokens:  # a state, which is read and written as a whole
             total += 2 * buffer.nbytes(0)
         elif buffer.ring:
-            total += buffer.nbytes(0) / buffer.ring * (readers * min(stored, buffer.ring) + 1)
+            total += buffer.nbytes(0) / buffer.ring * (readers * stored + 1)
         elif buffer.grows:
             total += buffer.nbytes(1) * (readers * stored + 1)
         else:  # recent tokens, and behind codes the first ones and the offset

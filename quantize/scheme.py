@@ -32,7 +32,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from .. import formats
 from ..formats import Format, parse_format
 from ..io import files, plugins
 from ..io.errors import DiffbitError
@@ -270,8 +269,10 @@ class Scheme:
     def from_dict(cls, values: Mapping[str, Any]) -> Scheme:
         """Invert `to_dict`; missing fields mean float. A DiffbitError names an invalid field or a missing package."""
         for name, package in get(values, "packages", Mapping[str, plugins.PackageName], {}).items():
-            if name not in formats.names():
-                raise plugins.missing(f"number format {name!r}", package)
+            try:
+                parse_format(name)
+            except DiffbitError:
+                raise plugins.missing(f"number format {name!r}", package) from None
         values = {field: value for field, value in values.items() if field != "packages"}
         attention = AttentionScheme.from_dict(get(values, "attention", Mapping[str, Any], {}))
         overrides = get(values, "overrides", Mapping[str, FormatOrNone], {})

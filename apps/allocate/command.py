@@ -69,7 +69,7 @@ def plan(
     """
     from ...io.resources import available_memory
     from ...models import Checkpoint
-    from ...quantize import read_scheme, resolve
+    from ...quantize import plan_for, read_scheme, resolve
     from ...quantize.methods import parse_recipe
     from .plan import plan_export, plan_quantize
 
@@ -84,8 +84,8 @@ def plan(
     else:
         scheme = options.scheme()
         limit = None if max_memory is None else parse_size(max_memory)
-        resolved = resolve(checkpoint.config, scheme)
         recipe = parse_recipe(resolve_method(checkpoint, scheme, rounding, limit))
+        resolved = plan_for(checkpoint.config, scheme, recipe)
         text = _text_shape(model, checkpoint.config.max_position, rounding, recipe.calibrated)
         steps["quantize"] = plan_quantize(checkpoint, resolved, recipe, text, limit)
     steps["export"] = plan_export(checkpoint, resolved, dtype or dtype_for(device))
@@ -120,8 +120,9 @@ def allocate(
     bits: Annotated[
         float | None,
         typer.Option(
-            help="Average number of bits per weight, scales included. Lambda layers do not count, nor do embedding and "
-            "head with --embedding, --head or --measure, unless --override names them."
+            help="Average number of bits per weight, scales included, over the linear layers, the embedding and the "
+            "head. Lambda layers count only if --override names them; so do embedding and head with --embedding, "
+            "--head or --measure."
         ),
     ] = None,
     size: Annotated[
@@ -137,8 +138,8 @@ def allocate(
         str | None,
         typer.Option(
             metavar="FORMATS",
-            help="Formats to choose from, such as int2_g64,int4_g128,none (none: float); default: none, and "
-            "those of 2 to 8 bits that a device stores without padding.",
+            help="Formats to choose from, such as int2_g64,int4_g128,none (none: float); default: of each width of 2 "
+            "to 8 bits the format that loses least, and none.",
         ),
     ] = None,
     options: SchemeOptions = SchemeOptions(),  # noqa: B008 (frozen)
@@ -147,8 +148,8 @@ def allocate(
         bool,
         typer.Option(
             "--measure",
-            help="Measure losses by rounding each layer, which takes many times as long; embedding and head are int8 "
-            "then, unless --embedding and --head say otherwise.",
+            help="Measure losses: round each layer and run the model, instead of estimating them. It takes many times "
+            "as long, and chooses no format for embedding and head: they are int8, or as --embedding and --head say.",
         ),
     ] = False,
     seed: Seed = 0,
@@ -160,11 +161,12 @@ def allocate(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Choose each linear layer's format, so that the model loses least within a number of bits or bytes.
+    """Choose a format for each linear layer, the embedding and the head, so that the model loses least within a number
+    of bits or bytes.
 
-    It estimates what rounding costs in every layer, the KL divergence from the float model, which must fit in memory,
-    from gradients on 16 windows of 256 tokens, and takes the formats that lower the loss most per byte. Embedding and
-    head get a format, too. The scheme is for `diffbit quantize --scheme`, with the same --method.
+    The loss of a format in a layer is the KL divergence from the float model. It is estimated from gradients on 16
+    windows of 256 tokens of text; the float model must fit in memory. The formats that lower the loss most per byte are
+    taken. The result is a scheme for `diffbit quantize --scheme`; use it with the same --method.
     """
     _check(bits, size, output, plot, overwrite)
     with locked(output):  # from the start: minutes of work come before the file

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...io.drawing import POINTS, Chart, Data, HeatMap, Line, write_charts
+from ...io.drawing import POINTS, Chart, Data, HeatMap, Line, style, write_charts
 
 FLOOR = 1e-7  # nats; below it is noise
 
@@ -22,15 +22,17 @@ def frontier(allocation: Data) -> Chart:
     """Return predicted KL divergence against bits per weight: the best choice for each budget, all layers alike, and
     the chosen model."""
     size, uniform = allocation["bits_per_weight"], allocation["uniform"]
-    alike = {name: point for name, point in uniform.items() if point[1] > FLOOR}  # not the float model
+    largest = max(9.0, size)  # float layers would press the others against the left edge
+    alike = {name: point for name, point in uniform.items() if point[0] <= largest and point[1] > FLOOR}
+    hollow = POINTS | {"markersize": 9, "markerfacecolor": "none", "markeredgecolor": style(2)["color"]}
     lines = [
         Line(
             "mixed, predicted",
-            [point for point in allocation["curve"] if point[0] <= max(9.0, size)],
+            [point for point in allocation["curve"] if point[0] <= largest],
             look={"marker": "", "drawstyle": "steps-post"},
         ),
         Line("all layers alike, predicted", list(alike.values()), list(alike), POINTS),
-        Line("chosen, predicted", [(size, allocation["predicted"])], look=POINTS | {"markersize": 9}),
+        Line("chosen, predicted", [(size, allocation["predicted"])], look=hollow),
     ]
     if allocation["measured"] is not None:
         lines.append(Line("chosen, measured", [(size, allocation["measured"])], look=POINTS))

@@ -256,7 +256,7 @@ def train(
         if trainable == "scales":
             raise DiffbitError("--lora trains adapters, and --trainable scales does not; leave out one of them")
         trainable = "lora"
-    if qat is not None and trainable == "all":  # else the quantized weights of --init may have any format
+    if qat is not None and trainable != "scales":  # which keeps the codes of --init, in whatever format they are
         choose_format(qat)
     changes: dict[str, Any] = dict(
         context=context, init=init, mlp=mlp, sub_norms=sub_norms, head_norm=head_norm, lambda_bias=lambda_bias,

@@ -131,7 +131,7 @@ class TrainConfig:
         return {**asdict(self), "model": self.model.to_dict()}
 
     def differences(self, other: dict[str, Any]) -> list[str]:
-        """Return names of the options that change the result and differ from `other`, the `to_dict()` of another
+        """Return the names of the options that change the result and differ from `other`, the `to_dict()` of another
         run."""
         ours, free = self.to_dict(), {"device", "compile", "checkpoint_every"}
         return [  # runs of earlier versions lack newer options; these had their defaults

@@ -31,7 +31,7 @@ from .new_tokenizer import files_of, trained
 class TrainingRows:
     """The endless sequence of training rows over a stream of token ids int64 [T].
 
-    `share`: fraction of rows with needles. `learned`: which tokens the loss counts, bool [T]; None: all. Raises
+    `share`: the fraction of rows with needles. `learned`: which tokens the loss counts, bool [T]; None: all. Raises
     DiffbitError for a stream of fewer than 2 * length tokens.
     """
 
@@ -59,8 +59,8 @@ class TrainingRows:
         self._starts = np.empty(0, dtype=np.int64)
 
     def take(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return rows first ... first + count - 1 of the sequence, int64 [count, length + 1], and a mask of the tokens
-        that answer a query, bool of the same shape."""
+        """Return the rows first ... first + count - 1 of the sequence, int64 [count, length + 1], and a mask of the
+        tokens that answer a query, bool of the same shape."""
         rows, answers = zip(*(self._row(number) for number in range(first, first + count)), strict=True)
         return np.stack(rows), np.stack(answers)
 

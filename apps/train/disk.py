@@ -39,6 +39,6 @@ def _moments(count: int, optimizer: str) -> int:
 
 
 def present(out: Path) -> int:
-    """Return bytes of the run that is in a folder: it is deleted, or goes on, so that its space is free for the new
+    """Return the bytes of the run that is in a folder: it is deleted, or goes on, so that its space is free for the new
     one."""
     return sum(file.stat().st_size for file in out.rglob("*") if file.is_file()) if out.is_dir() else 0

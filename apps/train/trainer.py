@@ -383,7 +383,7 @@ def adamw(model: Decoder, config: TrainConfig) -> torch.optim.Optimizer:
 
 @torch.no_grad()
 def evaluation_loss(model: Decoder, held_out: Windows, batch_size: int, precision: str = "auto") -> float:
-    """Return mean loss over the windows, in nats per scored token."""
+    """Return the mean loss over the windows, in nats per scored token."""
     device, objective = next(model.parameters()).device, Objective(model)
     total = 0.0
     for begin in range(0, len(held_out.ids), batch_size):
@@ -396,8 +396,8 @@ def evaluation_loss(model: Decoder, held_out: Windows, batch_size: int, precisio
 
 
 def auxiliary_loss(model: Decoder) -> torch.Tensor:
-    """Return mean of the auxiliary losses that mixers had in the last forward pass, which clears them; 0 if there are
-    none."""
+    """Return the mean of the auxiliary losses that mixers had in the last forward pass, which clears them; 0 if there
+    are none."""
     mixers = [part for part in model.modules() if isinstance(part, Mixer)]
     losses = [mixer.auxiliary_loss for mixer in mixers if mixer.auxiliary_loss is not None]
     for mixer in mixers:

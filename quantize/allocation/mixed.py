@@ -11,8 +11,7 @@
 Bytes are those of the float32 artifact that `diffbit export` makes. A budget in `bits` is the average over the weights
 that are quantized or could be, scales and zero points included; a budget in `nbytes` is for the whole artifact:
 weights, tokenizer, and `overhead` bytes for its graph and configuration. Formats fixed by overrides are not chosen, but
-count. A format whose codes a device stores in more bits than they have is not a candidate: it loses more in the same
-bytes.
+count.
 
 A recipe's transforms (rotate, awq, ...) run once, before 1. For methods that round a layer's weights together, STAND_IN
 rounds in 1.
@@ -61,7 +60,7 @@ Bytes = dict[str, dict[str, int]]  # {linear layer: {candidate: bytes}}
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """A linear layer, or a table, whose format was chosen.
+    """A linear layer, an embedding or a head, and the format that was chosen for it.
 
     losses  {candidate: increase of the model's loss with it in this layer, nats per token}
     sizes   {candidate: bytes}
@@ -96,7 +95,7 @@ class Allocation:
     predicted, measured      nats per token: the sum of losses, and the divergence of the chosen model (None: not built)
     curve                    predicted (bits per weight, nats per token) for every budget
     uniform                  {candidate: predicted (bits per weight, nats per token)} with this format in all layers,
-                             and a table that cannot have it in its smallest
+                             and the smallest one in an embedding or a head that cannot have it
     tokens                   number of tokens on which losses were estimated or measured
     stand_in                 the method that replaced the recipe's while losses were measured, or None
     """
@@ -223,7 +222,7 @@ def _total(table: Mapping[str, Mapping[str, N]], choice: Choice) -> N:
 
 
 class _Space:
-    """The layers to choose formats for, and their byte budget.
+    """The layers to choose formats for, and the bytes that each candidate takes in them.
 
     sizes    {layer: {candidate: bytes}} of the linear layers that no override fixes; with `tables`, of the embedding
              and the head, too, where a tied table is the embedding
@@ -293,7 +292,8 @@ class _Space:
         return 8 * (self.fixed + nbytes) / self.weights
 
     def nearest(self, budget: int) -> dict[str, list[str]]:
-        """Return each layer's candidates, those nearest to the budget in bytes per weight first; float last."""
+        """Return the candidates of each layer: first the one whose bytes per weight are nearest to the budget, then
+        the next nearest, and float last."""
         share = budget / sum(math.prod(shape) for shape in self.shapes.values())
         candidates = {}
         for module, row in self.sizes.items():
@@ -325,7 +325,8 @@ class _Space:
         )
 
     def everywhere(self, name: str) -> Choice | None:
-        """Return the choice of one candidate for all layers, or None if one cannot have it."""
+        """Return the choice that gives all layers one candidate, or None if a linear layer cannot have it. An embedding
+        or a head that cannot have it gets its smallest candidate."""
         choice = {
             module: min(row, key=row.__getitem__) if module in TABLES and name not in row else name
             for module, row in self.sizes.items()

@@ -43,21 +43,21 @@ class CalibStats:
     absmax    fp32 [K], the largest |x| of each channel
     mean_abs  fp32 [K], the mean |x| of each channel
     tokens    T
-    shrinkage fp32 [K], c in the docstring above; None: nothing is shrunk
+    correlated_share  fp32 [K], c in the docstring above; None: `shrunk` changes nothing
     """
 
     gram: Tensor
     absmax: Tensor
     mean_abs: Tensor
     tokens: int
-    shrinkage: Tensor | None = None
+    correlated_share: Tensor | None = None
 
     def shrunk(self) -> Tensor:
         """Return a copy of the Gram matrix, shrunk towards its diagonal."""
-        if self.shrinkage is None:
+        if self.correlated_share is None:
             return self.gram.clone()
-        gram = self.gram * self.shrinkage
-        gram.mul_(self.shrinkage[:, None]).diagonal().copy_(self.gram.diagonal())
+        gram = self.gram * self.correlated_share
+        gram.mul_(self.correlated_share[:, None]).diagonal().copy_(self.gram.diagonal())
         return gram
 
 
@@ -96,17 +96,17 @@ class Gatherer:
             for k, block in zip(blocks, columns, strict=True):
                 half[k : k + BLOCK, k:] = block
         first, second = self._sums
-        shrinkage = shrinkage_of(first, second, self._counts) if self.tokens else None
+        share = correlated_share(first, second, self._counts) if self.tokens else None
         gram = (first + second).triu_().div_(count) if self.tokens else first
         gram += gram.triu(1).T
-        return CalibStats(gram, self._absmax, self._sum_abs / count, self.tokens, shrinkage)
+        return CalibStats(gram, self._absmax, self._sum_abs / count, self.tokens, share)
 
 
 def _columns(half: Tensor, start: int) -> Tensor:
     return half[start : start + BLOCK, start:]
 
 
-def shrinkage_of(first: Tensor, second: Tensor, counts: Sequence[int]) -> Tensor:
+def correlated_share(first: Tensor, second: Tensor, counts: Sequence[int]) -> Tensor:
     """Return c [K] in the docstring above, of two halves of the tokens; first, second: x^T x of each, [K, K], of which
     only the upper triangle is read. counts: their numbers of tokens."""
     first_count, second_count = (max(1, count) for count in counts)
@@ -180,7 +180,8 @@ def gather(linears: dict[str, nn.Module], passes: Sequence[Pass], workers: Proce
 
 
 def proxy_loss(weight: Tensor, quantized: QTensor, gram: Tensor, workers: Processes = ALONE) -> float:
-    """Return mean ||x (W - Wq)^T||^2 / mean ||x W^T||^2 over the calibration tokens: tr(D G D^T) / tr(W G W^T)."""
+    """Return the mean ||x (W - Wq)^T||^2 over the calibration tokens, relative to the mean ||x W^T||^2:
+    tr(D G D^T) / tr(W G W^T)."""
 
     def squares(start: int) -> tuple[float, float]:
         rows = slice(start, start + ROWS)

@@ -80,8 +80,8 @@ def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
 
 
 def _dequantized(state: Any) -> Tensor:
-    """Return absmax of double quantization, without dequantize_blockwise, which reads past the ends of tables that are
-    too short."""
+    """Return the absmax of double quantization, without dequantize_blockwise, which reads past the ends of tables that
+    are too short."""
     if state.absmax.dtype != torch.uint8:
         raise ValueError(f"absmax is {state.absmax.dtype}, wanted uint8")
     inner, blocks = state.state2, torch.arange(state.absmax.numel()) // state.state2.blocksize

@@ -124,8 +124,8 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
     names = set(checkpoint.names)
     for module in linear_shapes(checkpoint.config):
         packed = f"{module}.weight_packed" in names
-        is_float = f"{module}.weight" in names and not checkpoint.is_float(f"{module}.weight")
-        if not (packed or is_float) and f"{module}.weight_scale" not in names:
+        unpacked = f"{module}.weight" in names and not checkpoint.is_float(f"{module}.weight")
+        if not (packed or unpacked) and f"{module}.weight_scale" not in names:
             formats[module] = None
             continue
         matching = [

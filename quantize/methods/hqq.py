@@ -69,13 +69,13 @@ def _solve(
         best_scale = torch.where(better, scale, best_scale)
         if zero is not None and best_zero is not None:
             best_zero = torch.where(better, zero, best_zero)
-        shrunk = weight - shrink(lost, beta)  # w - e
+        target = weight - shrink(lost, beta)  # w - e, which scale and zero point are fitted to
         if zero is not None:
-            middle = ((codes - shrunk / scale.masked_fill(scale == 0, torch.inf)) * real).sum(-1, keepdim=True)
+            middle = ((codes - target / scale.masked_fill(scale == 0, torch.inf)) * real).sum(-1, keepdim=True)
             middle /= real.sum(-1, keepdim=True)
             zero = middle.round().clamp(0, 2**format.bits - 1).to(torch.uint8)
         value = format.decode_each(codes, torch.ones_like(scale), zero) * real
-        new = (shrunk * value).sum(-1, keepdim=True) / value.square().sum(-1, keepdim=True).clamp(min=1e-30)
+        new = (target * value).sum(-1, keepdim=True) / value.square().sum(-1, keepdim=True).clamp(min=1e-30)
         scale = torch.where(new * scale > 0, format.stored(new), scale)
         beta *= GROWTH
     return best_scale, best_zero

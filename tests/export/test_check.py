@@ -77,8 +77,8 @@ def test_greedy_tokens_of_an_artifact_and_of_a_checkpoint(checkpoint_of: Maker) 
         for _ in range(first["token"]):
             prompt.append(int(model(torch.tensor([prompt]))[0, -1].argmax()))
         there = model(torch.tensor([prompt]))[0, -1]
-    assert int(there.argmax()) == first["reference"] != first["here"] == int(logits_after(prompt, True).argmax())
-    gap = float(there[first["reference"]] - there[first["here"]]) / float(there.std())
+    assert int(there.argmax()) == first["reference"] != first["artifact"] == int(logits_after(prompt, True).argmax())
+    gap = float(there[first["reference"]] - there[first["artifact"]]) / float(there.std())
     assert first["gap"] == pytest.approx(gap, rel=1e-3)
 
 

@@ -300,6 +300,15 @@ def test_refused_format_names_its_replacement(name):
         choose_format(name)
 
 
+@pytest.mark.parametrize(("name", "bits"), [("int7", 8), ("int3", 4), ("int5_g16", 8), ("int4_g32", 4), ("int8", 8)])
+def test_a_wider_format_warns(name, bits):
+    warning = parse_format(name).warning()
+    if bits == parse_format(name).bits:
+        assert warning is None
+    else:
+        assert warning is not None and f"{name} has codes" in warning and f"{bits} bits a code on a device" in warning
+
+
 def test_wrong_parts_are_refused():
     format = parse_format("int4_g32")
     good = by_range(weight(4, 64), format)

@@ -13,8 +13,8 @@ from diffbit.apps.allocate.plan import plan_export, plan_quantize
 from diffbit.cli.app import main
 from diffbit.export import export_artifact
 from diffbit.formats import parse_format
-from diffbit.models import Checkpoint
-from diffbit.quantize import Scheme, read_scheme, resolve
+from diffbit.models import Checkpoint, Decoder, ModelConfig, save
+from diffbit.quantize import Scheme, quantize_checkpoint, read_scheme, resolve
 from diffbit.quantize.methods import parse_recipe
 
 
@@ -53,6 +53,24 @@ def test_both_steps_are_planned(checkpoint: Path, quantized: Path, capsys: pytes
     assert all(step["memory"] > 10**8 and step["disk"] >= step["output"] > 10**4 for step in both.values())
     (step,) = run(capsys, str(quantized)).items()
     assert step[0] == "export" and step[1]["output"] == both["export"]["output"]
+
+
+def test_rotation_unties_a_tied_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """quantize writes a table for the embedding and one for the head then, so both steps count both."""
+    config = ModelConfig.uniform(
+        vocab_size=4096, hidden_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=32, intermediate_size=64,
+        max_position=64, attention="softmax", tie_embeddings=True,
+    )  # fmt: skip
+    save(Decoder(config), tmp_path / "tied")
+    int4, int8 = parse_format("int4_g32"), parse_format("int8")
+    plain, rotated = (
+        run(capsys, str(tmp_path / "tied"), "--weights", "int4_g32", "--method", method) for method in ("rtn", "rotate")
+    )
+    for step in ("quantize", "export"):
+        assert rotated[step]["output"] - plain[step]["output"] == pytest.approx(int8.nbytes((4096, 64)), rel=0.02)
+    written = tmp_path / "rotated"
+    quantize_checkpoint(tmp_path / "tied", written, Scheme(int4, embedding=int8, head=int8), method="rotate")
+    assert rotated["quantize"]["output"] == pytest.approx(size(written), rel=0.05)
 
 
 def test_hidden_states_go_to_disk_within_a_limit(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

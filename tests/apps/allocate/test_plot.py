@@ -27,7 +27,7 @@ def made_up() -> dict[str, Any]:
         "predicted": 0.116,
         "measured": 0.12,
         "curve": [(2.25, 0.5), (3.375, 0.116), (4.5, 0.02)],
-        "uniform": {"int2_g64": (2.25, 0.5), "int4_g32": (4.5, 0.02), "none": (16.0, 0.0)},
+        "uniform": {"int2_g64": (2.25, 0.5), "int4_g32": (4.5, 0.02), "int8_g16": (9.0, 0.0), "none": (32.0, 0.01)},
         "tokens": 4096,
     }
 
@@ -38,8 +38,11 @@ def test_plot_shows_losses_of_budgets_and_bits_of_layers(tmp_path: Path) -> None
         frontier(allocation).draw(axes[0])
         lines = {line.get_label(): line.get_xydata().tolist() for line in axes[0].lines}
         names = [text.get_text() for text in axes[0].texts]
+        (chosen,) = (line for line in axes[0].lines if line.get_label() == "chosen, predicted")
+        assert chosen.get_markerfacecolor() == "none" and chosen.get_markeredgecolor() == chosen.get_color()
     assert lines["mixed, predicted"] == [list(point) for point in allocation["curve"]]
-    assert lines["all layers alike, predicted"] == [[2.25, 0.5], [4.5, 0.02]]  # the float model loses nothing
+    # neither a format that loses nothing, nor one beyond 9 bits, which would press the others against the left edge
+    assert lines["all layers alike, predicted"] == [[2.25, 0.5], [4.5, 0.02]]
     assert names == ["int2_g64", "int4_g32"]
     assert lines["chosen, measured"] == [[3.375, 0.12]]
     plot_allocation(allocation, tmp_path / "mixed.svg")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from diffbit.formats import parse_format
 from diffbit.models import Decoder, ModelConfig, save
 from diffbit.models.layers.arithmetic import Arithmetic
 from diffbit.models.torch_cache import KVCache
+from diffbit.ops.diff_attention_reference import cached
 from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint, step_bytes
 from diffbit.quantize.device_cache import cache_spec
 from diffbit.runtime import Artifact
@@ -108,8 +110,26 @@ def test_a_low_bit_cache_is_read_as_it_lies(window: int) -> None:
     context = 128 + window
     per_token = cache_spec(CONFIG, scheme, "float16").bytes_per_1k_tokens / 1000
     row = 2 * 32 * 2  # of both layers in float16: keys or values
-    first = 4 * 2 * row + row  # with the offset of the keys
-    assert step_bytes(CONFIG, scheme, "float16", context) == per_token * 129 + 2 * row * (window + 1) + first
+    first = 4 * 2 * row + row  # with the offset of the keys; the codes of first tokens are not read
+    assert step_bytes(CONFIG, scheme, "float16", context) == per_token * (128 - 4 + 1) + 2 * row * (window + 1) + first
+
+
+@pytest.mark.parametrize("sliding_window", [0, 64])
+@pytest.mark.parametrize("first", [0, 4])
+def test_a_token_is_read_once_from_a_low_bit_cache(first: int, sliding_window: int) -> None:
+    """What step_bytes counts, beside the tokens that the reference reads as codes and those that it reads as floats."""
+    mixer = replace(CONFIG.layers[0].mixer, sliding_window=sliding_window)
+    config = replace(CONFIG, layers=tuple(replace(layer, mixer=mixer) for layer in CONFIG.layers))
+    scheme, context, width = AttentionScheme(keys="int4", values="int3", window=8, first=first), 150, 32
+    if sliding_window:
+        first = 0
+    rows = cached(torch.randn(1, 1, context, width), 1, "int4", 8, first, True)
+    seen = torch.arange(context) >= (context - sliding_window if sliding_window else 0)
+    codes, floats = int((rows.coded[0] & seen).sum()), int((~rows.coded[0] & seen).sum())
+    offset = 2 * width  # bytes
+    code = width * 4 // 8 + 2 + width * 3 // 8 + 2  # with their scales, keys and values
+    expected = len(config.layers) * ((codes + 1) * code + (floats + 1) * 2 * 2 * width + offset)
+    assert step_bytes(config, scheme, "float16", context) == expected
 
 
 def test_integers_where_the_operator_rounds() -> None:

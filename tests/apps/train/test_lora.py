@@ -103,6 +103,8 @@ def test_what_does_not_go_together(text: str, tmp_path: Path, capfd: pytest.Capt
         (["--lora", "4", "--trainable", "scales", "--qat", "int4_g32"], "--lora trains adapters"),
         (["--lora", "4"], "--init"),
         (["--trainable", "scales"], "--qat"),
+        (["--lora", "4", "--qat", "int7_g64", "--init", str(tmp_path)], "use int8_g64"),  # only read from checkpoints
+        (["--trainable", "lora", "--qat", "int4_g16", "--init", str(tmp_path)], "use int4_g32"),
     ):
         with pytest.raises(SystemExit) as end:
             main(["train", *arguments, "--data", text, "--quiet", "-o", str(tmp_path / "out")])
