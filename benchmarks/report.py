@@ -156,8 +156,8 @@ def add_outputs(parser: argparse.ArgumentParser, page: str) -> None:
 
 
 def write_outputs(arguments: argparse.Namespace, numbers: Any, tables: Mapping[str, str]) -> None:
-    """Where they are wanted: the numbers as JSON, the tables in a page, each at its name. If the page lacks the place of
-    one, nothing is written."""
+    """Where they are wanted: the numbers as JSON, the tables in a page, each at its name. Nothing is written where the
+    page has no place for one."""
     page: Path | None = arguments.markdown
     text = renewed(page, tables) if page else ""
     if arguments.json:
