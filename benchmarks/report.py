@@ -156,23 +156,37 @@ def add_outputs(parser: argparse.ArgumentParser, page: str) -> None:
 
 
 def write_outputs(arguments: argparse.Namespace, numbers: Any, tables: Mapping[str, str]) -> None:
-    """Where they are wanted: the numbers as JSON, the tables in a page, each at its name."""
+    """Where they are wanted: the numbers as JSON, the tables in a page, each at its name. Nothing is written where the
+    page has no place for one."""
+    page: Path | None = arguments.markdown
+    text = renewed(page, tables) if page else ""
     if arguments.json:
         write_json(arguments.json, numbers)
-    if arguments.markdown:
-        for name, text in tables.items():
-            renew(arguments.markdown, name, text)
+    if page:
+        replace(page, text)
 
 
 def renew(page: Path, name: str, text: str) -> None:
-    """Put `text` between the page's comments `<!-- name -->` and `<!-- /name -->`, with tables that are not padded."""
-    text = re.sub(r"^\|.*", lambda row: re.sub("-{4,}", "---", re.sub(" {2,}", " ", row[0])), text, flags=re.MULTILINE)
-    old = page.read_text()
-    begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-    if old.count(begin) != 1 or old.count(end) != 1:
-        raise SystemExit(f"{page}: wanted one {begin.strip()} and one {end} to put the tables between")
-    before, rest = old.split(begin)
-    new = before + begin + "\n" + text + "\n" + end + rest.split(end)[1]
+    """Put one table in a page, at its name."""
+    replace(page, renewed(page, {name: text}))
+
+
+def renewed(page: Path, tables: Mapping[str, str]) -> str:
+    """The page with each table between its comments `<!-- name -->` and `<!-- /name -->`, not padded."""
+    whole = page.read_text()
+    for name, text in tables.items():
+        text = re.sub(
+            r"^\|.*", lambda row: re.sub("-{4,}", "---", re.sub(" {2,}", " ", row[0])), text, flags=re.MULTILINE
+        )
+        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        if whole.count(begin) != 1 or whole.count(end) != 1:
+            raise SystemExit(f"{page}: wanted one {begin.strip()} and one {end} to put the tables between")
+        before, rest = whole.split(begin)
+        whole = before + begin + "\n" + text + "\n" + end + rest.split(end)[1]
+    return whole
+
+
+def replace(page: Path, text: str) -> None:
     fresh = page.with_suffix(".new")
-    fresh.write_text(new)
+    fresh.write_text(text)
     fresh.replace(page)

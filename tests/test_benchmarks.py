@@ -6,6 +6,7 @@ import os
 import re
 import runpy
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,17 @@ def test_a_command_line_has_no_folder_of_a_machine() -> None:
     report = runpy.run_path(str(ROOT / "benchmarks" / "report.py"))
     line = report["command_line"](str(ROOT / "research" / "x" / "y.py"), arguments)
     assert line == "python research/x/y.py --work DIR --wikitext FILE --ik ENV --peer gptqmodel=ENV --only 'x y'"
+
+
+def test_a_page_without_a_tables_place_is_left_alone(tmp_path: Path) -> None:
+    report = runpy.run_path(str(ROOT / "benchmarks" / "report.py"))
+    page, numbers = tmp_path / "page.md", tmp_path / "numbers.json"
+    options = Namespace(markdown=page, json=numbers)
+    page.write_text(before := "<!-- first -->\nold\n<!-- /first -->\n")
+    with pytest.raises(SystemExit, match="wanted one <!-- second --> and one <!-- /second -->"):
+        report["write_outputs"](options, {}, {"first": "new", "second": "new"})
+    assert page.read_text() == before and not numbers.exists()
+    page.write_text(before + "<!-- second -->\n<!-- /second -->\n")
+    report["write_outputs"](options, {"a": 1}, {"first": "new", "second": "| x    | -------: |"})
+    places = "<!-- first -->\n\nnew\n<!-- /first -->\n<!-- second -->\n\n| x | ---: |\n<!-- /second -->\n"
+    assert page.read_text() == places and numbers.read_text() == '{\n "a": 1\n}\n'

@@ -114,13 +114,13 @@ def _model(path: Path, prompt: str, answer: str | None, device: str, layers: Seq
 def _rounded(decoder: Decoder, what: str, bits: int) -> Decoder:
     """Return a copy of a float model with one thing rounded.
 
-    The cache keeps no window of recent tokens in float16: most prompts are no longer than the default one. Raises
-    DiffbitError if the model's widths do not allow it.
+    The cache keeps no first or recent tokens in float16: most prompts have hardly more. Raises DiffbitError if the
+    model's widths do not allow it.
     """
     if what == "weights":
         embedding, head = table_formats(True, None, None)
         return apply(decoder, Scheme(weights=parse_format(WEIGHTS[bits]), embedding=embedding, head=head))
-    cache = AttentionScheme(keys=f"int{bits}", values=f"int{bits}", window=0)
+    cache = AttentionScheme(keys=f"int{bits}", values=f"int{bits}", window=0, first=0)
     return apply(decoder, Scheme(attention=cache if what == "kv" else AttentionScheme(logits=bits)))
 
 

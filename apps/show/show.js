@@ -317,7 +317,7 @@ document.addEventListener("keydown", (event) => {
 const blocks = Math.floor(longest / 32) * 32;
 at("notes").textContent =
   "Color: the square root of the weight; blue is positive, amber is noise, and in a difference below zero. Shares of a difference are of its magnitudes. " +
-  "Weights are rounded to nearest (int8; 4 and 2 bits in groups of 32; embedding and head to int8). A cache of 4 and 2 bits rounds whole blocks of 32 tokens: " +
+  "Weights are rounded to nearest (int8; 4 and 2 bits in groups of 32; embedding and head to int8). The cache keeps no first or recent tokens in float16. At 4 and 2 bits it rounds whole blocks of 32 tokens: " +
   `${blocks ? `the first ${blocks} of ${longest}` : `none of these ${longest}`}. Logits have one scale per query. The largest numbers are those without rounding.`;
 if (data.answer !== null) {  // opens at the head that reads the answer most
   const [{ layers: places, settings: [{ heads }] }] = data.models;

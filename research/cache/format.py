@@ -1,32 +1,41 @@
 """What each part of the low-bit cache's format is worth: KL from the float cache, part by part, in a published model.
 
-    python research/cache/format.py SmolLM2-135M-Instruct.Q4_1.gguf --text wiki.test.raw --windows 6 --markdown
+    python research/cache/format.py SmolLM2-135M-Instruct.Q4_1.gguf --text wiki.test.raw --markdown
 
 Attention of a Transformers model is replaced by one that rounds keys and values as a row of the table says, so that
-formats can be compared that no operator has; ops/kv_cache.py rounds the rows.
+formats can be compared that no operator has; ops/kv_cache.py rounds the rows. Intervals are over windows of text.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
 import torch
+from machine import describe
+from report import add_outputs, command_line, nats, table, write_outputs
 from torch import Tensor
 
+from diffbit.io.progress import track
 from diffbit.ops import kv_cache
+
+PAGE = "research/cache/README.md"
+BLOCK = kv_cache.BLOCK
+QUERIES = 256  # that are computed together
+UNSCORED = 128  # tokens at the beginning of a window, or a quarter of it if that is less
 
 
 @dataclass(frozen=True)
 class Format:
-    """keys, values: bits; 16: float. window, first: tokens that stay float. offset: what is subtracted from keys: the
-    mean of tokens 16 to 31 ("start"), of the text from token 4 on ("text", which no device knows), or nothing ("")."""
+    """keys, values: bits. window, first: tokens that stay float16. offset: what is subtracted from keys: the mean of
+    tokens 16 to 31 ("start"), of all but the first tokens ("text", which no device knows), or nothing ("")."""
 
     name: str
     keys: int = 4
@@ -50,7 +59,7 @@ ROWS = (
     replace(AS_IT_IS, name="no offset", offset=""),
     replace(AS_IT_IS, name="offset of the whole text", offset="text"),
     replace(AS_IT_IS, name="not rotated", rotated=False),
-    replace(AS_IT_IS, name="values in float", values=16),
+    replace(AS_IT_IS, name="values in float16", values=16),
     replace(AS_IT_IS, name="3 bits", keys=3, values=3),
     replace(AS_IT_IS, name="keys 3 bits, values 2", keys=3, values=2),
     replace(AS_IT_IS, name="2 bits", keys=2, values=2),
@@ -61,25 +70,44 @@ ROWS = (
 )
 
 
-def rounded(rows: Tensor, bits: int, format: Format) -> Tensor:
-    """Return rows [..., T, d], T a multiple of 32, as a cache of so many bits holds them."""
+def turned(rows: Tensor, format: Format) -> Tensor:
+    return kv_cache.rotate(rows) if format.rotated else rows
+
+
+def rounded(rows: Tensor, bits: int, blocks: bool = False) -> Tensor:
+    """Return rows [..., T, d] as a cache of so many bits holds them; in blocks, T is a multiple of 32."""
     if bits == 16:
         return rows
-    if format.blocks:
-        blocks = rows.unflatten(-2, (-1, 32))
-        low, high = blocks.amin(-2, keepdim=True), blocks.amax(-2, keepdim=True)
+    if blocks:
+        channels = rows.unflatten(-2, (-1, BLOCK))
+        low, high = channels.amin(-2, keepdim=True), channels.amax(-2, keepdim=True)
         scale = ((high - low) / (2**bits - 1)).half().float()
         low = low.half().float()
-        codes = ((blocks - low) / scale.clamp(min=1e-8)).round().clamp(0, 2**bits - 1)
+        codes = ((channels - low) / scale.clamp(min=1e-8)).round().clamp(0, 2**bits - 1)
         return (codes * scale + low).flatten(-3, -2)
-    turned = kv_cache.rotate(rows) if format.rotated else rows
-    if bits == 8:
-        codes, scale = kv_cache.quantize_rows(turned)
-        numbers = codes.float() * scale[..., None]
-    else:
-        codes, scale = kv_cache.encode_rows(turned, bits)
-        numbers = kv_cache.levels_of(codes, bits) * scale.float()[..., None]
-    return kv_cache.rotate(numbers) if format.rotated else numbers
+    codes, scale = kv_cache.quantize_rows(rows) if bits == 8 else kv_cache.encode_rows(rows, bits)
+    return kv_cache.levels_of(codes, bits) * scale.float()[..., None]
+
+
+def offset_of(keys: Tensor, format: Format) -> Tensor | float:
+    """Return what is subtracted from float16 keys [B, G, T, d] before they are rounded, [B, G, 1, d]."""
+    if format.offset == "start":
+        return kv_cache.offset_of(keys).float().unsqueeze(2)
+    return keys[:, :, format.first :].float().mean(2, keepdim=True) if format.offset == "text" else 0.0
+
+
+def steps(length: int, format: Format | None) -> Iterator[tuple[int, int, int]]:
+    """Yield parts begin, end of the queries, and before which token the cache that all of them see is rounded."""
+    begin = 0
+    while begin < length:
+        end, coded = min(length, begin + QUERIES), 0
+        if format is not None and min(format.keys, format.values) >= 8:
+            coded = end  # at once
+        elif format is not None:  # blocks of 32 tokens leave the window together
+            coded = kv_cache.quantized_tokens(begin + 1, format.window)
+            end = min(end, coded + BLOCK + format.window - 1)
+        yield begin, end, coded
+        begin = end
 
 
 def attention(format: Format | None) -> Callable[..., tuple[Tensor, None]]:
@@ -88,96 +116,172 @@ def attention(format: Format | None) -> Callable[..., tuple[Tensor, None]]:
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **others: Any
     ) -> tuple[Tensor, None]:
-        shared, length = query.shape[1] // key.shape[1], query.shape[2]
-        token = torch.arange(length)
-        visible = token <= token[:, None]
-
-        def scores(keys: Tensor) -> Tensor:
-            return query @ keys.repeat_interleave(shared, 1).transpose(2, 3) * scaling
-
-        if format is None:
-            shares = scores(key).masked_fill(~visible, -torch.inf).softmax(-1)
-            return (shares @ value.repeat_interleave(shared, 1)).transpose(1, 2).contiguous(), None
-        ends = {"start": slice(16, 32), "text": slice(4, None)}.get(format.offset)
-        offset = torch.zeros(()) if ends is None else key[:, :, ends].mean(2, keepdim=True)
-        coded = visible
-        if min(format.keys, format.values) < 8:  # blocks of 32 tokens leave the window together
-            coded = (token < (token[:, None] + 1 - format.window).clamp(min=0) // 32 * 32) & (token >= format.first)
-        rounded_keys = rounded(key - offset, format.keys, format) + offset
-        logits = torch.where(coded, scores(rounded_keys), scores(key)).masked_fill(~visible, -torch.inf)
-        shares = logits.softmax(-1)
-        rounded_values = rounded(value, format.values, format)
-        out = (shares * coded) @ rounded_values.repeat_interleave(shared, 1)
-        out = out + (shares * ~coded) @ value.repeat_interleave(shared, 1)
+        groups, length = key.shape[1], query.shape[2]
+        keys, values, out, done = key, value, torch.empty_like(query), 0
+        if format is not None:
+            query, key, value = (turned(rows, format) for rows in (query, key, value))
+            if min(format.keys, format.values) != 8:
+                key, value = key.half().float(), value.half().float()
+            offset, done = offset_of(key.half(), format), format.first
+            low_keys = rounded(key - offset, format.keys, format.blocks) + offset
+            low_values = rounded(value, format.values, format.blocks)
+            keys, values = key.clone(), value.clone()
+        for begin, end, coded in steps(length, format):
+            if coded > done:
+                keys[:, :, done:coded] = low_keys[:, :, done:coded]
+                values[:, :, done:coded] = low_values[:, :, done:coded]
+                done = coded
+            queries = query[:, :, begin:end].unflatten(1, (groups, -1)) * scaling  # [B, G, r, S, d]
+            logits = queries @ keys[:, :, None, :end].transpose(-1, -2)
+            logits += torch.full((end - begin, end), -torch.inf).triu(begin + 1)
+            out[:, :, begin:end] = (logits.softmax(-1) @ values[:, :, None, :end]).flatten(1, 2)
+        out = out if format is None else turned(out, format)
         return out.transpose(1, 2).contiguous(), None
 
     return attend
 
 
-def measure(model: Any, windows: list[Tensor], formats: tuple[Format, ...]) -> list[dict[str, Any]]:
-    """Return a row for each format: KL in nats a token over the last three quarters of each window, and how often the
-    top token is the float cache's."""
+@dataclass
+class Scores:
+    """Of one cache: KL from the float cache in nats a token, and how often the top token is the same, by window."""
+
+    kl: list[float]
+    top: list[float]
+
+
+def divergence(exact: Tensor, other: Tensor) -> tuple[float, float]:
+    """Return the mean KL of logits [N, V] from exact ones, and the share of equal top tokens."""
+    kl = same = 0.0
+    for a, b in zip(exact.split(QUERIES), other.split(QUERIES), strict=True):
+        same += float((a.argmax(-1) == b.argmax(-1)).sum())
+        a, b = a.log_softmax(-1), b.log_softmax(-1)
+        kl += float((a.exp() * (a - b)).sum(dtype=torch.float64))
+    return kl / len(exact), same / len(exact)
+
+
+@torch.inference_mode()
+def measure(model: Any, windows: Sequence[Tensor], formats: Sequence[Format], title: str = "") -> list[Scores]:
+    """Score each format on the tokens of the windows behind the UNSCORED ones."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    def log_probabilities(format: Format | None) -> list[Tensor]:
+    def logits(window: Tensor, format: Format | None) -> Tensor:
         ALL_ATTENTION_FUNCTIONS.register("study", attention(format))
         model.config._attn_implementation = "study"
-        with torch.no_grad():
-            return [model(window[None]).logits[0, len(window) // 4 :].log_softmax(-1) for window in windows]
+        return model(window[None], logits_to_keep=len(window) - min(UNSCORED, len(window) // 4)).logits[0]
 
-    exact, table = log_probabilities(None), []
-    for format in formats:
-        other = log_probabilities(format)
-        kl = [float((a.exp() * (a - b)).sum(-1).mean()) for a, b in zip(exact, other, strict=True)]
-        same = [float((a.argmax(-1) == b.argmax(-1)).float().mean()) for a, b in zip(exact, other, strict=True)]
-        row = {**asdict(format), "kl": statistics.mean(kl), "kl_of_windows": kl, "top": statistics.mean(same)}
-        table.append(row)
-        print(f"{format.name}: KL {row['kl']:.5f}, top token {row['top']:.1%}", file=sys.stderr)
-    return table
+    scores = [Scores([], []) for _ in formats]
+    for window in track(windows, title):
+        exact = logits(window, None)
+        for format, row in zip(formats, scores, strict=True):
+            kl, top = divergence(exact, logits(window, format))
+            row.kl.append(kl)
+            row.top.append(top)
+    return scores
 
 
-def interval(numbers: list[float], resamples: int = 10_000) -> tuple[float, float]:
+def interval(numbers: Sequence[float], resamples: int = 10_000) -> tuple[float, float]:
     """Return a bootstrap interval of 95 % for the mean over windows."""
     picks = torch.randint(len(numbers), (resamples, len(numbers)), generator=torch.Generator().manual_seed(0))
     low, high = torch.tensor(numbers)[picks].mean(1).quantile(torch.tensor([0.025, 0.975])).tolist()
     return low, high
 
 
-def markdown(table: list[dict[str, Any]]) -> str:
+def with_interval(numbers: Sequence[float], show: Callable[[float], str]) -> str:
+    """Return the mean over windows and its interval, if there are several."""
+    value = show(statistics.mean(numbers))
+    return f"{value} [{', '.join(map(show, interval(numbers)))}]" if len(numbers) > 1 else value
+
+
+def rows_table(formats: Sequence[Format], scores: Sequence[Scores]) -> str:
     """Return the table: KL, and its paired difference from the first row's, with intervals over windows."""
-    lines = ["| format | KL | more than the first row | top token |", "|---|---:|---:|---:|"]
-    for row in table:
-        low, high = interval(row["kl_of_windows"])
-        more = [a - b for a, b in zip(row["kl_of_windows"], table[0]["kl_of_windows"], strict=True)]
-        least, most = interval(more)
-        difference = f"{statistics.mean(more):+.4f} [{least:+.4f}, {most:+.4f}]" if row is not table[0] else ""
-        lines.append(f"| {row['name']} | {row['kl']:.4f} [{low:.4f}, {high:.4f}] | {difference} | {row['top']:.1%} |")
-    return "\n".join(lines)
+    lines = []
+    for format, row in zip(formats, scores, strict=True):
+        difference = [a - b for a, b in zip(row.kl, scores[0].kl, strict=True)]
+        lines.append([
+            format.name,
+            with_interval(row.kl, lambda value: f"{value:.4f}"),
+            with_interval(difference, nats) if row is not scores[0] else "",
+            f"{statistics.mean(row.top):.1%}".replace("%", " %"),
+        ])  # fmt: skip
+    return table(["format", "KL", "difference from the first row", "top token"], lines)
+
+
+@torch.inference_mode()
+def first_token(model: Any, windows: Sequence[Tensor]) -> str:
+    """Return a sentence that says how many heads attend to the first token most, in the mean over queries."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    layers: dict[Any, list[Tensor]] = {}
+    exact = attention(None)
+
+    def watch(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **others: Any) -> Any:
+        length, shared = query.shape[2], query.shape[1] // key.shape[1]
+        logits = query[0] @ key[0].repeat_interleave(shared, 0).transpose(-1, -2) * scaling
+        logits += torch.full((length, length), -torch.inf).triu(1)
+        late = logits[:, min(UNSCORED, length // 4) :].softmax(-1)
+        layers.setdefault(module, []).append(late.mean(1))  # [H, T]
+        return exact(module, query, key, value, mask, scaling)
+
+    ALL_ATTENTION_FUNCTIONS.register("study", watch)
+    model.config._attn_implementation = "study"
+    for window in windows:
+        model(window[None], logits_to_keep=1)
+    weights = torch.cat([torch.stack(parts).mean(0) for parts in layers.values()])  # [heads, T]
+    most = int((weights.argmax(-1) == 0).sum())
+    return (
+        f"Of {len(weights)} heads {most} attend to the first token more than to any other; its weight is "
+        f"{weights[:, 0].median():.2f} in the median head."
+    )
+
+
+def load(path: Path) -> tuple[Any, Any]:
+    """Return a Transformers model and its tokenizer, from a GGUF file or a folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, file = (path, None) if path.is_dir() else (path.parent, path.name)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    return AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32).eval(), tokenizer
+
+
+def windows_of(tokenizer: Any, text: Path, count: int, length: int) -> list[Tensor]:
+    """Return `count` windows of so many tokens, evenly spread over the text. Raises ValueError if it has fewer."""
+    ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
+    if len(ids) < length:
+        raise ValueError(f"{text} has {len(ids)} tokens, wanted at least {length}, a window")
+    starts = torch.linspace(0, len(ids) - length, count).long().tolist()
+    return [ids[start : start + length] for start in starts]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a GGUF file, or a folder of Hugging Face's")
     parser.add_argument("--text", type=Path, required=True, help="a text file")
-    parser.add_argument("--windows", type=int, default=6, help="how many windows, evenly spread over the text")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a window")
-    parser.add_argument("--quick", action="store_true", help="the first two rows, one window of 96 tokens")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--markdown", action="store_true", help="print the table")
-    options = parser.parse_args()
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder, file = (options.model, None) if options.model.is_dir() else (options.model.parent, options.model.name)
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32).eval()
-    count, length = (1, 96) if options.quick else (options.windows, options.length)
-    ids = tokenizer(options.text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
-    starts = torch.linspace(0, len(ids) - length, count).long().tolist()
-    table = measure(model, [ids[start : start + length] for start in starts], ROWS[:2] if options.quick else ROWS)
-    if options.json:
-        print(json.dumps(table, indent=1))
-    if options.markdown or not options.json:
-        print(markdown(table))
+    parser.add_argument("--windows", type=int, default=6, help="evenly spread over the text (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a window (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="two rows, two windows of 96 tokens: does it run?")
+    add_outputs(parser, PAGE)
+    arguments = parser.parse_args()
+    if arguments.windows < 1:
+        parser.error(f"--windows is {arguments.windows}, wanted 1 or more")
+    if arguments.length < 2 * BLOCK or arguments.length % BLOCK:
+        parser.error(f"--length is {arguments.length}, wanted a multiple of {BLOCK}, {2 * BLOCK} or more")
+    for path in (arguments.model, arguments.text):
+        if not path.exists():
+            parser.error(f"{path} does not exist")
+    torch.set_num_threads(1)
+    model, tokenizer = load(arguments.model)
+    count, length = (2, 96) if arguments.quick else (arguments.windows, arguments.length)
+    try:
+        windows = windows_of(tokenizer, arguments.text, count, length)
+    except ValueError as error:
+        parser.error(str(error))
+    formats = ROWS[:2] if arguments.quick else ROWS
+    scores = measure(model, windows, formats, "windows")
+    about = f"{describe()}. {count} windows of {length} tokens. `{command_line(__file__, sys.argv[1:])}`"
+    text = f"{about}\n\n{rows_table(formats, scores)}\n\n{first_token(model, windows)}"
+    print(text)
+    numbers = [asdict(format) | asdict(row) for format, row in zip(formats, scores, strict=True)]
+    write_outputs(arguments, {"about": about, "rows": numbers}, {"format": text})
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from torch import Tensor
 from diffbit.apps.evaluate.metrics import Scores, log_probabilities, mean, score
 from diffbit.calib_data import Windows, eval_windows
 from diffbit.io.drawing import drawn, logarithmic, style
+from diffbit.io.errors import DiffbitError
 from diffbit.io.progress import track
 from diffbit.models import Decoder, load
 from diffbit.models.attention import Attention
@@ -341,6 +342,14 @@ def stored(rows: Tensor, steps: int, bits: int, is_key: bool, window: int, first
     return cached(rows, steps, f"int{bits}", window, first, is_key)
 
 
+def windows_of(text: str, model: Path, length: int, count: int) -> Windows:
+    """Return windows of a text file, or of "stdlib". Raises DiffbitError if there are fewer than `heads_of` watches."""
+    windows = eval_windows(text, model, length, count, split="eval" if text == "stdlib" else "train")
+    if len(windows.ids) < WATCHED:
+        raise DiffbitError(f"{text} has {len(windows.ids)} windows of {length} tokens, wanted {WATCHED} or more")
+    return windows
+
+
 def attentions(model: Decoder) -> list[Attention]:
     return [module for module in model.modules() if isinstance(module, Attention)]
 
@@ -421,7 +430,7 @@ def models(
     for kind, folders in kinds.items():
         runs, parts = [], []
         for folder in folders:
-            windows = eval_windows(text, folder, length, count, split="eval" if text == "stdlib" else "train")
+            windows = windows_of(text, folder, length, count)
             model = load(folder).eval()
             variants = {title: (model, cache) for title, cache in caches(kind).items()}
             runs.append(measured(windows, model, variants, f"{kind}: {folder.name}"))
@@ -695,7 +704,7 @@ APART = {0.2: (3,), 0.5: (2, 3, 4), 0.8: (3,)}  # bits of the conversion whose m
 
 def twin(plain: Path, differential: Path, text: Path, count: int) -> tuple[Row, dict[str, str]]:
     """Compare a plain model with its conversion at several lambdas, with one rounding of keys and with two."""
-    windows = eval_windows(str(text), plain, 256, count, split="train")
+    windows = windows_of(str(text), plain, 256, count)
     reference, model = load(plain).eval(), load(differential).eval()
     rows = {f"{what} {bits}": LowBitCache(**{what: bits}) for what in ("keys", "values") for bits in BITS}
     rows |= {
@@ -743,14 +752,23 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     windows = 4 if arguments.quick else arguments.windows
-    if arguments.part == "simulate":
-        numbers, texts = simulate(2 if arguments.quick else arguments.heads, arguments.plot)
-    elif arguments.part == "models":
-        kinds = {kind: [Path(f) for f in folders.split(",")] for kind, _, folders in
-                 (model.partition("=") for model in arguments.models)}  # fmt: skip
-        numbers, texts = models(arguments.name, kinds, arguments.text, arguments.length, windows)
-    else:
-        numbers, texts = twin(arguments.plain, arguments.differential, Path(arguments.text), windows)
+    if windows < WATCHED:
+        parser.error(f"--windows is {windows}, wanted {WATCHED} or more")
+    try:
+        if arguments.part == "simulate":
+            numbers, texts = simulate(2 if arguments.quick else arguments.heads, arguments.plot)
+        elif arguments.part == "models":
+            if not arguments.models or not all("=" in model for model in arguments.models):
+                parser.error("models: --models KIND=FOLDER[,FOLDER...] is missing")
+            kinds = {kind: [Path(f) for f in folders.split(",")] for kind, _, folders in
+                     (model.partition("=") for model in arguments.models)}  # fmt: skip
+            numbers, texts = models(arguments.name, kinds, arguments.text, arguments.length, windows)
+        else:
+            if None in (arguments.plain, arguments.differential) or arguments.text == "stdlib":
+                parser.error("twin: wanted --plain FILE, --differential FOLDER and --text FILE")
+            numbers, texts = twin(arguments.plain, arguments.differential, Path(arguments.text), windows)
+    except DiffbitError as error:
+        parser.error(str(error))
     for name, text in texts.items():
         print(f"\n## {name}\n\n{text}")
     write_outputs(arguments, numbers, texts)

@@ -70,7 +70,7 @@ def test_gpu_check_rates_decode(gpu: Any, tmp_path: Path) -> None:
         assert 0 < row["error"] <= row["allowed"] < 0.1 and row["us"] > row["bound_us"] > 0
     floats, int8, int4 = rows
     assert floats["bytes"] == 97 * 8 * 64 and int8["bytes"] == 97 * (4 * 64 + 16)
-    assert int4["bytes"] == 64 * (2 * 64 + 2 * 16) + 33 * 8 * 64  # 64 tokens are codes
+    assert int4["bytes"] == 64 * (2 * 64 + 8) + 33 * 8 * 64  # 64 tokens are codes, with four scales of 2 bytes each
     assert floats["ratio"].keys() == {"two calls", "four calls"} == floats["targets"].keys() - {"share"}
     peers = floats["each_us"]
     assert {"two calls: SDPA math", "two calls, batched: SDPA math", "two calls, padded: SDPA flash",

@@ -87,3 +87,23 @@ def test_tables(trained: Callable[[str], Path], tmp_path: Path) -> None:
     assert (tmp_path / "plot.svg").stat().st_size > 1000
     text = page.read_text()
     assert all(f"| keys {bits} |" in text for bits in (2, 3, 4)) and "nan" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["models"], "models: --models KIND=FOLDER[,FOLDER...] is missing"),
+        (["twin", "--plain", "x"], "twin: wanted --plain FILE, --differential FOLDER and --text FILE"),
+        (["simulate", "--windows", "1"], "--windows is 1, wanted 2 or more"),
+    ],
+)
+def test_what_is_missing(arguments: list[str], said: str) -> None:
+    done = run("subtraction.py", *arguments)
+    assert done.code == 2 and said in done.error and "Traceback" not in done.error
+
+
+def test_a_short_text(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("def add(a, b):\n    return a + b\n")
+    done = run("subtraction.py", "models", "--text", str(text), "--models", f"plain={trained('softmax')}")
+    assert done.code == 2 and "Traceback" not in done.error and "256 tokens" in done.error, done.error

@@ -127,10 +127,12 @@ def test_settings_are_those_of_the_library(
     schemes = {
         ("weights", 4): Scheme(weights=parse_format("int4_g32"), embedding=int8, head=int8),
         ("kv", 8): Scheme(attention=AttentionScheme(keys="int8", values="int8")),
+        ("kv", 2): Scheme(attention=AttentionScheme(keys="int2", values="int2", window=0, first=0)),
         ("logits", 2): Scheme(attention=AttentionScheme(logits=2)),
     }
     settings = {(one["what"], one["bits"]): one for one in model["settings"]}
     assert next(iter(settings)) == ("nothing", 0) and len(settings) == 10
+    assert len(ids) >= 32 and settings["kv", 2]["kl"] > 0  # the first 32 tokens are rounded
     with torch.inference_mode():
         before = float_(torch.tensor([ids]))[0, -1].double().softmax(-1).numpy()
         for key, scheme in schemes.items():
