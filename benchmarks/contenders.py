@@ -89,7 +89,7 @@ class Attention:
             if bits == 16:
                 cache[f"past_{name}"] = exact.astype(np.float16 if kv == "fp16" else np.float32)
             elif bits == 8:
-                codes, steps = kv_cache.quantize_rows(torch.from_numpy(exact))
+                codes, steps = kv_cache.encode_rows(kv_cache.rotate(torch.from_numpy(exact)), bits)
                 cache |= {f"past_{name}": codes.numpy(), f"past_{name}_scale": steps.numpy()}
             else:
                 parts = low_bit_cache(torch.from_numpy(exact), bits, name)

@@ -85,7 +85,7 @@ def rounded(rows: Tensor, bits: int, blocks: bool = False) -> Tensor:
         low = low.half().float()
         codes = ((channels - low) / scale.clamp(min=1e-8)).round().clamp(0, 2**bits - 1)
         return (codes * scale + low).flatten(-3, -2)
-    codes, scale = kv_cache.quantize_rows(rows) if bits == 8 else kv_cache.encode_rows(rows, bits)
+    codes, scale = kv_cache.encode_rows(rows, bits)
     return kv_cache.levels_of(codes, bits) * scale.float()[..., None]
 
 

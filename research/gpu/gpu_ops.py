@@ -96,7 +96,7 @@ class Layer:
             return {name: self._normal(1, heads, self.total, self.d)}
         rows = [self._normal(1, 1, self.total, self.d, dtype=torch.float16) for _ in range(heads)]
         if bits == 8:
-            quantized = [kv_cache.quantize_rows(row) for row in rows]
+            quantized = [kv_cache.encode_rows(kv_cache.rotate(row.float()), bits) for row in rows]
             return {name: torch.cat([codes for codes, _ in quantized], 1),
                     f"{name}_scale": torch.cat([steps for _, steps in quantized], 1)}  # fmt: skip
         parts = zip(*(low_bit_cache(row, bits, side) for row in rows), strict=True)
@@ -140,7 +140,7 @@ class Layer:
             return codes, buffer[0].float()
         scale = self.inputs[f"past_{side}_scale"][:, head]
         if bits == 8:
-            return buffer[0].float() * scale[0, :, None], floats
+            return kv_cache.rotate(buffer[0].float() * scale[0, :, None]), floats
         count, recent = self.quantized(self.total), self.inputs[f"past_{side}_recent"][0, head].float()
         levels = kv_cache.levels_of(kv_cache.unpack(buffer[0, :count], bits), bits)
         codes[:count] = levels * scale[0, :count, None]
