@@ -192,7 +192,7 @@ def test_the_graph_and_its_buffers(artifact_of: Maker, attention: str) -> None:
         (
             Buffer("key", "int8", (heads, "tokens", 32), "native"),
             Buffer("value", "uint8", (heads, "tokens", 16), "native", 32),
-            Buffer("key_scale", "float32", (heads, "tokens"), "native"),
+            Buffer("key_scale", "float16", (heads, "tokens"), "native"),
             Buffer("value_scale", "float16", (heads, "tokens"), "native", 32),
             Buffer("value_recent", "float16", (heads, 68, 32), "native", 32),
         ),

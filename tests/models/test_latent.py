@@ -161,16 +161,23 @@ def test_artifact_matches_torch(attention: str, cache: str, tmp_path: Path) -> N
         source = tmp_path / "q"
     artifact = export_artifact(source, tmp_path / "onnx")
     assert verify(artifact).passed
-    ids = torch.arange(104)[None] * 13 % 61  # in which no last bit moves a number to the next int8 code
-    with torch.inference_mode():
-        wanted = reference_model(source)(ids)[0]
-    session = Session(artifact)
+    session, reference = Session(artifact), reference_model(source)
     shapes = {buffer.name: buffer.shape for buffer in session.artifact.cache.layers[1]}
     assert {name.partition("_")[0] for name in shapes} == {"key", "latent"}
-    steps = [session.prefill(ids[:, :90].numpy()), *(session.step(ids[:, i : i + 1].numpy()) for i in range(90, 104))]
-    errors = relative_error(np.concatenate(steps), wanted[89:])
-    # elsewhere a last bit moves a query to another code, or a token to another float16 number in the residual window
-    assert errors.max() < (1e-4 if cache in ("float", "int8") else 1e-3)
+    errors = []
+    for by in (13, 17, 19, 23, 41):
+        ids = torch.arange(104)[None] * by % 61
+        with torch.inference_mode():
+            wanted = reference(ids)[0]
+        steps = [session.prefill(ids[:, :90].numpy())]
+        steps += [session.step(ids[:, i : i + 1].numpy()) for i in range(90, 104)]
+        errors.append(relative_error(np.concatenate(steps), wanted[89:]).max())
+        session.reset()
+    # in some texts a last bit moves a number to another code, or to another float16 number in the residual window
+    if cache in ("float", "int8"):
+        assert sorted(errors)[1] < 1e-5 and max(errors) < (1e-4 if cache == "float" else 1e-3)
+    else:
+        assert np.median(errors) < 1e-3
 
 
 @pytest.mark.parametrize("target", ["cpu", "webgpu"])
@@ -190,7 +197,7 @@ def test_bytes_of_the_cache() -> None:
         name: sizes(resolve(config, Scheme(attention=scheme))).kv_bytes_per_1k_tokens for name, scheme in CACHES.items()
     }
     assert bits["float"] == 2 * 1000 * (64 + 32) * 4
-    assert bits["int8"] == 2 * 1000 * (64 + 32 + 2 * 4)
+    assert bits["int8"] == 2 * 1000 * (64 + 32 + 2 * 2)
 
 
 def test_all_weights_but_kv_b_and_lambda_are_quantized(tmp_path: Path) -> None:

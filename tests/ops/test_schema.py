@@ -47,8 +47,7 @@ def test_types_are_those_of_every_combination() -> None:
         types = dict(zip(tensors, row, strict=True))
         assert types["query"] == types["key"] == types["value"] == types["out"]
         for side in ("key", "value"):
-            blocks = types[f"past_{side}"] == Type.UINT8
-            assert types[f"past_{side}_scale"] == (Type.FLOAT16 if blocks else Type.FLOAT32)
+            assert types[f"past_{side}_scale"] == Type.FLOAT16
             assert types[f"present_{side}"] == types[f"past_{side}"]
     assert [tuple(row) for row in schema.HADAMARD.types()] == [(1, 1), (10, 10)]
 
