@@ -76,7 +76,9 @@ def test_artifact_computes_what_torch_does(
     tmp_path: Path, name: str, weights: str | None, kv: str, bound: float
 ) -> None:
     """One layer's cache grows; the windows' have a fixed size, and the upper layers have none."""
-    artifact, reference = artifacts.artifact_of(checks.random_decoder(CONFIGS[name], 0.12), tmp_path, weights=weights, kv=kv)
+    artifact, reference = artifacts.artifact_of(
+        checks.random_decoder(CONFIGS[name], 0.12), tmp_path, weights=weights, kv=kv
+    )
     artifacts.check_session(artifact, reference, bound)
     layers = files.read_json(artifact / "diffbit.json")["cache"]["layers"]
     sizes = [{buffer["shape"][1] for buffer in layer["buffers"]} for layer in layers]
