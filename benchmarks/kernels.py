@@ -73,7 +73,7 @@ TARGETS: dict[tuple[str, str], tuple[dict[str, float], dict[str, float]]] = {
 # Of a long context on two threads: how many times faster than our own float caches
 CACHE_TARGETS = {"int8": {"fp32": 1.6, "fp16": 1.3}, "int4": {"fp32": 2.2, "fp16": 1.8}}
 # Of random numbers; others 0.02
-CACHE_ERRORS = {"fp32": 1e-2, "int4": 0.4, "int4 + qk int8": 0.4, "int3": 0.6, "int2": 0.9}
+CACHE_ERRORS = {"fp32": 1e-2, "int4": 0.2, "int4 + qk int8": 0.2, "int3": 0.35, "int2": 0.6}
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,9 @@ def _cell(value: Any) -> str:
 def attention_name(attention: Mapping[str, Any]) -> str:
     """Describe an attention scheme, such as "keys int4, values int4"."""
     return ", ".join(
-        f"{name} {attention[name]}" for name in ("keys", "values", "states", "qk", "logits") if name in attention
+        f"{name} {attention[name]}"
+        for name in ("keys", "values", "states", "qk", "logits", "probabilities")
+        if name in attention
     )
 
 

@@ -122,11 +122,12 @@ def _joined(before: Tensor, last: Tensor) -> Tensor:
 def check_plan(path: Path, plan: Plan, target: str = "cpu") -> None:
     """Raise DiffbitError for a checkpoint whose plan ONNX Runtime has no operator for."""
     scheme = plan.scheme
-    if (bits := scheme.attention.logits) is not None:
-        raise DiffbitError(
-            f"{path}: its scheme rounds attention logits to {bits} bits, which no artifact does; `diffbit "
-            "compare` shows what that costs; quantize again with logits in float"
-        )
+    for part in ("logits", "probabilities"):
+        if (bits := getattr(scheme.attention, part)) is not None:
+            raise DiffbitError(
+                f"{path}: its scheme rounds attention {part} to {bits} bits, which no artifact does; `diffbit "
+                f"compare` shows what that costs; quantize again with {part} in float"
+            )
     if target == "webgpu":
         return _check_blocks(path, plan)
     if scheme.activations is not None:

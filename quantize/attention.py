@@ -1,4 +1,5 @@
-"""Low-bit attention in torch: logits, products q k^T and the KV cache, as the scheme's `attention` specifies.
+"""Low-bit attention in torch: logits, products q k^T, probabilities and the KV cache, as the scheme's `attention`
+specifies.
 
 Logits at b bits follow Figure 8 of the Differential Transformer paper (arXiv 2410.05258, section 3.7), with dynamic
 absmax scales: each query row of each head has its own scale, computed from the logits of the keys that the query may
@@ -9,7 +10,16 @@ see. Symmetric integers:
 A softmax is invariant to a common shift but not to a coarse scale: at 4 bits, a row whose largest logit is 300 has a
 scale of 43, one whose largest is 30 a scale of 4.3. This is why smaller outliers help.
 
-Rounded logits exist only for comparisons in torch; artifacts do not support them.
+Probabilities at b bits: each map that a softmax gives is rounded before it multiplies the values, in differential
+attention the signal and the noise apart. Codes are unsigned, and each query row has the scale of its largest weight:
+
+    s = max |p| / (2^b - 1)                  p_q = round(p / s) * s
+
+That is what integer kernels have that compute exp(x - max) and divide by the sum at the end (SageAttention, arXiv
+2410.02367). One scale of 1 / (2^b - 1) for all rows would round the weights of a long context to zero. Weights that a
+variant has mixed across heads may be negative; they take a sign besides.
+
+Rounded logits and probabilities exist only for comparisons in torch; artifacts do not support them.
 
 Keys, values and integer products are those of ops/diff_attention.py. Here the cache holds float values, and each call
 quantizes again what a device quantizes once, when a token is appended; the numbers are the same.
@@ -46,8 +56,15 @@ def logits_hook(bits: int) -> Callable[[Tensor, Tensor], Tensor]:
     return partial(quantize_logits, bits=bits)
 
 
+def quantize_probabilities(probabilities: Tensor, bits: int) -> Tensor:
+    """Round probabilities [B, heads, S, T] to `bits` bits per row; a row of zeros stays."""
+    scale = probabilities.abs().amax(-1, keepdim=True) / (2**bits - 1)
+    return (probabilities / scale.masked_fill(scale == 0, 1)).round() * scale
+
+
 class LowBitAttention(Arithmetic):
-    """Low-bit keys, values and products of a scheme: the reference for the device's operator."""
+    """Low-bit keys, values, probabilities and products of a scheme. But for probabilities, it is the reference for the
+    device's operator."""
 
     def __init__(self, scheme: AttentionScheme, sliding_window: int = 0) -> None:
         self.scheme = scheme
@@ -62,6 +79,8 @@ class LowBitAttention(Arithmetic):
 
     def mix(self, probabilities: Tensor, value: Tensor, head_dim: int) -> Tensor:
         groups, length, format = value.shape[1], probabilities.shape[2], self.scheme.value_format
+        if self.scheme.probabilities is not None:
+            probabilities = quantize_probabilities(probabilities, self.scheme.probabilities)
         rows = value.float().unflatten(-1, (-1, head_dim)).transpose(2, 3)  # [B, G, w, T, d]
         values = cached(rows.flatten(1, 2), length, format, *self.float16_tokens, False)
         shares = probabilities.unflatten(1, (groups, -1))  # [B, G, r, S, T]
@@ -82,5 +101,5 @@ def set_attention(model: nn.Module, scheme: AttentionScheme) -> None:
         if isinstance(module, Attention):
             if scheme.logits is not None:
                 module.logits_hook = logits_hook(scheme.logits)
-            if scheme.is_low_bit:
+            if scheme.is_low_bit or scheme.probabilities is not None:
                 module.arithmetic = LowBitAttention(scheme, module.sliding_window)

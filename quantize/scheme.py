@@ -16,7 +16,8 @@ never quantized. Linear layers that a mixer keeps float (`MixerOptions.float_lin
 are quantized only if an override spells out the name ("*.lambda_proj"). The same holds for overrides of the embedding
 and the head ("model.embed_tokens", "lm_head").
 
-In `attention`, logits is a number of bits, with one scale per query row (attention.py). keys and values are the formats
+In `attention`, logits and probabilities (the softmax maps) are numbers of bits, with one scale per query row
+(attention.py); both are for comparisons in torch. keys and values are the formats
 of the KV cache: fp16, int8, int4, int3 or int2 (ops/kv_cache.py); the last three keep the `first` and at least `window`
 recent tokens in float16. qk, int8 or int4, is the format of queries, so that q k^T is a product of integers; keys have
 at most as many bits. states = "int8" is for recurrent layers.
@@ -58,10 +59,10 @@ TABLES = (EMBEDDING_MODULE, HEAD_MODULE)
 
 @dataclass(frozen=True)
 class AttentionScheme:
-    """logits: bits of the attention logits, 2 to 16. qk: format of queries, "int8" or "int4". keys, values: formats of
-    the KV cache, "fp16", "int8", "int4", "int3" or "int2". states: format of what a recurrent layer keeps, "int8".
-    None: float. window, first: the least number of recent tokens, and the number of first tokens, that a cache of fewer
-    than 8 bits keeps in float16."""
+    """logits, probabilities: bits of the attention logits and of each softmax map, 2 to 16. qk: format of queries,
+    "int8" or "int4". keys, values: formats of the KV cache, "fp16", "int8", "int4", "int3" or "int2". states: format of
+    what a recurrent layer keeps, "int8". None: float. window, first: the least number of recent tokens, and the number
+    of first tokens, that a cache of fewer than 8 bits keeps in float16."""
 
     logits: Annotated[int, bounds(LOGIT_BITS[0], LOGIT_BITS[-1])] | None = None
     qk: Annotated[str, one_of(*QK)] | None = None
@@ -70,6 +71,7 @@ class AttentionScheme:
     window: Annotated[int, bounds(0, MOST_WINDOW)] = WINDOW
     first: Annotated[int, bounds(0, MAX_FIRST)] = FIRST
     states: Annotated[str, one_of("int8")] | None = None
+    probabilities: Annotated[int, bounds(LOGIT_BITS[0], LOGIT_BITS[-1])] | None = None
 
     def __post_init__(self) -> None:
         check(self, "attention")
@@ -121,7 +123,7 @@ class AttentionScheme:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that are not float, as plain JSON."""
-        values = {name: getattr(self, name) for name in ("logits", "qk", "keys", "values", "states")}
+        values = {name: getattr(self, name) for name in ("logits", "probabilities", "qk", "keys", "values", "states")}
         values = {name: value for name, value in values.items() if value is not None}
         return values | ({"window": self.window, "first": self.first} if self.has_window else {})
 

@@ -67,8 +67,8 @@ Bits = Annotated[str | None, typer.Option(
     f"Default: {BITS}; none of them if a quantized model is given."
 )]
 What = Annotated[str | None, typer.Option(
-    metavar="WHAT", help="What --bits quantizes, separated by commas: weights, logits, qk, kv, kv:0, keys, values. "
-    f"Default: {SWEPT}."
+    metavar="WHAT", help="What --bits quantizes, separated by commas: weights, logits, probabilities, qk, kv, kv:0, "
+    f"keys, values. Default: {SWEPT}."
 )]
 Methods = Annotated[str | None, typer.Option(
     metavar="METHODS", autocompletion=completion(lambda: plugins.names("diffbit.quantize.methods"), "+,"),
@@ -136,9 +136,9 @@ def compare(
     Give a float model and the quantized checkpoints and artifacts that were made from it: each is compared with the
     float model, and with the others. Float models alone are quantized to several formats.
 
-    All are measured on the same text, and their differences are paired. Attention can be quantized too: its logits at
-    any number of bits, qk (integer products of queries and keys) at 8 or 4, and kv (the KV cache; kv:0 without
-    tokens in float16), or keys and values alone, at 8, 4, 3 or 2.
+    All are measured on the same text, and their differences are paired. Attention can be quantized too: its logits
+    and probabilities (the softmax maps) at any number of bits, qk (integer products of queries and keys) at 8 or 4, and
+    kv (the KV cache; kv:0 without tokens in float16), or keys and values alone, at 8, 4, 3 or 2.
     """
     from ...calib_data import samples
     from ...quantize.methods import parse_recipe

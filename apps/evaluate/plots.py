@@ -15,6 +15,7 @@ from .variants import FOLDERS
 SUBJECTS = {  # what can be compared: a heading, and the label of the horizontal axis
     "weights": ("Weights", "format, scale per, bits per weight"),
     "logits": ("Attention logits", "bits per logit"),
+    "probabilities": ("Attention probabilities", "bits per probability"),
     "qk": ("Queries and keys", "integers multiplied"),
     "kv": ("KV cache", "format of the cache"),
     "kv:0": ("KV cache, all tokens", "format of the cache"),

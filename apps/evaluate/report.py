@@ -29,6 +29,7 @@ from ...io import page
 from ...io.drawing import COLORS, SITES, Chart, Data, HeatMap, image, outliers_chart
 from . import plots, tables
 from .tables import Row
+from .variants import IN_TORCH
 from .words import increase, interval, nats, number, pair_verdict, percent, size, verdict
 
 Finding = tuple[str, str]  # a headline number, and the sentence that explains it
@@ -200,7 +201,7 @@ def _subject(comparison: Data, what: str) -> dict[str, Any]:
         "methods": list(dict.fromkeys(r["method"] for r in results if r["what"] == what)),
         "results": tables.result_rows(comparison, results),
         "contrasts": tables.contrast_rows(comparison, [c for c in comparison["contrasts"] if c["what"] == what]),
-        "costs": tables.cost_rows(results) if what != "logits" else [],
+        "costs": [] if what in IN_TORCH else tables.cost_rows(results),
     }
 
 

@@ -5,6 +5,7 @@ A number of bits stands for a format: 8 for int8 (one scale per row), 6 to 2 for
 attention (quantize/attention.py) take the widths that they have a format for and leave out the others:
 
     logits          2 to 8, dynamic absmax per query row (arXiv 2410.05258, Figure 8); in torch, not in artifacts
+    probabilities   2 to 8, each softmax map by itself, a scale per query row; in torch, not in artifacts
     qk              8, 4: integer products; the keys then have as many bits
     kv, kv:0        8, 4, 3, 2, or int8, int4, int3, int2: keys and values of the KV cache; kv:0 keeps no tokens in
                     float16
@@ -40,7 +41,8 @@ from ...runtime import Artifact
 BITS = ("16", "8", "6", "4", "3", "2", "ternary")
 TABLES = (EMBEDDING_MODULE, HEAD_MODULE)
 CACHED = {"qk": QK, "kv": KV, "kv:0": KV, "keys": KV, "values": KV}  # parts of attention, and the formats of each
-WHAT = ("weights", "logits", *CACHED)
+IN_TORCH = ("logits", "probabilities")  # parts of attention that no artifact rounds
+WHAT = ("weights", *IN_TORCH, *CACHED)
 RTN = "rtn"  # rounding to nearest, which other methods are compared with
 METHODS = (RTN,)
 UNCHANGED, FLOAT = "none", "16"  # the checkpoint as it is, and its format if it is not quantized
@@ -56,7 +58,7 @@ class Variant:
     """What is measured of a model."""
 
     what: str  # one of WHAT, UNCHANGED or FOLDERS
-    format: str  # int4_g64, nf4, ...; int8, int4, int3, int2 for qk and the KV cache; "4-bit" for logits
+    format: str  # int4_g64, nf4, ...; int8, int4, int3, int2 for qk and the KV cache; "4-bit" for those IN_TORCH
     method: str  # rtn, gptq, rotate+gptq, ...; NO_METHOD unless weights are rounded
     bits: float  # of one number, without scales; ternary: log2(3); of a mix of formats, the average with scales
     scheme: Scheme
@@ -147,9 +149,9 @@ def bits_of(format: Format) -> float:
 
 def _attention(part: str, entries: Iterable[str]) -> list[Variant]:
     """Variants of one part of attention, at those of the widths that it has."""
-    if part == "logits":
+    if part in IN_TORCH:
         bits = {f"{entry}-bit": int(entry) for entry in entries if entry.isdigit() and int(entry) in LOGIT_BITS}
-        schemes = {name: AttentionScheme(logits=width) for name, width in bits.items()}
+        schemes = {name: AttentionScheme.from_dict({part: width}) for name, width in bits.items()}
     else:
         names = dict.fromkeys(f"int{entry}" if entry.isdigit() else entry for entry in entries)
         bits = {name: int(name.removeprefix("int")) for name in names if name in CACHED[part]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -51,6 +52,15 @@ def test_value_error_matches_drawn_noise(subtraction: ModuleType) -> None:
     rounded = (1 - distortion)[:, None] * values + (distortion * (1 - distortion)).sqrt()[:, None] * noise
     measured = (weights @ (rounded - values)).square().sum(-1).mean(0)
     torch.testing.assert_close(measured, subtraction.value_error(weights, values, distortion), rtol=0.02, atol=0)
+
+
+def test_the_page_has_the_place_of_each_commands_tables() -> None:
+    page = (ROOT / "research/cache/README.md").read_text()
+    names = re.findall(r"subtraction\.py models --name (\w+) .*--markdown", page)
+    assert sorted(names) == ["nano", "pico", "tiny"]
+    tables = {name + table for name in names for table in ("", "_variants", "_heads")}
+    for name in tables | {"amplification", "bits", "correction", "twin", "twin_variants"}:
+        assert page.count(f"<!-- {name} -->\n") == page.count(f"<!-- /{name} -->") == 1, name
 
 
 def test_amplification_of_equal_maps(subtraction: ModuleType) -> None:

@@ -217,9 +217,10 @@ def test_the_graph_and_its_buffers(artifact_of: Maker, attention: str) -> None:
     assert nodes[0].input[14] == "past_key_values.0.value_recent" and nodes[0].output[6] == "present.0.value_recent"
 
 
-def test_rounded_logits_are_refused(quantized_of: Maker, tmp_path: Path) -> None:
-    old = quantized_of("diff_v2", replace(KV8, logits=6))
-    with pytest.raises(DiffbitError, match="its scheme rounds attention logits to 6 bits, which no artifact does"):
+@pytest.mark.parametrize("part", ["logits", "probabilities"])
+def test_rounded_logits_and_probabilities_are_refused(part: str, quantized_of: Maker, tmp_path: Path) -> None:
+    old = quantized_of("diff_v2", replace(KV8, **{part: 6}))
+    with pytest.raises(DiffbitError, match=f"its scheme rounds attention {part} to 6 bits, which no artifact does"):
         export_artifact(old, tmp_path / "artifact")
 
 

@@ -28,6 +28,8 @@ SCHEMES = {
     "q int8, keys int2, values int8": AttentionScheme(qk="int8", keys="int2", values="int8", window=0, first=1),
     "q int4, values int4": AttentionScheme(qk="int4", values="int4", window=16),
     "values int2 alone": AttentionScheme(values="int2", window=1),
+    "probabilities of 4 bits": AttentionScheme(probabilities=4),
+    "probabilities of 8 bits, cache int4": AttentionScheme(probabilities=8, keys="int4", values="int4", window=5),
 }
 
 
@@ -192,6 +194,9 @@ def slow_head(query: Tensor, key: Tensor, values: list[Tensor], seen: Tensor, sc
         if places:
             logits = [slow_logit(row.float() * scale, key, place, length, scheme) for place in places]
             shares = torch.tensor(logits).double().softmax(0)
+            if scheme.probabilities:
+                step_size = float(shares.max()) / (2**scheme.probabilities - 1)
+                shares = torch.tensor([round(share / step_size) * step_size for share in shares.tolist()])
             for share, place in zip(shares, places, strict=True):
                 out += share * torch.cat([slow_value(value, place, length, scheme) for value in values])
         outputs.append(out)
@@ -324,3 +329,5 @@ def test_fewer_bits_err_more(attention: str) -> None:
     products = [error(qk="int8", keys=format) for format in ("int8", "int4", "int2")]
     assert products[0] < products[1] / 3 < products[2] / 6
     assert error(qk="int4") > error(keys="int4")
+    shares = [error(probabilities=bits) for bits in (8, 4, 2)]
+    assert 0 < shares[0] < shares[1] / 6 < shares[2] / 12

@@ -19,9 +19,10 @@ def test_numbers_of_bits_and_names() -> None:
 
 
 def test_parts_of_attention_skip_widths_they_cannot_have() -> None:
-    listed = variants(["16", "8", "6", "4", "3", "2", "int4", "int8"], ["kv", "kv:0", "logits", "keys", "values", "qk"])
+    parts = ["kv", "kv:0", "logits", "probabilities", "keys", "values", "qk"]
+    listed = variants(["16", "8", "6", "4", "3", "2", "int4", "int8"], parts)
     named = {what: [v.format for v in listed if v.what == what] for what in WHAT}
-    assert named["logits"] == ["8-bit", "6-bit", "4-bit", "3-bit", "2-bit"]
+    assert named["logits"] == named["probabilities"] == ["8-bit", "6-bit", "4-bit", "3-bit", "2-bit"]
     assert named["qk"] == ["int8", "int4"]
     assert named["kv"] == named["kv:0"] == named["keys"] == named["values"] == ["int8", "int4", "int3", "int2"]
     schemes = {(v.what, v.format): v.scheme.attention for v in listed}
@@ -29,6 +30,7 @@ def test_parts_of_attention_skip_widths_they_cannot_have() -> None:
     assert schemes["kv:0", "int4"] == AttentionScheme(keys="int4", values="int4", window=0, first=0)
     assert schemes["keys", "int2"] == AttentionScheme(keys="int2")
     assert schemes["values", "int8"] == AttentionScheme(values="int8")
+    assert schemes["probabilities", "4-bit"] == AttentionScheme(probabilities=4)
     assert schemes["qk", "int4"] == AttentionScheme(qk="int4")
     assert [v.bits for v in listed if v.what == "kv"] == [8, 4, 3, 2]
     with pytest.raises(DiffbitError, match="leaves nothing to compare"):
