@@ -47,7 +47,7 @@ def logits_hook(bits: int) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 class LowBitAttention(Arithmetic):
-    """Low-bit keys, values and products of a scheme: the reference for the device's operator."""
+    """Low-bit keys, values and products of a layer's scheme: the reference for the device's operator."""
 
     def __init__(self, scheme: AttentionScheme, sliding_window: int = 0) -> None:
         self.scheme = scheme
@@ -82,5 +82,6 @@ def set_attention(model: nn.Module, scheme: AttentionScheme) -> None:
         if isinstance(module, Attention):
             if scheme.logits is not None:
                 module.logits_hook = logits_hook(scheme.logits)
-            if scheme.is_low_bit:
-                module.arithmetic = LowBitAttention(scheme, module.sliding_window)
+            own = scheme.of_layer(module.layer_index if module.keys_of is None else module.keys_of)
+            if own.is_low_bit:
+                module.arithmetic = LowBitAttention(own, module.sliding_window)
