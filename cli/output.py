@@ -144,15 +144,6 @@ def _cell(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else escape(str(value))
 
 
-def attention_name(attention: Mapping[str, Any]) -> str:
-    """Describe an attention scheme, such as "keys int4, values int4"."""
-    return ", ".join(
-        f"{name} {attention[name]}"
-        for name in ("keys", "values", "states", "qk", "logits", "probabilities")
-        if name in attention
-    )
-
-
 def verification_dict(artifact: Path, device: str, verification: Verification) -> dict[str, Any]:
     """Return the checks of an artifact on a device, as `verify --json` and the report show them."""
     checks = [

@@ -12,7 +12,7 @@ import typer
 
 from ..io.processes import speaks
 from .options import FORMATS, Adapter, Json, Overwrite, Quiet, TorchDevice, with_settings
-from .output import attention_name, print_json, print_table, remark
+from .output import print_json, print_table, remark
 from .scheme_options import MaxMemory, MethodOptions, Model, SchemeOptions
 
 if TYPE_CHECKING:
@@ -173,14 +173,14 @@ def _show(report: Report, by_weight: bool) -> None:
     if report.weights:
         print_table(_weight_rows(report.weights, by_weight))
     before, after = report.before, report.after
-    if attention := report.scheme.attention.to_dict():
+    if attention := report.scheme.attention.describe():
         print_table(
             {
                 "KV cache": name,
                 "bytes per 1000 tokens": size.kv_bytes_per_1k_tokens,
                 "fixed bytes": size.kv_fixed_bytes,
             }
-            for name, size in (("before", before), (attention_name(attention), after))
+            for name, size in (("before", before), (attention, after))
         )
 
 

@@ -7,7 +7,7 @@ logits go into the manifest, and `diffbit verify` compares those of a device wit
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -182,8 +182,7 @@ def export_demand(checkpoint: Checkpoint, plan: Plan, dtype: str = "fp32") -> De
 
 def _attention(plan: Plan, kv: str, dtype: str) -> AttentionScheme:
     """Return the scheme of attention, with `kv` for keys and values that it leaves in float."""
-    attention = plan.scheme.attention
-    return attention if kv == dtype else replace(attention, keys=attention.keys or kv, values=attention.values or kv)
+    return plan.scheme.attention if kv == dtype else plan.scheme.attention.with_float(kv)
 
 
 def _for_transformers_js(layout: str, cache: CacheSpec, embeddings: bool) -> bool:

@@ -82,8 +82,10 @@ class DecoderGraph(OnnxGraph):
         data: str = DATA,
     ) -> None:
         super().__init__(folder, dtype, target, data)
-        self.config, self.scheme, self.cache = config, scheme, cache
+        self.config, self.attention_scheme, self.cache = config, scheme, cache
+        self.scheme = scheme  # that of the layer which is added
         self.carried: dict[int, Cache] = {}
+        self._schemes = scheme.of_model(config)
         self._tables = [table.numpy() for table in rope_tables(config, context_length)]
         self.input_ids = self.input("input_ids", np.int64, ["batch_size", "sequence"])
         self.attention_mask = self.input("attention_mask", np.int64, ["batch_size", "total_sequence"])
@@ -106,7 +108,7 @@ class DecoderGraph(OnnxGraph):
 
     @property
     def low_bit(self) -> bool:
-        return self.scheme.is_low_bit
+        return self.attention_scheme.is_low_bit
 
     @shared
     def _length(self) -> ir.Value:
@@ -295,6 +297,7 @@ class DecoderGraph(OnnxGraph):
         """Add decoder layer `index`; its linears are float or QuantLinear."""
         if index == self._tail:
             self._leave_tokens()
+        self.scheme = self._schemes[index]
         with self.scope(f"layers.{index}"):
             past = self._past[index]
             states = [part.name for part in self.cache.layers[index] if part.dtype == "int8" and not part.holds_tokens]

@@ -171,7 +171,7 @@ class WebGPUGraph(DecoderGraph):
         change: Change | None = None,
     ) -> tuple[ir.Value, Cache]:
         wide, ratio = heads.wide_value, heads.noise_ratio
-        if key is None or not grouped(self.config, self.scheme) or bool(wide) != (lambda_ is not None):
+        if key is None or not grouped(self.config, self.attention_scheme) or bool(wide) != (lambda_ is not None):
             return super().attention(query, key, value, lambda_, past, heads, change)
         query, key = self._rotated(query, heads), self._rotated(key, heads)
         softmaxes = heads.num_heads + wide * heads.num_heads // ratio

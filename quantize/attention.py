@@ -63,8 +63,8 @@ def quantize_probabilities(probabilities: Tensor, bits: int) -> Tensor:
 
 
 class LowBitAttention(Arithmetic):
-    """Low-bit keys, values, probabilities and products of a scheme. But for probabilities, it is the reference for the
-    device's operator."""
+    """Low-bit keys, values, probabilities and products of a layer's scheme. But for probabilities, it is the reference
+    for the device's operator."""
 
     def __init__(self, scheme: AttentionScheme, sliding_window: int = 0) -> None:
         self.scheme = scheme
@@ -101,5 +101,6 @@ def set_attention(model: nn.Module, scheme: AttentionScheme) -> None:
         if isinstance(module, Attention):
             if scheme.logits is not None:
                 module.logits_hook = logits_hook(scheme.logits)
-            if scheme.is_low_bit or scheme.probabilities is not None:
-                module.arithmetic = LowBitAttention(scheme, module.sliding_window)
+            own = scheme.of_layer(module.layer_index if module.keys_of is None else module.keys_of)
+            if own.is_low_bit or own.probabilities is not None:
+                module.arithmetic = LowBitAttention(own, module.sliding_window)

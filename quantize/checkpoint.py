@@ -126,17 +126,20 @@ def quantize_checkpoint(
 def _biased_keys(checkpoint: Checkpoint, scheme: Scheme) -> str | None:
     """Return a warning about keys whose biases make a low-bit cache coarse: one scale serves a token's whole key, and a
     few channels with a large bias, as Qwen2.5's, leave few levels for the others."""
-    format = scheme.attention.key_format
-    names = [name for name in checkpoint.names if name.endswith(".k_proj.bias")]
-    if format not in KV or not names:
+    formats = {
+        f"model.layers.{index}.self_attn.k_proj.bias": own.key_format
+        for index, own in enumerate(scheme.attention.of_model(checkpoint.config))
+        if own.key_format in KV
+    }
+    largest = {name: float(checkpoint.read(name).abs().max()) for name in formats if name in checkpoint.names}
+    if not largest:
         return None
-    largest = {name: float(checkpoint.read(name).abs().max()) for name in names}
     name, size = max(largest.items(), key=lambda item: item[1])
     if size <= LARGE_BIAS:
         return None
     return (
-        f"{name} has entries of up to {size:.3g}, which leave few of the levels of {format} keys for other channels: "
-        "measure the model, or keep its keys in float16 (--kv fp16,int8)"
+        f"{name} has entries of up to {size:.3g}, which leave few of the levels of {formats[name]} keys for other "
+        "channels: measure the model, or keep its keys in float16 (--kv fp16,int8)"
     )
 
 

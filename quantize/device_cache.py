@@ -28,7 +28,8 @@ from ..ops.diff_attention import Signature
 from ..ops.kv_cache import BITS, BLOCK, quantized_tokens, ring_rows
 from .scheme import AttentionScheme
 
-WITH_RINGS = {"always": "native", "native": "native", "never": "never"}  # in_place of a model's other buffers
+# in_place of the float buffers of a model in which some layers have rings or low-bit buffers
+IN_DIFF_ATTENTION = {"always": "native", "native": "native", "never": "never"}
 
 
 def operator(
@@ -48,10 +49,13 @@ def operator(
 
 def cache_spec(config: ModelConfig, scheme: AttentionScheme, dtype: str) -> CacheSpec:
     """Return the cache of a model under a scheme; dtype: of buffers that are not low-bit."""
-    kv = partial(buffers, scheme, dtype)
-    layers = [layer.mixer.buffers(kv) for layer in config.layers]
-    if any(buffer.ring for layer in layers for buffer in layer):  # GroupQueryAttention pads at the end, a ring in front
-        layers = [tuple(replace(buffer, in_place=WITH_RINGS[buffer.in_place]) for buffer in layer) for layer in layers]
+    schemes = zip(config.layers, scheme.of_model(config), strict=True)
+    layers = [layer.mixer.buffers(partial(buffers, of_layer, dtype)) for layer, of_layer in schemes]
+    if any(buffer.ring for layer in layers for buffer in layer) or (scheme.layers and scheme.is_low_bit):
+        # GroupQueryAttention pads at the end; rings and low-bit caches, in front
+        layers = [
+            tuple(replace(buffer, in_place=IN_DIFF_ATTENTION[buffer.in_place]) for buffer in layer) for layer in layers
+        ]
     if scheme.states:
         layers = [tuple(part for buffer in layer for part in _int8_state(buffer)) for layer in layers]
     return CacheSpec(tuple(layers))
@@ -67,7 +71,7 @@ def _int8_state(buffer: Buffer) -> tuple[Buffer, ...]:
 def buffers(
     scheme: AttentionScheme, dtype: str, heads: int, head_dim: int, in_place: str, sliding_window: int
 ) -> tuple[Buffer, ...]:
-    """Return an attention layer's buffers in the operator's order, keys and values first.
+    """Return an attention layer's buffers, under its own scheme, in the operator's order, keys and values first.
 
     dtype, in_place: of float buffers. DiffAttention's kernel always writes low-bit buffers in place.
     """
@@ -88,6 +92,13 @@ def buffers(
             rows = scheme.first_tokens(sliding_window) + (part == "key") + window + BLOCK
             recents.append(Buffer(f"{part}_recent", "float16", (heads, rows, head_dim), in_place, window))
     return (*codes, *scales, *recents)
+
+
+def cache_bits(config: ModelConfig, scheme: AttentionScheme) -> float:
+    """Return the bits of a number of keys and values that grow with the context, scales included, on average; 16 if
+    there are none."""
+    halves = cache_spec(config, AttentionScheme(), "float16").bytes_per_1k_tokens
+    return 16 * cache_spec(config, scheme, "float16").bytes_per_1k_tokens / halves if halves else 16.0
 
 
 def step_bytes(config: ModelConfig, scheme: AttentionScheme, dtype: str, context: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from ..models import ModelConfig
+from .device_cache import cache_bits
 from .scheme import HEAD_MODULE, Scheme, float_linears, linear_shapes
 
 
@@ -22,7 +23,8 @@ def average_bits(config: ModelConfig, scheme: Scheme) -> float:
 
 def format_name(config: ModelConfig, scheme: Scheme, unquantized: str = "float") -> str:
     """Name the formats of a model: "int4_g32", or "mix, 4.3 bits" if linear layers of the decoder have several; with
-    those of a low-bit cache, "int4_g32, kv int8". unquantized: the name of float weights."""
+    those of a low-bit cache, "int4_g32, kv int8", or "int4_g32, kv mix of 3.2 bits". unquantized: the name of float
+    weights."""
     floats = float_linears(config) - set(scheme.overridden(config))
     layers = [name for name in linear_shapes(config) if name != HEAD_MODULE and name not in floats]
     formats = {scheme.format_for(name, floats) for name in layers}
@@ -32,6 +34,9 @@ def format_name(config: ModelConfig, scheme: Scheme, unquantized: str = "float")
         (format,) = formats
         name = unquantized if format is None else format.name
     attention = {part: value for part, value in scheme.attention.to_dict().items() if part not in ("window", "first")}
+    if "layers" in attention:
+        others = {part: value for part, value in attention.items() if part not in ("keys", "values", "layers")}
+        attention = {"kv": f"mix of {cache_bits(config, scheme.attention):.1f} bits"} | others
     if "keys" in attention and attention["keys"] == attention.get("values"):
         attention = {"kv": attention.pop("keys")} | {p: value for p, value in attention.items() if p != "values"}
     return ", ".join([name, *(f"{part} {value}" for part, value in attention.items())])

@@ -65,7 +65,7 @@ class Report:
         formats = [f"{'all' if len(counts) == 1 else count} to {format}" for format, count in counts]
         text = f" on {self.calibration_tokens:,} tokens of text" if self.calibration_tokens else ""
         weights = f"{len(self.weights)} weights rounded by {self.method}{text}: {_some(formats)}"
-        attention = ", ".join(f"{part} {value}" for part, value in self.scheme.attention.to_dict().items())
+        attention = self.scheme.attention.describe()
         parts = [weights if self.weights else "no weights rounded", f"attention: {attention}" if attention else ""]
         return "; ".join(filter(None, parts))
 

@@ -19,16 +19,19 @@ and the head ("model.embed_tokens", "lm_head").
 In `attention`, logits and probabilities (the softmax maps) are numbers of bits, with one scale per query row
 (attention.py); both are for comparisons in torch. keys and values are the formats
 of the KV cache: fp16, int8, int4, int3 or int2 (ops/kv_cache.py); the last three keep the `first` and at least `window`
-recent tokens in float16. qk, int8 or int4, is the format of queries, so that q k^T is a product of integers; keys have
-at most as many bits. states = "int8" is for recurrent layers.
+recent tokens in float16. layers = { 0 = "int8,int4" } gives a layer other formats, for keys and for values. qk, int8 or
+int4, is the format of queries, so that q k^T is a product of integers; keys have at most as many bits. states = "int8"
+is for recurrent layers.
 """
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -36,7 +39,7 @@ from typing import Annotated, Any
 from ..formats import Format, parse_format
 from ..io import files, plugins
 from ..io.errors import DiffbitError
-from ..io.fields import bounds, check, get, located, one_of, read, shown
+from ..io.fields import Rule, bounds, check, get, located, one_of, read, shown
 from ..models import ModelConfig
 from ..models.checkpoint.names import is_linear, shapes
 from ..ops.cache import Buffer
@@ -55,6 +58,9 @@ EMBEDDING_MODULE = "model.embed_tokens"
 HEAD_MODULE = "lm_head"
 VERSION = 1  # of the quantization_config in a checkpoint
 TABLES = (EMBEDDING_MODULE, HEAD_MODULE)
+CacheFormat = Annotated[str, one_of(*CACHED)] | None
+LayerNumber = Annotated[int, bounds(0, 99_999)]
+LayerText = Annotated[str, Rule("the number of a layer, such as 0", re.compile("0|[1-9][0-9]{0,4}").fullmatch)]
 
 
 @dataclass(frozen=True)
@@ -62,19 +68,42 @@ class AttentionScheme:
     """logits, probabilities: bits of the attention logits and of each softmax map, 2 to 16. qk: format of queries,
     "int8" or "int4". keys, values: formats of the KV cache, "fp16", "int8", "int4", "int3" or "int2". states: format of
     what a recurrent layer keeps, "int8". None: float. window, first: the least number of recent tokens, and the number
-    of first tokens, that a cache of fewer than 8 bits keeps in float16."""
+    of first tokens, that a cache of fewer than 8 bits keeps in float16. layers: (layer, keys, values), other formats of
+    the cache of some layers; `of_layer` returns the scheme of one, and key_format and value_format are those of the
+    layers that are not named."""
 
     logits: Annotated[int, bounds(LOGIT_BITS[0], LOGIT_BITS[-1])] | None = None
     qk: Annotated[str, one_of(*QK)] | None = None
-    keys: Annotated[str, one_of(*CACHED)] | None = None
-    values: Annotated[str, one_of(*CACHED)] | None = None
+    keys: CacheFormat = None
+    values: CacheFormat = None
     window: Annotated[int, bounds(0, MOST_WINDOW)] = WINDOW
     first: Annotated[int, bounds(0, MAX_FIRST)] = FIRST
     states: Annotated[str, one_of("int8")] | None = None
     probabilities: Annotated[int, bounds(LOGIT_BITS[0], LOGIT_BITS[-1])] | None = None
+    layers: tuple[tuple[LayerNumber, CacheFormat, CacheFormat], ...] = ()
 
     def __post_init__(self) -> None:
         check(self, "attention")
+        numbers = [layer for layer, _, _ in self.layers]
+        if numbers != sorted(set(numbers)):
+            raise DiffbitError(f"attention.layers names the layers {numbers}, wanted each once, in order")
+
+    def of_layer(self, index: int) -> AttentionScheme:
+        """Return the scheme of one layer; where it reads the cache of another one, index is that one's."""
+        for layer, keys, values in self.layers:
+            if layer == index:
+                return replace(self, keys=keys, values=values, layers=())
+        return replace(self, layers=()) if self.layers else self
+
+    def of_model(self, config: ModelConfig) -> list[AttentionScheme]:
+        """Return the scheme of each layer of a model."""
+        readers = enumerate(layer.mixer.reads for layer in config.layers)
+        return [self.of_layer(index if giver is None else giver) for index, giver in readers]
+
+    def with_float(self, format: str) -> AttentionScheme:
+        """Return the scheme with a format, "fp16", in place of keys and values that it leaves in float."""
+        layers = tuple((layer, keys or format, values or format) for layer, keys, values in self.layers)
+        return replace(self, keys=self.keys or format, values=self.values or format, layers=layers)
 
     @property
     def query_bits(self) -> int:
@@ -92,44 +121,78 @@ class AttentionScheme:
 
     @property
     def is_low_bit(self) -> bool:
-        """Whether keys or values are low-bit, which needs diffbit's own operator for every attention variant."""
-        return self.key_format != "float" or self.value_format != "float"
+        """Whether keys or values of some layer are low-bit, which needs diffbit's own operator for every attention
+        variant."""
+        return any(format != "float" for format in self._formats())
 
     @property
     def has_window(self) -> bool:
-        """Whether the cache keeps recent tokens, and the first ones, in float16."""
-        return any(BITS[format] < 8 for format in (self.key_format, self.value_format))
+        """Whether the cache of some layer keeps recent tokens, and the first ones, in float16."""
+        return any(BITS[format] < 8 for format in self._formats())
+
+    def _formats(self) -> set[str]:
+        schemes = [self, *(self.of_layer(layer) for layer, _, _ in self.layers)]
+        return {format for scheme in schemes for format in (scheme.key_format, scheme.value_format)}
 
     def first_tokens(self, sliding_window: int) -> int:
         """Return how many first tokens a layer's cache keeps in float16; a sliding window drops them."""
         return self.first if self.has_window and not sliding_window else 0
 
     def check(self, config: ModelConfig) -> None:
-        """Raise DiffbitError if a model's heads do not fit the cache's formats."""
+        """Raise DiffbitError if a model's heads do not fit the cache's formats, or `layers` names a layer that has no
+        cache of keys and values."""
+        cached = set()
 
-        def kv(heads: int, width: int, in_place: str, sliding_window: int) -> tuple[Buffer, ...]:
-            for name, format in (("keys", self.key_format), ("values", self.value_format)):
+        def kv(
+            index: int, scheme: AttentionScheme, heads: int, width: int, in_place: str, sliding_window: int
+        ) -> tuple[Buffer, ...]:
+            cached.add(index)
+            for name, format in (("keys", scheme.key_format), ("values", scheme.value_format)):
                 if BITS[format] < 8 and width % BLOCK:
                     raise DiffbitError(
                         f"{name} cannot be {format}: heads are {width} wide, wanted a multiple of {BLOCK}; use int8"
                     )
             return ()
 
-        fixed = [mixer.buffers(kv) for mixer in {layer.mixer for layer in config.layers}]
+        schemes = zip(config.layers, self.of_model(config), strict=True)
+        fixed = [layer.mixer.buffers(partial(kv, index, scheme)) for index, (layer, scheme) in enumerate(schemes)]
+        for index, _, _ in self.layers:
+            if index not in cached:
+                raise DiffbitError(
+                    f"attention.layers names layer {index}, which has no keys and values of its own in this model of "
+                    f"{config.num_layers} layers; leave it out"
+                )
         if self.states and not any(map(len, fixed)):
             raise DiffbitError(
                 f"states cannot be {self.states}: the model has none of a fixed size; use --kv for its cache"
             )
 
+    def describe(self) -> str:
+        """Return what is not float, in words: "keys int4, values int2, other formats in 3 layers, window 32"."""
+        values = self.to_dict()
+        count = len(values.pop("layers", ()))
+        parts = [f"{name} {value}" for name, value in values.items()]
+        if count:
+            place = sum(name in ("logits", "probabilities", "qk", "keys", "values") for name in values)
+            parts.insert(place, f"other formats in {count} layer{'s' * (count > 1)}")
+        return ", ".join(parts)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that are not float, as plain JSON."""
         values = {name: getattr(self, name) for name in ("logits", "probabilities", "qk", "keys", "values", "states")}
         values = {name: value for name, value in values.items() if value is not None}
+        layers = {str(layer): f"{keys or 'none'},{values or 'none'}" for layer, keys, values in self.layers}
+        values |= {"layers": layers} if layers else {}
         return values | ({"window": self.window, "first": self.first} if self.has_window else {})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> AttentionScheme:
-        scheme: AttentionScheme = read(cls, _without_words_for_none(values), "attention")
+        layers = get(values, "layers", Mapping[LayerText, str], {}, "attention")
+        formats = {int(layer): parse_kv(text) for layer, text in layers.items()}
+        values = _without_words_for_none(values) | {
+            "layers": tuple((layer, kv["keys"], kv["values"]) for layer, kv in sorted(formats.items()))
+        }
+        scheme: AttentionScheme = read(cls, values, "attention")
         return scheme
 
 

@@ -28,9 +28,14 @@ def _toml(scheme: Scheme) -> str:
     lines = [f"{name} = {json.dumps(values[name])}" for name in ("weights", "embedding", "head")]
     if scheme.activations is not None:
         lines.append(f"activations = {json.dumps(scheme.activations)}")
-    if attention := scheme.attention.to_dict():
-        entries = ", ".join(f"{name} = {json.dumps(value)}" for name, value in attention.items())
-        lines.append(f"attention = {{ {entries} }}")
+    attention = scheme.attention.to_dict()
+    layers = attention.pop("layers", {})
+    entries = [f"{name} = {json.dumps(value)}" for name, value in attention.items()]
+    if layers:
+        lines += ["", "[attention]", *entries, "", "[attention.layers]  # keys,values"]
+        lines += [f"{layer} = {json.dumps(formats)}" for layer, formats in layers.items()]
+    elif entries:
+        lines.append(f"attention = {{ {', '.join(entries)} }}")
     overrides: dict[str, str] = values["overrides"]
     lines += ["", "[overrides]"] * bool(overrides)
     lines += [f"{json.dumps(glob)} = {json.dumps(format)}" for glob, format in overrides.items()]

@@ -27,7 +27,7 @@ import numpy as np
 
 from ...models import LayerSpec, ModelConfig
 from ...models.checkpoint import is_linear, shapes, stays_float32
-from ...quantize import EMBEDDING_MODULE, Scheme, linear_shapes, step_bytes
+from ...quantize import EMBEDDING_MODULE, AttentionScheme, Scheme, linear_shapes, step_bytes
 
 
 @dataclass(frozen=True)
@@ -80,16 +80,15 @@ def token_cost(config: ModelConfig, scheme: Scheme | None, context: int, dtype: 
             continue
         nbytes += prod(shape) * (4 if stays_float32(name) else width)
         count["other"] += prod(shape) * (2 if name.endswith("norm.weight") else name.endswith(".bias"))
-    for layer in config.layers:
-        count.update(_layer(layer, scheme, context, config.hidden_size))
+    for layer, attention in zip(config.layers, scheme.attention.of_model(config), strict=True):
+        count.update(_layer(layer, attention, context, config.hidden_size))
     count["other"] += 2 * config.num_layers * config.hidden_size  # residual sums
     cache = step_bytes(config, scheme.attention, dtype, context)
     return Cost(context, nbytes, cache, **count)
 
 
-def _layer(layer: LayerSpec, scheme: Scheme, context: int, hidden_size: int) -> dict[str, int]:
+def _layer(layer: LayerSpec, attention: AttentionScheme, context: int, hidden_size: int) -> dict[str, int]:
     """Count the operations of a layer outside its linears and weighted norms."""
-    attention = scheme.attention
     cached = 0  # how many numbers of keys, and of values, are in the cache
 
     def kv(heads: int, width: int, in_place: str, sliding_window: int) -> tuple[()]:

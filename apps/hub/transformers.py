@@ -82,8 +82,7 @@ class DiffbitQuantizer(HfQuantizer):
     def __init__(self, quantization_config: QuantizationConfigMixin, **options: Any) -> None:
         super().__init__(quantization_config, **options)
         self.scheme = Scheme.from_entry(quantization_config.to_dict(), "config.json: quantization_config")
-        if attention := self.scheme.attention.to_dict():
-            parts = ", ".join(f"{name} {value}" for name, value in attention.items())
+        if parts := self.scheme.attention.describe():
             raise DiffbitError(
                 f"the checkpoint's attention is quantized ({parts}), which transformers cannot compute; use "
                 "diffbit.load, or `diffbit export` and `diffbit run`"

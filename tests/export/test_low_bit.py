@@ -38,6 +38,8 @@ SCHEMES = {
     "qk4": AttentionScheme(qk="int4"),
     "keys8-values4": AttentionScheme(keys="int8", values="int4"),
     "everything": replace(KV4, qk="int4", window=0),
+    "mixed": AttentionScheme(keys="int3", values="int2", window=7, layers=((1, "int8", "fp16"),)),
+    "one-layer": AttentionScheme(qk="int8", window=7, layers=((1, "int4", "int3"),)),
 }
 # A last-bit difference moves a code to its neighbour now and then, and the tokens that see it with it. The head norm of
 # diff_v1 enlarges it: below 8 bits, torch in float64 differs from torch in float32 by 1.3e-3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -201,6 +202,20 @@ def slow_head(query: Tensor, key: Tensor, values: list[Tensor], seen: Tensor, sc
                 out += share * torch.cat([slow_value(value, place, length, scheme) for value in values])
         outputs.append(out)
     return torch.stack(outputs)
+
+
+def test_each_layer_has_its_own_formats() -> None:
+    """And a layer that reads the keys and values of another one, those of that one."""
+    (layer,) = one_layer("softmax").config.layers
+    reader = replace(layer, mixer=replace(layer.mixer, keys_of=1))
+    decoder = Decoder(replace(one_layer("softmax").config, layers=(layer, layer, reader)))
+    set_attention(decoder, AttentionScheme(values="int3", layers=((1, "int8", "int2"),)))
+    found = [block.self_attn.arithmetic.scheme for block in decoder.model.layers]
+    assert [(scheme.key_format, scheme.value_format) for scheme in found] == [
+        ("float", "int3"),
+        ("int8", "int2"),
+        ("int8", "int2"),
+    ]
 
 
 @pytest.mark.parametrize("attention", VARIANTS)

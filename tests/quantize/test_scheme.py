@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.models import ModelConfig
-from diffbit.quantize import AttentionScheme, Scheme, linear_shapes, resolve, sizes
+from diffbit.quantize import AttentionScheme, Scheme, format_name, linear_shapes, resolve, sizes
 from diffbit.quantize.scheme import parse_override
 
 INT4, INT8 = parse_format("int4_g32"), parse_format("int8")
@@ -147,6 +148,10 @@ def test_formats_that_an_embedding_cannot_have(name):
         ("attention = { qk = 4 }", ["qk", "4", "int8, int4"]),
         ("attention = { keys = 'int5' }", ["keys", "int5", "int2"]),
         ("attention = { first = 17 }", ["first", "17", "16"]),
+        ("attention = { layers = { one = 'int4' } }", ["layers", "'one'", "the number of a layer"]),
+        ("attention = { layers = { 0 = 'int4,int5' } }", ["layers", "int5", "int4"]),
+        ("attention = { layers = { 0 = 'int4,int4,int4' } }", ["int4,int4,int4", "keys and values"]),
+        ("attention = { layers = { 0 = 4 } }", ["layers", "4", "text"]),
         ("attention = { values = ['int4'] }", ["values", "int4"]),
         ("attention = { window = -1 }", ["window", "-1"]),
         ("attention = 4", ["attention", "4"]),
@@ -182,3 +187,35 @@ def test_a_format_of_a_missing_package_is_named() -> None:
 
 def test_formats_of_diffbit_need_no_package() -> None:
     assert "packages" not in Scheme(weights=parse_format("mxfp4"), head=parse_format("ternary")).to_dict()
+
+
+def test_layers_of_a_cache_have_their_own_formats():
+    scheme = AttentionScheme(keys="int4", values="int3", layers=((1, "int8", None), (2, "fp16", "int2")))
+    formats = [(own.key_format, own.value_format) for own in map(scheme.of_layer, range(4))]
+    assert formats == [("int4", "int3"), ("int8", "float"), ("fp16", "int2"), ("int4", "int3")]
+    assert scheme.to_dict()["layers"] == {"1": "int8,none", "2": "fp16,int2"}
+    assert AttentionScheme.from_dict(scheme.to_dict()) == scheme
+    assert scheme.with_float("fp16").layers == ((1, "int8", "fp16"), (2, "fp16", "int2"))
+    assert scheme.describe() == "keys int4, values int3, other formats in 2 layers, window 32, first 4"
+    assert not scheme.of_layer(1).has_window and scheme.has_window and scheme.of_layer(0).layers == ()
+    only = AttentionScheme(layers=((1, "int4", "int4"),))
+    assert only.is_low_bit and only.has_window and not only.of_layer(0).is_low_bit
+
+
+def test_layers_that_have_no_cache_are_refused():
+    with pytest.raises(DiffbitError, match=r"attention.layers names layer 9, which has no keys and values of its own"):
+        Scheme(attention=AttentionScheme(layers=((9, "int8", "int8"),))).formats(CONFIG)
+    with pytest.raises(DiffbitError, match=r"names the layers \[1, 0\], wanted each once, in order"):
+        AttentionScheme(layers=((1, "int4", "int4"), (0, "int4", "int4")))
+    first, *others = CONFIG.layers
+    reader = replace(others[0], mixer=replace(others[0].mixer, keys_of=0))
+    config = replace(CONFIG, layers=(first, reader, *others[1:]))
+    scheme = AttentionScheme(layers=((0, "int8", "fp16"),))
+    assert [own.key_format for own in scheme.of_model(config)[:2]] == ["int8", "int8"]  # what the layer reads
+    with pytest.raises(DiffbitError, match="names layer 1, which has no keys and values of its own"):
+        AttentionScheme(layers=((1, "int8", "int8"),)).check(config)
+
+
+def test_a_name_tells_the_bits_of_a_mixed_cache():
+    scheme = Scheme(INT4, attention=AttentionScheme(keys="int8", values="int8", layers=((0, "fp16", "int8"),)))
+    assert re.fullmatch(r"int4_g32, kv mix of \d+\.\d bits", format_name(CONFIG, scheme))

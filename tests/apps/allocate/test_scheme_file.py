@@ -20,7 +20,13 @@ FULL = Scheme(
 )
 
 
-@pytest.mark.parametrize("scheme", [FULL, Scheme(), Scheme(weights=parse_format("int2_g32_asym"))])
+LAYERS = Scheme(
+    attention=AttentionScheme(keys="int4", values="int3", first=0, layers=((0, "int8", None), (12, "fp16", "int2"))),
+    overrides=(("lm_head", parse_format("int8")),),
+)
+
+
+@pytest.mark.parametrize("scheme", [FULL, LAYERS, Scheme(), Scheme(weights=parse_format("int2_g32_asym"))])
 @pytest.mark.parametrize("suffix", ["json", "toml"])
 def test_files_come_back(scheme: Scheme, suffix: str, tmp_path: Path) -> None:
     write_scheme(scheme, tmp_path / f"scheme.{suffix}")
