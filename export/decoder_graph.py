@@ -82,7 +82,7 @@ class DecoderGraph(OnnxGraph):
         data: str = DATA,
     ) -> None:
         super().__init__(folder, dtype, target, data)
-        self.config, self.scheme, self.cache = config, scheme, cache
+        self.config, self.scheme, self.cache, self.target = config, scheme, cache, target
         self.carried: dict[int, Cache] = {}
         self._tables = [table.numpy() for table in rope_tables(config, context_length)]
         self.input_ids = self.input("input_ids", np.int64, ["batch_size", "sequence"])

@@ -12,7 +12,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -114,12 +114,14 @@ def attention(format: Format | None) -> Callable[..., tuple[Tensor, None]]:
     return attend
 
 
-def measure(model: Any, windows: list[Tensor], formats: tuple[Format, ...]) -> list[dict[str, Any]]:
+def measure(
+    model: Any, windows: list[Tensor], formats: Sequence[Any], attention: Callable[[Any], Any] = attention
+) -> list[dict[str, Any]]:
     """Return a row for each format: KL in nats a token over the last three quarters of each window, and how often the
-    top token is the float cache's."""
+    top token is the float cache's. attention: of a format, or None, to its attention function."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    def log_probabilities(format: Format | None) -> list[Tensor]:
+    def log_probabilities(format: Any) -> list[Tensor]:
         ALL_ATTENTION_FUNCTIONS.register("study", attention(format))
         model.config._attn_implementation = "study"
         with torch.no_grad():
@@ -155,8 +157,9 @@ def markdown(table: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def command_line(description: str | None) -> argparse.ArgumentParser:
+    """Return the options of a study of caches."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a GGUF file, or a folder of Hugging Face's")
     parser.add_argument("--text", type=Path, required=True, help="a text file")
     parser.add_argument("--windows", type=int, default=6, help="how many windows, evenly spread over the text")
@@ -164,7 +167,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the first two rows, one window of 96 tokens")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--markdown", action="store_true", help="print the table")
-    options = parser.parse_args()
+    return parser
+
+
+def read(options: argparse.Namespace) -> tuple[Any, list[Tensor]]:
+    """Return the model, and the windows of the text."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder, file = (options.model, None) if options.model.is_dir() else (options.model.parent, options.model.name)
@@ -173,11 +180,19 @@ def main() -> None:
     count, length = (1, 96) if options.quick else (options.windows, options.length)
     ids = tokenizer(options.text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
     starts = torch.linspace(0, len(ids) - length, count).long().tolist()
-    table = measure(model, [ids[start : start + length] for start in starts], ROWS[:2] if options.quick else ROWS)
+    return model, [ids[start : start + length] for start in starts]
+
+
+def show(table: list[dict[str, Any]], options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(table, indent=1))
     if options.markdown or not options.json:
         print(markdown(table))
+
+
+def main() -> None:
+    options = command_line(__doc__).parse_args()
+    show(measure(*read(options), ROWS[:2] if options.quick else ROWS), options)
 
 
 if __name__ == "__main__":
