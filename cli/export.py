@@ -83,8 +83,8 @@ def export(
 ) -> None:
     """Export a checkpoint to an ONNX artifact that `diffbit run`, onnxruntime-genai and optimum load.
 
-    onnxruntime-genai and optimum pass only keys and values, so they need a float KV cache; or int8, with --target
-    onnxruntime.
+    onnxruntime-genai and optimum pass only keys and values, so they need a float KV cache; for onnxruntime-genai it can
+    be int8 with --target onnxruntime.
     With another --format, the output is a checkpoint for transformers and vLLM, with the same codes and scales.
     """
     from ..export import export_checkpoint
@@ -124,7 +124,7 @@ def _readers(manifest: Mapping[str, Any]) -> str:
             f"ONNX Runtime has no operator for a KV cache of {formats} in this model, so many small ones compute it, "
             "and onnxruntime-genai cannot run it; it has one for --kv int8 and layers without sliding windows"
         )
-    advice = "; for an int8 cache, export with --target onnxruntime" if "int8" in formats else ""
+    advice = "; with --target onnxruntime, onnxruntime-genai can" if formats == "int8" else ""
     return f"onnxruntime-genai and optimum cannot run it: they know only keys and values that grow{advice}"
 
 

@@ -6,13 +6,14 @@ for each channel of a head, a constant of the graph, which must suit every text:
     y = H x - offset        code = clip(round-half-to-even(y / scale), -128, 127)        y ~ code * scale
 
 H is the Hadamard transform of ops/kv_cache.py, after RoPE: it spreads outlier channels over the head (QuaRot, arXiv
-2404.00456). Queries are rotated like keys, and the output is rotated back. The offset is the mean over a text. It costs
-no exactness: a softmax does not depend on q . offset, which all keys have in common, and its weights add up to 1, so
-the offset of the values is added to the output. With it, a channel uses codes on both sides of zero.
+2404.00456). Queries are rotated like keys, and the output is rotated back. The offset costs no exactness: a softmax
+does not depend on q . offset, which all keys have in common, and its weights add up to 1, so the offset of the values
+is added to the output. It is the row of the first token, which nearly all heads read most (attention sinks, arXiv
+2309.17453), and which differs little between texts: its codes are then near 0, and its error is small.
 
-Offsets and scales come from the text `mix` (calib_data), which passes through the float model while that is exported. A
-number takes 8 bits, and a row no scale. There is no int4: with fixed scales it loses 20 times as much as rows with
-their own (research/cache/README.md).
+Offsets and scales come from the text `mix` (calib_data), which passes through the model while that is exported, with
+keys and values in float. A number takes 8 bits, and a row has no scale. There is no int4: with fixed scales it loses
+20 times as much as rows with their own (research/cache/README.md).
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class Channels:
 
     @classmethod
     def of(cls, rows: Tensor) -> Channels:
-        """Return those of the keys or the values of a text, [n, Hk, T, d]."""
+        """Return those of the keys or the values of n windows of a text, [n, Hk, T, d]."""
         rotated = rotate(rows.float())
-        offset = rotated.mean((0, 2))
+        offset = rotated[:, :, 0].median(0).values
         largest = (rotated - offset[:, None]).abs().amax((0, 2))
         return cls(offset, torch.where(largest == 0, 1, largest / TOP))
 

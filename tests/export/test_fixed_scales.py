@@ -81,11 +81,13 @@ def test_the_operator_rounds_as_torch_does(branches: int) -> None:
 
 def grouped_query(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, key_scale: np.ndarray, value_scale: np.ndarray,
-    heads: int, kv_heads: int, scale: float,
+    heads: int, kv_heads: int, scale: float, bits: int = 8,
 ) -> list[np.ndarray]:  # fmt: skip
-    """GroupQueryAttention of a prompt over an empty int8 cache: output, and keys and values as stored."""
+    """GroupQueryAttention of a prompt over an empty cache of 8 or 4 bits, with a scale [1, kv_heads, 1, width], or
+    [1] of a tensor: output, and keys and values as stored."""
     length, width = query.shape[1], query.shape[2] // heads
-    past = np.zeros((1, kv_heads, 0, width), np.int8)
+    past = np.zeros((1, kv_heads, 0, width * bits // 8), np.int8 if bits == 8 else np.uint8)
+    kind = "PER_TENSOR" if key_scale.size == 1 else "PER_CHANNEL"
     feeds = {"q": query, "k": key, "v": value, "past_k": past, "past_v": past}
     feeds |= {"last": np.array([length - 1], np.int32), "total": np.array(length, np.int32)}
     feeds |= {"k_scale": key_scale, "v_scale": value_scale}
@@ -93,14 +95,14 @@ def grouped_query(
         "GroupQueryAttention",
         ["q", "k", "v", "past_k", "past_v", "last", "total", "", "", "", "", "", "k_scale", "v_scale"],
         ["out", "new_k", "new_v"], domain="com.microsoft", num_heads=heads, kv_num_heads=kv_heads, scale=scale,
-        k_quant_type="PER_CHANNEL", v_quant_type="PER_CHANNEL", kv_cache_bit_width=8,
+        k_quant_type=kind, v_quant_type=kind, kv_cache_bit_width=bits,
     )  # fmt: skip
     value_info = onnx.helper.make_tensor_value_info
     kinds = {name: onnx.helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in feeds.items()}
     inputs = [value_info(name, kinds[name], array.shape) for name, array in feeds.items()]
     outputs = [
         value_info("out", kinds["q"], None),
-        *(value_info(name, onnx.TensorProto.INT8, None) for name in ("new_k", "new_v")),
+        *(value_info(name, kinds["past_k"], None) for name in ("new_k", "new_v")),
     ]
     opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
     graph = onnx.helper.make_graph([node], "one", inputs, outputs)
