@@ -36,10 +36,11 @@ def export(
         ),
     ] = "artifact",
     target: Annotated[
-        Literal["cpu", "cuda", "webgpu"],
+        Literal["cpu", "cuda", "webgpu", "onnxruntime"],
         typer.Option(
-            help="Device that the graph's operators are chosen for; webgpu is for browsers and for GPUs of any vendor. "
-            "The artifact also runs on the other devices."
+            help="Device that the graph's operators are chosen for. webgpu is for browsers and for GPUs of any vendor; "
+            "onnxruntime is for CPUs in programs without diffbit's library, such as onnxruntime-genai; its int8 KV "
+            "cache is ONNX Runtime's own. The artifact also runs on the other devices."
         ),
     ] = "cpu",
     dtype: Annotated[
@@ -82,7 +83,8 @@ def export(
 ) -> None:
     """Export a checkpoint to an ONNX artifact that `diffbit run`, onnxruntime-genai and optimum load.
 
-    onnxruntime-genai and optimum cannot run an artifact with a low-bit KV cache, as they pass only keys and values.
+    onnxruntime-genai and optimum pass only keys and values, so they need a float KV cache; for onnxruntime-genai it can
+    be int8 with --target onnxruntime.
     With another --format, the output is a checkpoint for transformers and vLLM, with the same codes and scales.
     """
     from ..export import export_checkpoint
@@ -99,12 +101,31 @@ def export(
     )  # fmt: skip
     manifest = read_json(output / "diffbit.json")
     if not (embeddings or (output / "genai_config.json").exists()):
-        remark(f"{output}: onnxruntime-genai and optimum cannot run it: they know only float caches that grow")
+        remark(f"{output}: {_readers(manifest)}")
     if as_json:
         print_json({"output": str(output), **manifest})
         return
     print_table({"file": name, "bytes": entry["bytes"]} for name, entry in manifest["files"].items())
     print_table(_part_rows(manifest["parts"]), title="parts of the model")
+
+
+def _readers(manifest: Mapping[str, Any]) -> str:
+    """Say what cannot run an artifact whose cache is more than keys and values."""
+    attention = (manifest["scheme"] or {}).get("attention", {})
+    formats = "/".join(dict.fromkeys(attention[part] for part in ("keys", "values") if part in attention))
+    target = manifest.get("target", "cpu")
+    if formats and target == "webgpu":
+        return (
+            f"WebGPU has no kernels for a KV cache of {formats}, so devices refuse it; quantize without --kv, or leave "
+            "out --target"
+        )
+    if formats and target == "onnxruntime":
+        return (
+            f"ONNX Runtime has no operator for a KV cache of {formats} in this model, so many small ones compute it, "
+            "and onnxruntime-genai cannot run it; it has one for --kv int8 and layers without sliding windows"
+        )
+    advice = "; with --target onnxruntime, onnxruntime-genai can" if formats == "int8" else ""
+    return f"onnxruntime-genai and optimum cannot run it: they know only keys and values that grow{advice}"
 
 
 def _print_files(folder: Path, as_json: bool) -> None:

@@ -100,10 +100,13 @@ def _compare(
     length = window_length(artifact, session.capacity, length)
     render = chat_template(checkpoint)
     text = eval_windows(data, session.artifact.path, length, max_windows, field=field, render=render)
-    tolerance = session.artifact.golden.tolerance
-    comparisons = {"checkpoint": compare_with_checkpoint(logits_of, checkpoint, text, tolerance=tolerance)}
+    golden, target = session.artifact.golden, session.artifact.target
+    comparisons = {
+        "checkpoint": compare_with_checkpoint(logits_of, checkpoint, text, tolerance=golden.tolerance, target=target)
+    }
     if tokens:
         comparisons["greedy"] = compare_greedy_tokens(
-            logits_after, checkpoint, text, tokens=tokens, capacity=session.capacity, tolerance=tolerance
-        )
+            logits_after, checkpoint, text, tokens=tokens, capacity=session.capacity, tolerance=golden.tolerance,
+            target=target,
+        )  # fmt: skip
     return comparisons

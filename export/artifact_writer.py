@@ -36,11 +36,14 @@ from ..runtime.sampler import GENERATION
 from ..settings import OF_MODEL
 from ..version import __version__
 from .decoder_graph import DecoderGraph
+from .fixed_scales import calibration_ids
+from .grouped import GroupedGraph, grouped_cache, has_fixed_scales
 from .onnx_graph import DATA, FLOATS, MODEL, TRANSFORMERS_JS_DATA
 from .parts import parts
 from .reference import Stream, check_plan
-from .webgpu import WebGPUGraph, webgpu_cache
+from .webgpu import WebGPUGraph
 
+GRAPHS: dict[str, type[DecoderGraph]] = {"webgpu": WebGPUGraph, "onnxruntime": GroupedGraph}  # of other targets
 DTYPE_NAMES = {"fp32": "float32", "fp16": "float16"}
 GOLDEN_LENGTH = 16
 MOST_GOLDEN = 512  # it bounds the prompt's attention weights; with a larger residual window all its tokens are recent
@@ -75,6 +78,7 @@ def export_artifact(
     dtype: "fp32" or "fp16", of what is not quantized, and of scales.
     kv: "fp16" or dtype, of keys and values that are not quantized; default: dtype, which transformers.js needs.
     target: "cpu", "cuda" or "webgpu", the device that the graph's operators are chosen for; it runs on others, too.
+    "onnxruntime" is for CPUs in programs without diffbit's library; there an int8 cache is ONNX Runtime's own.
     context_length: tokens that the model can hold; default, and at most, the config's max_position.
     tokenizer: a tokenizer.json, or a folder or GGUF file with one, to use in place of the checkpoint's own.
     library: put this machine's native library into the folder, for onnxruntime-genai; diffbit loads none from there.
@@ -98,19 +102,24 @@ def export_artifact(
     config, length = source.config, _context_length(source, context_length)
     _check_tokens(source)
     contents = _tokenizer_files(source, tokenizer)
-    webgpu, quantized = target == "webgpu", source.quantization is not None
+    quantized = source.quantization is not None
     attention = _attention(plan, kv or dtype, dtype)
-    cache = (webgpu_cache if webgpu else cache_spec)(config, attention, DTYPE_NAMES[dtype])
+    if target in GRAPHS:
+        cache = grouped_cache(config, attention, DTYPE_NAMES[dtype], target)
+    else:
+        cache = cache_spec(config, attention, DTYPE_NAMES[dtype])
     kernels = _library(cache, embeddings) if library else None
     js = _for_transformers_js(layout, cache, embeddings)
+    fixed = has_fixed_scales(config, attention, target)
+    text = calibration_ids(config, contents[TOKENIZER], source.path) if fixed else None
     prompt = golden_prompt(config, length, attention)
-    kind = dtype, quantized and not webgpu
+    kind = dtype, quantized and target != "webgpu"
     require(f"exporting {source.path}", *export_demand(source, plan, dtype), out)
     with files.new_folder(out := Path(out), overwrite=overwrite) as folder:
         where, data = (folder / ONNX, TRANSFORMERS_JS_DATA) if js else (folder, DATA)
         where.mkdir(exist_ok=True)
-        graph = (WebGPUGraph if webgpu else DecoderGraph)(where, dtype, config, length, attention, cache, target, data)
-        stream = Stream(source, prompt, NOISE[kind], target)
+        graph = GRAPHS.get(target, DecoderGraph)(where, dtype, config, length, attention, cache, target, data)
+        stream = Stream(source, prompt, NOISE[kind], target, text)
         logits = _write_graph(graph, stream, embeddings)
         _check_half(source.path, cache, stream.largest, dtype, plan)
         _check_logits(source.path, logits)
@@ -188,7 +197,8 @@ def _attention(plan: Plan, kv: str, dtype: str) -> AttentionScheme:
 def _for_transformers_js(layout: str, cache: CacheSpec, embeddings: bool) -> bool:
     if layout not in ("plain", "transformers.js"):
         raise DiffbitError(f"layout is {layout!r}, wanted plain or transformers.js")
-    if layout != "plain" and not _readable_by_others(cache):
+    floats = all("float" in buffer.dtype for buffer in cache.buffers.values())
+    if layout != "plain" and not (floats and _readable_by_others(cache)):
         raise DiffbitError(
             "transformers.js cannot run this model, whose cache is more than growing keys and values in float; "
             "leave out the layout"

@@ -31,9 +31,14 @@ PROMPT_TOKENS = 16
 
 
 def compare_with_checkpoint(
-    logits_of: LogitsFunction, checkpoint: str | Path | Checkpoint, windows: Windows, *, tolerance: float
+    logits_of: LogitsFunction,
+    checkpoint: str | Path | Checkpoint,
+    windows: Windows,
+    *,
+    tolerance: float,
+    target: str = "cpu",
 ) -> dict[str, Any]:
-    """Compare logits over `windows`. `tolerance` is that of the artifact's golden logits.
+    """Compare logits over `windows`. `tolerance` is that of the artifact's golden logits, and `target` its target.
 
     Returns
         tokens                 predictions compared
@@ -47,14 +52,14 @@ def compare_with_checkpoint(
     """
     if not windows.target.any():
         raise DiffbitError("the text has no token to compare at; take a longer one")
-    model = _reference(checkpoint, windows)
+    model = _reference(checkpoint, windows, target)
     columns: dict[str, list[torch.Tensor]] = {
         name: [] for name in ("error", "kl", "same", "artifact_loss", "reference_loss")
     }
     rows = zip(windows.ids, windows.mask, windows.target, strict=True)
-    for ids, mask, target in track(rows, "comparing", total=len(windows.ids)):
+    for ids, mask, scores in track(rows, "comparing", total=len(windows.ids)):
         length = int(mask.nonzero()[0].max(initial=-1)) + 1
-        scored = target[1:length].nonzero()[0]  # the logits at position i predict token i + 1
+        scored = scores[1:length].nonzero()[0]  # the logits at position i predict token i + 1
         if not len(scored):
             continue
         artifact_logits = torch.from_numpy(np.asarray(logits_of(ids[None, :length], mask[None, :length])))[
@@ -95,6 +100,7 @@ def compare_greedy_tokens(
     tokens: int,
     capacity: int,
     tolerance: float,
+    target: str = "cpu",
 ) -> dict[str, Any]:
     """Generate greedily with both models after the first PROMPT_TOKENS of each window, until they choose different
     tokens.
@@ -112,7 +118,7 @@ def compare_greedy_tokens(
 
     Raises DiffbitError for text with tokens outside the vocabulary.
     """
-    model = _reference(checkpoint, windows)
+    model = _reference(checkpoint, windows, target)
     differences = []
     alike = 0
     prompts = [ids[mask][:PROMPT_TOKENS] for ids, mask in zip(windows.ids, windows.mask, strict=True)]
@@ -150,7 +156,7 @@ def compare_greedy_tokens(
     }
 
 
-def _reference(checkpoint: str | Path | Checkpoint, windows: Windows) -> Decoder:
+def _reference(checkpoint: str | Path | Checkpoint, windows: Windows, target: str) -> Decoder:
     """Return the checkpoint's reference model; raises DiffbitError if its vocabulary does not cover the text."""
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
     largest = int(windows.ids.max())
@@ -159,4 +165,4 @@ def _reference(checkpoint: str | Path | Checkpoint, windows: Windows) -> Decoder
             f"{checkpoint.path}: has a vocabulary of {checkpoint.config.vocab_size} tokens, but the text holds token "
             f"{largest}; the tokenizer belongs to another model"
         )
-    return reference_model(checkpoint)
+    return reference_model(checkpoint, target)

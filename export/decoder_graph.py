@@ -82,7 +82,7 @@ class DecoderGraph(OnnxGraph):
         data: str = DATA,
     ) -> None:
         super().__init__(folder, dtype, target, data)
-        self.config, self.attention_scheme, self.cache = config, scheme, cache
+        self.config, self.attention_scheme, self.cache, self.target = config, scheme, cache, target
         self.scheme = scheme  # that of the layer which is added
         self.carried: dict[int, Cache] = {}
         self._schemes = scheme.of_model(config)

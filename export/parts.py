@@ -40,6 +40,7 @@ NAMED = {  # by the end of an initializer's name
     "sin": "rotary tables",
     "scale": "scales",
     "absmax": "scales",
+    "offset": "scales",
     "zero": "scales",
     "weight": "float weights",
     "bias": "biases",

@@ -20,6 +20,9 @@ from ..models.layers.state import Carried, FixedState, LayerCache, State
 from ..quantize import Plan, Scheme, Weights, as_exported, load, load_block, read_scheme, resolve
 from ..quantize.layer import assemble
 from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE
+from ..runtime.artifact import TOKENIZER
+from .fixed_scales import Calibration, calibration_ids
+from .grouped import has_fixed_scales
 
 COPIES = 3
 
@@ -27,9 +30,16 @@ COPIES = 3
 def reference_model(checkpoint: str | Path | Checkpoint, target: str = "cpu") -> Decoder:
     """Load the whole model of a checkpoint, with the arithmetic of its artifact for a target."""
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-    check_plan(checkpoint.path, resolve(checkpoint.config, read_scheme(checkpoint)))
+    config, plan = checkpoint.config, resolve(checkpoint.config, read_scheme(checkpoint))
+    check_plan(checkpoint.path, plan, target)
     decoder = load(checkpoint).eval()
     as_exported(decoder, target)
+    if has_fixed_scales(config, plan.scheme.attention, target):
+        ids = calibration_ids(config, checkpoint.tokenizer_files[TOKENIZER], checkpoint.path)
+        calibration = Calibration(config, decoder.embed(ids))
+        for index, block in enumerate(decoder.model.layers):
+            assert isinstance(block, Block)
+            calibration.pass_through(block, index)
     return decoder
 
 
@@ -39,13 +49,23 @@ class Stream:
     Each part is yielded to be written, and dropped after the hidden states have passed through it. COPIES of the prompt
     pass through, too, with relative noise of `noise` added to their hidden states before and after each layer. The
     spread of their logits shows how much the results of another machine may differ because of other roundings of sums.
+
+    text: token ids [n, S] that pass through first, for the scales of a cache that has fixed ones.
     """
 
-    def __init__(self, checkpoint: Checkpoint, prompt: list[int], noise: float, target: str = "cpu") -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        prompt: list[int],
+        noise: float,
+        target: str = "cpu",
+        text: Tensor | None = None,
+    ) -> None:
         self.weights, self.config = Weights(checkpoint), checkpoint.config
         self._ids = torch.tensor([prompt] * (1 + COPIES))
         self._rope = rope_for(self.config, torch.arange(len(prompt))[None])
-        self._noise, self._target = noise, target
+        self._noise, self._target, self._text = noise, target, text
+        self._calibration: Calibration | None = None
         self._generator = torch.Generator().manual_seed(0)
         self._x: Tensor  # [1 + COPIES, S, E], the first row without noise
         self._carried: Carried = {}
@@ -54,7 +74,13 @@ class Stream:
     def embedding(self) -> Tensor | QTensor:
         """Return the embedding table [V, E], quantized or in its stored dtype."""
         table = self.weights.read(EMBEDDING)
-        self._x = QuantEmbedding(table)(self._ids) if isinstance(table, QTensor) else table[self._ids].float()
+
+        def rows(ids: Tensor) -> Tensor:
+            return QuantEmbedding(table)(ids) if isinstance(table, QTensor) else table[ids].float()
+
+        self._x = rows(self._ids)
+        if self._text is not None:
+            self._calibration = Calibration(self.config, rows(self._text))
         self._disturb()  # else the first layer's rounding would be that of the golden prompt in all copies
         return table
 
@@ -62,6 +88,8 @@ class Stream:
         for index in range(self.config.num_layers):
             block = load_block(self.weights, index).eval()
             as_exported(block, self._target)
+            if self._calibration is not None:
+                self._calibration.pass_through(block, index)
             yield block
             rows, length = self._ids.shape
             with torch.inference_mode():

@@ -29,7 +29,7 @@ MANIFEST = "diffbit.json"
 MODEL = "model.onnx"
 ONNX = "onnx/"  # the folder of the graph and its data in the layout of transformers.js
 TOKENIZER = "tokenizer.json"
-TARGETS = ("cpu", "cuda", "webgpu")  # that a graph's operators are chosen for
+TARGETS = ("cpu", "cuda", "webgpu", "onnxruntime")  # that a graph's operators are chosen for
 LOGITS, HIDDEN = "logits", "hidden_states"  # outputs of a graph
 POOLINGS = "mean", "last"  # how one vector is made of the hidden states of all tokens; the first is the default
 # Optional inputs: the first new token whose logits are computed; how many tokens each row lacks of the mask's

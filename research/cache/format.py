@@ -160,11 +160,18 @@ def divergence(exact: Tensor, other: Tensor) -> tuple[float, float]:
 
 
 @torch.inference_mode()
-def measure(model: Any, windows: Sequence[Tensor], formats: Sequence[Format], title: str = "") -> list[Scores]:
-    """Score each format on the tokens of the windows behind the UNSCORED ones."""
+def measure(
+    model: Any,
+    windows: Sequence[Tensor],
+    formats: Sequence[Any],
+    title: str = "",
+    attention: Callable[[Any], Any] = attention,
+) -> list[Scores]:
+    """Score each format on the tokens of the windows behind the UNSCORED ones. attention: of a format, or None, to its
+    attention function."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    def logits(window: Tensor, format: Format | None) -> Tensor:
+    def logits(window: Tensor, format: Any) -> Tensor:
         ALL_ATTENTION_FUNCTIONS.register("study", attention(format))
         model.config._attn_implementation = "study"
         return model(window[None], logits_to_keep=len(window) - min(UNSCORED, len(window) // 4)).logits[0]
@@ -192,7 +199,7 @@ def with_interval(numbers: Sequence[float], show: Callable[[float], str]) -> str
     return f"{value} [{', '.join(map(show, interval(numbers)))}]" if len(numbers) > 1 else value
 
 
-def rows_table(formats: Sequence[Format], scores: Sequence[Scores]) -> str:
+def rows_table(formats: Sequence[Any], scores: Sequence[Scores]) -> str:
     """Return the table: KL, and its paired difference from the first row's, with intervals over windows."""
     lines = []
     for format, row in zip(formats, scores, strict=True):
@@ -252,14 +259,20 @@ def windows_of(tokenizer: Any, text: Path, count: int, length: int) -> list[Tens
     return [ids[start : start + length] for start in starts]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(description: str | None) -> argparse.ArgumentParser:
+    """Return the options of a study of caches."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a GGUF file, or a folder of Hugging Face's")
     parser.add_argument("--text", type=Path, required=True, help="a text file")
     parser.add_argument("--windows", type=int, default=6, help="evenly spread over the text (default: %(default)s)")
     parser.add_argument("--length", type=int, default=512, help="tokens of a window (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="two rows, two windows of 96 tokens: does it run?")
     add_outputs(parser, PAGE)
+    return parser
+
+
+def read(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Any, list[Tensor]]:
+    """Return the options, the model, and the windows of the text."""
     arguments = parser.parse_args()
     if arguments.windows < 1:
         parser.error(f"--windows is {arguments.windows}, wanted 1 or more")
@@ -268,20 +281,31 @@ def main() -> None:
     for path in (arguments.model, arguments.text):
         if not path.exists():
             parser.error(f"{path} does not exist")
+    if arguments.quick:
+        arguments.windows, arguments.length = 2, 96
     torch.set_num_threads(1)
     model, tokenizer = load(arguments.model)
-    count, length = (2, 96) if arguments.quick else (arguments.windows, arguments.length)
     try:
-        windows = windows_of(tokenizer, arguments.text, count, length)
+        return arguments, model, windows_of(tokenizer, arguments.text, arguments.windows, arguments.length)
     except ValueError as error:
         parser.error(str(error))
-    formats = ROWS[:2] if arguments.quick else ROWS
-    scores = measure(model, windows, formats, "windows")
-    about = f"{describe()}. {count} windows of {length} tokens. `{command_line(__file__, sys.argv[1:])}`"
-    text = f"{about}\n\n{rows_table(formats, scores)}\n\n{first_token(model, windows)}"
+
+
+def report(arguments: argparse.Namespace, name: str, formats: Sequence[Any], scores: list[Scores], *more: str) -> None:
+    """Print the table and what `more` says, and write them to the page's place `name` if that is asked for."""
+    about = f"{describe()}. {arguments.windows} windows of {arguments.length} tokens. "
+    about += f"`{command_line(sys.argv[0], sys.argv[1:])}`"
+    text = "\n\n".join((about, rows_table(formats, scores), *more))
     print(text)
     numbers = [asdict(format) | asdict(row) for format, row in zip(formats, scores, strict=True)]
-    write_outputs(arguments, {"about": about, "rows": numbers}, {"format": text})
+    write_outputs(arguments, {"about": about, "rows": numbers}, {name: text})
+
+
+def main() -> None:
+    arguments, model, windows = read(options(__doc__))
+    formats = ROWS[:2] if arguments.quick else ROWS
+    scores = measure(model, windows, formats, "windows")
+    report(arguments, "format", formats, scores, first_token(model, windows))
 
 
 if __name__ == "__main__":
