@@ -79,7 +79,7 @@ def as_artifacts(paths: Sequence[Path], device: str, quantize: str | None = None
     from ..io.gguf import find_gguf
     from ..runtime.artifact import MANIFEST, artifact_folder
 
-    target = device_of(device).target
+    target = target_of(device)
     with TemporaryDirectory(prefix="diffbit-") as folder:
         artifacts = []
         for index, path in enumerate(paths):
@@ -112,6 +112,14 @@ def as_artifacts(paths: Sequence[Path], device: str, quantize: str | None = None
                     f"{missing}, or run `diffbit export {path} -o ARTIFACT` on another machine and pass ARTIFACT"
                 ) from None
         yield artifacts
+
+
+def target_of(device: str) -> str:
+    """Return what a model is exported for when it is about to run on a device."""
+    from ..runtime.native import library
+
+    target = device_of(device).target
+    return "onnxruntime" if target == "cpu" and library() is None else target
 
 
 def recipe(checkpoint: Checkpoint, format: str, target: str) -> dict[str, Any]:

@@ -26,8 +26,10 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from torch import nn
 
-from ..formats.base import MICROSOFT
+from ..formats import QTensor, QuantLinear
+from ..formats.base import MICROSOFT, Blocks
 from ..models import Block, ModelConfig
 from ..models.attention._attention import AttentionOptions
 from ..models.graph import GROUP_QUERY_MULTIPLE, Cache, Change, Heads
@@ -86,7 +88,11 @@ def _stored(buffer: Buffer, dtype: str, wide: int) -> Buffer:
 
 
 class GroupedGraph(DecoderGraph):
-    """Builds the graph as its base class does, with other nodes for attention."""
+    """Builds the graph as its base class does, with other nodes for attention, and for weights and tables whose format
+    is `in_blocks`: com.microsoft.MatMulNBits and GatherBlockQuantized. A tied table's codes are stored once."""
+
+    accuracy_level = 4  # of MatMulNBits: inputs are rounded to int8 in the weights' blocks, as diffbit's operators do
+    _blocks: Blocks  # of a tied quantized table
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -101,6 +107,44 @@ class GroupedGraph(DecoderGraph):
         arithmetic = getattr(block.self_attn, "arithmetic", None)
         self._scales = arithmetic if isinstance(arithmetic, FixedScales) else None
         super().block(block, index)
+
+    # ---- weights ----
+
+    def low_bit_product(self, x: ir.Value, module: QuantLinear, factor: float) -> ir.Value:
+        if not module.weight.format.in_blocks:
+            return super().low_bit_product(x, module, factor)
+        blocks = module.weight.format.blocks(module.weight)
+        return blocks.multiply(self, x, blocks.store(self, factor), self.accuracy_level)
+
+    def gather_low_bit(self, table: QTensor) -> ir.Value:
+        if not table.format.in_blocks:
+            return super().gather_low_bit(table)
+        self._blocks = blocks = table.format.blocks(table)
+        self._weight = codes, scale, zero = blocks.store(self)
+        inputs = [codes, self.input_ids, self.op("Unsqueeze", [scale, self.const([-1])])]
+        columns = blocks.codes.shape[1]
+        if zero is not None:
+            inputs.append(self.op("Unsqueeze", [zero, self.const([-1])]))
+        rows = self.op(
+            "GatherBlockQuantized",
+            inputs,
+            domain=MICROSOFT,
+            bits=blocks.bits,
+            block_size=blocks.size,
+            gather_axis=0,
+            quantize_axis=2,
+        )  # [B, S, blocks, size]
+        rows = self.op("Reshape", [rows, self.const([0, 0, -1])])
+        if columns % blocks.size:
+            rows = self.op("Slice", [rows, self.const([0]), self.const([columns]), self.const([2])])
+        return rows
+
+    def tied_head(self, x: ir.Value, head: nn.Module) -> ir.Value:
+        if not isinstance(head, QuantLinear) or not head.weight.format.in_blocks:
+            return super().tied_head(x, head)
+        return self._blocks.multiply(self, x, self._weight, self.accuracy_level)
+
+    # ---- attention ----
 
     @shared
     def _lengths(self) -> ir.Value:

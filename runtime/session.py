@@ -357,7 +357,9 @@ def slowdowns(artifact: Artifact, options: SessionOptions) -> list[str]:
         return []
     if library_for(device) is None:
         if device == "cpu":
-            return ["no native library in this installation (it was made without a C++ compiler): slower"]
+            what = "no native library in this installation (it was made without a C++ compiler): slower"
+            advice = "; an artifact of `diffbit export --target onnxruntime` is the fastest without it"
+            return [what if artifact.target == "onnxruntime" else what + advice]
         return ["no kernels for GPUs in this installation (docs/gpu.md says how to build them): slower"]
     if device == "cuda" and artifact.dtype == "fp32":
         return [
