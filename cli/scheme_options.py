@@ -104,8 +104,9 @@ class SchemeOptions:
         Path | None, typer.Option("--scheme", help="Read the whole scheme from a .json or .toml file instead.")
     ] = None
 
-    def scheme(self, *, weights_later: bool = False) -> Scheme:
-        """Return the scheme of the file or of the options. weights_later: the weights' formats are chosen afterwards.
+    def scheme(self, *, weights_later: bool = False, cache_later: bool = False) -> Scheme:
+        """Return the scheme of the file or of the options. weights_later, cache_later: the formats of the weights, or
+        of the KV cache, are chosen afterwards.
 
         Raises DiffbitError if they contradict each other, or quantize nothing.
         """
@@ -121,7 +122,8 @@ class SchemeOptions:
                 )
             return Scheme.from_file(self.scheme_file)
         formats = (self.weights, self.embedding, self.head, self.kv, self.qk, self.states)
-        if all(format in (None, "none") for format in formats) and not self.override and not weights_later:
+        is_later = weights_later or cache_later
+        if all(format in (None, "none") for format in formats) and not self.override and not is_later:
             raise DiffbitError(
                 "nothing to quantize: pass --weights FORMAT, --embedding, --head, --kv FORMAT, --qk FORMAT, --states "
                 "FORMAT, --override or --scheme FILE"
@@ -133,21 +135,25 @@ class SchemeOptions:
             embedding=embedding,
             head=head,
             activations=self.activations,
-            attention=self._attention(),
+            attention=self._attention(cache_later),
             overrides=tuple(parse_override(text) for text in self.override or ()),
         ).check_offered()
 
-    def _attention(self) -> AttentionScheme:
+    def _attention(self, cache_later: bool) -> AttentionScheme:
         from ..quantize import AttentionScheme
         from ..quantize.scheme import parse_kv
 
+        if cache_later and self.kv is not None:
+            raise DiffbitError(
+                "--kv names the formats of the KV cache, and --kv-size chooses them; leave out one of them"
+            )
         cache = parse_kv("none" if self.kv is None else self.kv)
         scheme = AttentionScheme(
             qk=None if self.qk == "none" else self.qk, keys=cache["keys"], values=cache["values"], states=self.states
         )
         counts = {"window": self.kv_window, "first": self.kv_first}
         changes: dict[str, Any] = {name: count for name, count in counts.items() if count is not None}
-        if changes and not scheme.has_window:
+        if changes and not (scheme.has_window or cache_later):
             raise DiffbitError(
                 f"--kv-{next(iter(changes))} is for an int4, int3 or int2 cache; pass --kv int4, int3 or int2, or "
                 "leave it out"

@@ -25,14 +25,17 @@ from ...cli.scheme_options import MaxMemory, MethodOptions, Model, SchemeOptions
 from ...devices import dtype_for
 from ...io.drawing import check_plot
 from ...io.errors import DiffbitError
+from ...io.fields import located
 from ...io.files import locked, parse_size
 
 if TYPE_CHECKING:
     from ...calib_data import Windows
-    from ...quantize.allocation import Allocation, LayerChoice
+    from ...quantize import Scheme
+    from ...quantize.allocation import Allocation, CacheAllocation, LayerChoice
     from .plan import Forecast
 
-WINDOWS, LENGTH = 16, 256  # of the text, unless losses are measured
+WEIGHTS_TEXT = 16, 256  # windows of text and their length, unless losses of weights are measured
+CACHE_TEXT = 8, 512  # the more tokens, the more of them are in low bits
 
 EXAMPLES = {
     "plan": (
@@ -42,6 +45,8 @@ EXAMPLES = {
     ),
     "allocate": (
         "diffbit allocate out/demo/diff_v1 --bits 4.5 --method gptq -o out/scheme.toml",
+        "diffbit allocate out/demo/diff_v1 --kv-size 500B -o out/cache.toml",
+        "diffbit allocate out/demo/diff_v1 --bits 4.5 --kv-size 500B -o out/both.toml",
         "diffbit allocate out/demo/diff_v1 --bits 4 --candidates int2_g64,int4_g32,int8 --plot mixed.svg -o four.json",
     ),
 }
@@ -134,6 +139,15 @@ def allocate(
             help="Total size of the fp32 artifact: 40MB, 40MiB, 1.2GB, ...",
         ),
     ] = None,
+    kv_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Size of the KV cache of a token, all layers together, such as 4.7KB: choose a format for the keys "
+            "and one for the values of each layer, out of fp16, int8, int4, int3 and int2. Alone, or with --bits or "
+            "--size.",
+        ),
+    ] = None,
     candidates: Annotated[
         str | None,
         typer.Option(
@@ -161,54 +175,92 @@ def allocate(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Choose a format for each linear layer, the embedding and the head, so that the model loses least within a number
-    of bits or bytes.
+    """Choose formats so that the model loses least within a number of bits or bytes: for the weights of each linear
+    layer, the embedding and the head, and for the keys and values of each layer in the KV cache.
 
-    The loss of a format in a layer is the KL divergence from the float model. It is estimated from gradients on 16
-    windows of 256 tokens of text; the float model must fit in memory. The formats that lower the loss most per byte are
-    taken. The result is a scheme for `diffbit quantize --scheme`; use it with the same --method.
+    The loss of a format in a layer is the KL divergence from the float model. It is estimated from gradients on a few
+    windows of text; the float model must fit in memory. The formats that lower the loss most per byte are taken. The
+    result is a scheme for `diffbit quantize --scheme`; use it with the same --method.
     """
-    _check(bits, size, output, plot, overwrite)
+    for_weights = bits is not None or size is not None
+    _check(bits, size, kv_size, output, plot, overwrite)
+    if not for_weights and (candidates is not None or measure or plot is not None):
+        raise DiffbitError(
+            "--candidates, --measure and --plot are for the formats of weights; pass --bits or --size, too"
+        )
     with locked(output):  # from the start: minutes of work come before the file
-        _check(bits, size, output, plot, overwrite)  # again: another process may have written it since
+        _check(bits, size, kv_size, output, plot, overwrite)  # again: another process may have written it since
         nbytes = None if size is None else parse_size(size)
-        scheme = options.scheme(weights_later=True)
+        with located("--kv-size"):
+            kv_nbytes = None if kv_size is None else parse_size(kv_size)
+        scheme = options.scheme(weights_later=for_weights, cache_later=kv_nbytes is not None)
         from ...models import Checkpoint
         from ...quantize.allocation import allocate as choose
+        from ...quantize.allocation import allocate_cache
 
-        method = resolve_method(Checkpoint(model), scheme, rounding, is_mix=True)
-        text = _text(model, rounding, measure)
+        allocation = cache = None
+        if kv_nbytes is not None:
+            text = _text(model, rounding, *CACHE_TEXT)
+            cache = allocate_cache(
+                model,
+                kv_nbytes,
+                attention=scheme.attention,
+                calibration=text.ids,
+                calibration_mask=text.mask,
+                seed=seed,
+                device=torch_device(device),
+            )
+        if for_weights:
+            method = resolve_method(Checkpoint(model), scheme, rounding, is_mix=True)
+            text = _text(model, rounding, *((None, None) if measure else WEIGHTS_TEXT))
+            allocation = choose(
+                model,
+                bits=bits,
+                nbytes=nbytes,
+                scheme=scheme,
+                candidates=None if candidates is None else candidates.split(","),
+                tables=not measure and options.embedding is None and options.head is None,
+                method=method,
+                calibration=text.ids,
+                calibration_mask=text.mask,
+                measuring=measure,
+                seed=seed,
+                device=torch_device(device),
+            )
+            scheme = allocation.scheme
+        if cache is not None:
+            scheme = replace(scheme, attention=cache.attention)
+            allocation = None if allocation is None else replace(allocation, scheme=scheme)
+        _report(scheme, allocation, cache, output, plot, as_json)
 
-        allocation = choose(
-            model,
-            bits=bits,
-            nbytes=nbytes,
-            scheme=scheme,
-            candidates=None if candidates is None else candidates.split(","),
-            tables=not measure and options.embedding is None and options.head is None,
-            method=method,
-            calibration=text.ids,
-            calibration_mask=text.mask,
-            measuring=measure,
-            seed=seed,
-            device=torch_device(device),
-        )
-        _report(allocation, output, plot, as_json)
 
-
-def _report(allocation: Allocation, output: Path, plot: Path | None, as_json: bool) -> None:
+def _report(
+    scheme: Scheme,
+    allocation: Allocation | None,
+    cache: CacheAllocation | None,
+    output: Path,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
     """Write the scheme and the plot, and print the losses."""
     from .plot import plot_allocation
     from .scheme_file import write_scheme
 
-    write_scheme(allocation.scheme, output)
-    if plot is not None:
+    write_scheme(scheme, output)
+    if plot is not None and allocation is not None:
         plot_allocation(allocation.to_dict(), plot)
     if as_json:
-        print_json({"output": str(output), **allocation.to_dict()})
+        of_weights = {} if allocation is None else allocation.to_dict()
+        of_cache = {} if cache is None else {"cache": cache.to_dict()}
+        print_json({"output": str(output), **of_weights, **of_cache})
         return
-    print_table(_rows(allocation), title="loss of each layer")
-    remark(_summary(allocation, output))
+    if allocation is not None:
+        print_table(_rows(allocation), title="loss of each layer")
+        remark(_summary(allocation))
+    if cache is not None:
+        print_table(_cache_rows(cache), title="loss of the KV cache of each layer")
+        remark(_cache_summary(cache))
+    remark(f"the scheme is in {output}")
 
 
 def _text_shape(model: Path, context: int, rounding: MethodOptions, needed: bool) -> tuple[int, int] | None:
@@ -221,24 +273,28 @@ def _text_shape(model: Path, context: int, rounding: MethodOptions, needed: bool
     return shape
 
 
-def _text(model: Path, rounding: MethodOptions, measure: bool) -> Windows:
-    """Read the calibration text: by default a few short windows, for estimates."""
+def _text(model: Path, rounding: MethodOptions, windows: int | None, length: int | None) -> Windows:
+    """Read the calibration text. windows, length: instead of the usual number and length, unless the user chose."""
     from ...models import Checkpoint
 
-    if not measure:
-        length = rounding.length or min(LENGTH, Checkpoint(model).config.max_position)
-        windows = WINDOWS if rounding.max_windows is None else rounding.max_windows
+    if windows is not None and length is not None:
+        length = rounding.length or min(length, Checkpoint(model).config.max_position)
+        windows = windows if rounding.max_windows is None else rounding.max_windows
         rounding = replace(rounding, max_windows=windows, length=length)
     text = rounding.text(model, "the choice of formats")
     assert text is not None  # the choice needs it
     return text
 
 
-def _check(bits: float | None, size: str | None, output: Path, plot: Path | None, overwrite: bool) -> None:
+def _check(
+    bits: float | None, size: str | None, kv_size: str | None, output: Path, plot: Path | None, overwrite: bool
+) -> None:
     if plot is not None:
         check_plot(plot)
-    if (bits is None) == (size is None):
-        raise DiffbitError("pass a budget, --bits or --size, and only one of them")
+    if bits is not None and size is not None:
+        raise DiffbitError("pass a budget for the weights, --bits or --size, and only one of them")
+    if bits is None and size is None and kv_size is None:
+        raise DiffbitError("pass a budget: --bits or --size for the weights, --kv-size for the KV cache, or both")
     if output.suffix not in (".toml", ".json"):
         raise DiffbitError(f"--output is {output}, wanted a name that ends in .toml or .json")
     if output.exists() and not overwrite:
@@ -269,7 +325,27 @@ def _rows(allocation: Allocation) -> list[dict[str, Any]]:
     ]
 
 
-def _summary(allocation: Allocation, output: Path) -> str:
+def _cache_rows(cache: CacheAllocation) -> list[dict[str, Any]]:
+    """Return a row per layer: the formats of its keys and values, their bytes a token, and their loss."""
+    rows: dict[str, dict[str, Any]] = {}
+    for part in cache.layers:
+        layer, name = part.name.removeprefix("model.").split()
+        row = rows.setdefault(layer, {"layer": layer, "keys": "", "values": "", "bytes a token": 0, "KL": 0.0})
+        row[name] = part.format
+        row["bytes a token"] += part.nbytes
+        row["KL"] += part.loss
+    return [row | {"KL": f"{row['KL']:.2e}"} for row in rows.values()]
+
+
+def _cache_summary(cache: CacheAllocation) -> str:
+    return (
+        f"the KV cache takes {cache.nbytes:,.0f} bytes a token, {cache.bits:.2f} bits a number; KL from a float cache: "
+        f"{cache.measured:.4g} nats per token ({cache.predicted:.4g} predicted from {cache.tokens:,} tokens of "
+        "calibration text)"
+    )
+
+
+def _summary(allocation: Allocation) -> str:
     costly = sorted(allocation.layers, key=lambda layer: layer.loss, reverse=True)[:3]
     names = ", ".join(f"{layer.name.removeprefix('model.')} ({layer.format})" for layer in costly)
     replaced = f", with {allocation.stand_in} in place of {allocation.method}"
@@ -278,5 +354,5 @@ def _summary(allocation: Allocation, output: Path) -> str:
     return (
         f"{allocation.bits_per_weight:.3f} bits per weight over the layers chosen; KL from the float model: {loss} "
         f"({predicted}{'' if allocation.stand_in is None else replaced}); most sensitive layers: {names}; the artifact "
-        f"takes at most {allocation.model_nbytes / 1e6:,.2f} MB; the scheme is in {output}"
+        f"takes at most {allocation.model_nbytes / 1e6:,.2f} MB"
     )

@@ -155,7 +155,7 @@ def allocate(
     budget = space.budget(bits, nbytes)
     ranked = space.nearest(budget)
     windows = Tokens(checkpoint.config, calibration, calibration_mask, device)
-    _check_memory(checkpoint, windows, copies=2 if recipe.transforms else 1)
+    check_memory(checkpoint, windows, copies=2 if recipe.transforms else 1)
     stand_in = STAND_IN if recipe.rounding.round_layer is not None else None
     rounding = find(stand_in) if stand_in else recipe.rounding
 
@@ -170,7 +170,7 @@ def allocate(
         transform = Recipe(recipe.name, recipe.transforms, no_rounding)
         nearest = {module: row[0] for module, row in ranked.items()}
         transformed = apply(decoder, space.to_scheme(nearest), transform, windows.ids, windows.mask)
-    sample = _sample(windows)
+    sample = sample_of(windows)
     exact = list(predictions(decoder, sample))
     base = transformed if scheme == Scheme() else rounded(transformed, scheme, Recipe(recipe.name, (), rounding))
     start = 0.0 if base is decoder else divergence(exact, predictions(base, sample), sample)
@@ -190,7 +190,7 @@ def allocate(
     return replace(allocation, measured=divergence(exact, predictions(chosen, sample), sample))
 
 
-def _sample(windows: Tokens) -> Tokens:
+def sample_of(windows: Tokens) -> Tokens:
     """Return about SAMPLE tokens, in windows spread evenly."""
     count = min(len(windows.ids), max(1, SAMPLE // windows.ids.shape[1]))
     rows = torch.arange(count, device=windows.ids.device) * len(windows.ids) // count
@@ -357,7 +357,7 @@ def allocation_demand(config: ModelConfig, windows: int, length: int, copies: in
     return 4 * (numbers + max(activations, 2 * sample * config.vocab_size)) + num_parameters(config)
 
 
-def _check_memory(checkpoint: Checkpoint, windows: Tokens, copies: int) -> None:
+def check_memory(checkpoint: Checkpoint, windows: Tokens, copies: int) -> None:
     """Raise an error if the float model does not fit in memory, before the process is killed halfway."""
     count, length = windows.ids.shape
     needed, free = allocation_demand(checkpoint.config, count, length, copies), available_memory()
