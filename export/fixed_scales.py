@@ -13,7 +13,7 @@ is added to the output. It is the row of the first token, which nearly all heads
 
 Offsets and scales come from the text `mix` (calib_data), which passes through the model while that is exported, with
 keys and values in float. A number takes 8 bits, and a row has no scale. There is no int4: with fixed scales it loses
-20 times as much as rows with their own (research/cache/README.md).
+19 times as much as rows with their own (research/cache/README.md).
 """
 
 from __future__ import annotations
