@@ -10,7 +10,7 @@ sensitivity  losses as they are estimated, from one forward and one backward pas
 losses       losses as they are measured, and the divergence of two models
 """
 
-from .cache import CacheAllocation, allocate_cache
 from .mixed import Allocation, LayerChoice, allocate, allocation_demand
+from .mixed_cache import CacheAllocation, allocate_cache
 
 __all__ = ["Allocation", "CacheAllocation", "LayerChoice", "allocate", "allocate_cache", "allocation_demand"]

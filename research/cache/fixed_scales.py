@@ -131,7 +131,7 @@ def main() -> None:
 
     own = [row for row in OWN if row.name.startswith(("int8", "as it is"))]
     rows = ROWS[:2] if arguments.quick else (*ROWS, *own)
-    report(arguments, "fixed scales", rows, measure(model, windows, rows, "windows", attention_of))
+    report(arguments, "fixed_scales", rows, measure(model, windows, rows, "windows", attention_of))
 
 
 if __name__ == "__main__":

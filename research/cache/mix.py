@@ -25,8 +25,8 @@ from diffbit.io.progress import track
 from diffbit.models import Checkpoint, Decoder, load
 from diffbit.models.attention import Attention
 from diffbit.quantize import AttentionScheme
-from diffbit.quantize.allocation.cache import cache_sizes, estimate_cache, to_attention
 from diffbit.quantize.allocation.mixed import choose
+from diffbit.quantize.allocation.mixed_cache import cache_sizes, estimate_cache, to_attention
 from diffbit.quantize.attention import set_attention
 from diffbit.quantize.calibration import Tokens
 from diffbit.quantize.device_cache import cache_bits

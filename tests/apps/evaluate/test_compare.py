@@ -316,7 +316,7 @@ def test_outputs(checkpoints: list[Path], text: Windows, tmp_path: Path) -> None
     assert stored["results"][1]["ratio"].keys() == {"value", "low", "high"}
     with open(tmp_path / "c.csv", newline="") as file:
         table = list(csv.DictReader(file))
-    assert len(table) == len(result.results) == len(result.rows()) == 8
+    assert len(table) == len(result.results) == len(result.rows()) == 10
     assert table[1]["recovered"] == table[1]["recovered_low"] == "" and stored["calibration"] is None
     assert float(table[1]["kl_high"]) == result.results[1].kl.high
     assert table[1]["model"] == "DIFF" and result.rows()[1]["format"] == "int4_g64"
