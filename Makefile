@@ -9,6 +9,7 @@
 # make test-all    all tests (`bash .ci/run all` also installs what some of them need and skip without)
 # make develop     sets up .venv with what the tests need
 # make arm64       an ARM Python with ONNX Runtime, with which the tests run whole artifacts on qemu-aarch64
+# make windows     ONNX Runtime's DLL, with which the tests run an artifact on wine
 # make fuzz        reads 50,000 damaged files, writes texts under 20,000 schemas and grammars, and reads other programs'
 #                  metadata (tests/fuzz); `make test-all` a part of each
 # make kill        kills commands before every step that changes the disk (tests/kill); `make test-all` before some of them
@@ -20,7 +21,8 @@
 # make accuracy    renews the tables of research/weights and research/attention, on the models of examples/nano and nano_1k,
 #                  on 18 small models that it trains, and on SmolLM2; about four hours of one core
 # make wheels      dist/: wheels with the library inside for any Linux on x86-64 and on ARM, of which one is cross-compiled
-#                  (g++-aarch64-linux-gnu), and the source distribution (docs/packages.md)
+#                  (g++-aarch64-linux-gnu), for Windows, macOS and musl, which ziglang compiles, and the source
+#                  distribution (docs/packages.md)
 # make lowest      runs the quick tests with the oldest releases of Python packages that pyproject.toml allows (build/lowest;
 #                  torch's of that time brings 3 GB of CUDA)
 # make sbom        out/sbom.json: the packages that diffbit[cpu] installs, in CycloneDX (docs/packages.md)
@@ -48,7 +50,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 # Targets that install share one environment
 .NOTPARALLEL:
 .DEFAULT_GOAL := build
-.PHONY: build ready develop demo demo-smollm2 test test-all fuzz soak kill lint arm64 null-test bench-kernels models accuracy \
+.PHONY: build ready develop demo demo-smollm2 test test-all fuzz soak kill lint arm64 windows null-test bench-kernels models accuracy \
     wheels lowest sbom docs clean
 
 build: ready
@@ -109,6 +111,10 @@ arm64: ready
 	@$(SAY) "an ARM Python for qemu: a minute, and the time that the download takes" \
 	    bash tests/native/arm64.sh build/native/arm64 $(BIN)/python
 
+windows: ready
+	@$(SAY) "ONNX Runtime for Windows: the time that the download takes" \
+	    bash tests/native/windows.sh build/native/windows $(BIN)/python
+
 bench-kernels: ready
 	@$(SAY) "the kernels beside ONNX Runtime's: some minutes" $(BIN)/python benchmarks/kernels.py
 
@@ -127,6 +133,8 @@ wheels: develop
 	@SKBUILD_CMAKE_DEFINE='DIFFBIT_CUDA=ON;DIFFBIT_CUDA_ARCHITECTURES=all' $(SAY) "the wheel for x86-64: some minutes" \
 	    bash deploy/wheel.sh x86_64 dist $(BIN)/python
 	@$(SAY) "the wheel for ARM: some minutes" bash deploy/wheel.sh aarch64 dist $(BIN)/python
+	@for system in win_amd64 win_arm64 macosx_11_0_arm64 macosx_11_0_x86_64 musllinux_1_2_x86_64 musllinux_1_2_aarch64; do \
+	    $(SAY) "the wheel for $$system: some minutes" bash deploy/wheel.sh $$system dist $(BIN)/python || exit; done
 	@$(BIN)/python -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")'
 	@ls -l dist
 

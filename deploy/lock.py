@@ -5,6 +5,7 @@
 locks/pip.txt        pip, and what builds packages that have no wheel
 locks/python.txt     what `make develop` installs, but torch, whose file depends on the index
 locks/arm64.txt      for the emulated ARM Python of tests/native/arm64.sh
+locks/windows.txt    for tests/native/windows.sh
 locks/ortmodel.txt   for tests/apps/hub/test_ortmodel.py
 locks/openvino.txt   for tests/runtime/test_devices.py: another ONNX Runtime, which lies in a folder of its own
 """
@@ -24,6 +25,8 @@ LISTS: dict[str, list[str]] = {
     "python": [".[cpu,lab,serve,structured,hub,web,dev,docs]"],
     "arm64": [*ARM64, "--python-version=3.11", "--implementation=cp", "--only-binary=:all:", "--target=unused",
               "numpy", "onnxruntime", "tokenizers", "typer", "rich"],
+    "windows": ["--platform=win_amd64", "--python-version=3.11", "--implementation=cp", "--only-binary=:all:",
+                "--target=unused", "--no-deps", "onnxruntime"],
 }  # fmt: skip
 # optimum-onnx wants an older transformers; the rest comes from the environment
 ORTMODEL = ["--no-deps", "optimum-onnx==0.1.0", "optimum==2.1.0", "transformers==4.57.6", "tokenizers<0.23",

@@ -21,6 +21,9 @@
 #endif
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
+#elif defined(__aarch64__) && defined(_WIN32)
+// Of windows.h, whose macros would rename what is declared here
+extern "C" __declspec(dllimport) int __stdcall IsProcessorFeaturePresent(unsigned long feature);
 #endif
 
 namespace diffbit {
@@ -63,13 +66,17 @@ struct Processor {
   }
 #elif defined(__aarch64__) && defined(__linux__)
   Processor() : neon(getauxval(AT_HWCAP) & HWCAP_ASIMDDP), i8mm(neon && getauxval(AT_HWCAP2) & HWCAP2_I8MM) {}
-#elif defined(__aarch64__)
+#elif defined(__aarch64__) && defined(__APPLE__)
   Processor() : neon(true) {  // all of Apple's have it, i8mm not
-#ifdef __APPLE__
     int has = 0;
     size_t size = sizeof has;
     i8mm = sysctlbyname("hw.optional.arm.FEAT_I8MM", &has, &size, nullptr, 0) == 0 && has;
-#endif
+  }
+#elif defined(__aarch64__) && defined(_WIN32)
+  Processor() {
+    constexpr unsigned long DOT_PRODUCTS = 43, I8MM = 66;  // PF_ARM_V82_{DP,I8MM}_INSTRUCTIONS_AVAILABLE
+    neon = IsProcessorFeaturePresent(DOT_PRODUCTS);
+    i8mm = neon && IsProcessorFeaturePresent(I8MM);  // an older Windows does not know it and says no
   }
 #elif defined(__wasm__)
   Processor() : wasm128(true) {}  // a module with SIMD128 loads only where there is SIMD128

@@ -14,7 +14,11 @@
 #include "../cuda/ops.h"
 #endif
 
+#ifdef _WIN32
+#define DIFFBIT_EXPORT __declspec(dllexport)
+#else
 #define DIFFBIT_EXPORT __attribute__((visibility("default")))
+#endif
 
 namespace diffbit {
 namespace {

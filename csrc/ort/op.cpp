@@ -2,6 +2,9 @@
 
 #include <cstdlib>
 #include <cstring>
+#ifdef _WIN32
+#include <malloc.h>
+#endif
 
 namespace diffbit {
 
@@ -180,6 +183,21 @@ DeviceScratch::~DeviceScratch() {
   ort::call<void>(api_, ort::ReleaseAllocator, allocator_);
 }
 
+namespace {
+
+#ifdef _WIN32
+void* aligned_memory(size_t bytes, size_t alignment) { return _aligned_malloc(bytes, alignment); }
+void free_aligned(void* memory) { _aligned_free(memory); }
+#else
+void* aligned_memory(size_t bytes, size_t alignment) {
+  void* memory = nullptr;
+  return posix_memalign(&memory, alignment, bytes) ? nullptr : memory;
+}
+void free_aligned(void* memory) { std::free(memory); }
+#endif
+
+}  // namespace
+
 void* scratch(int slot, size_t bytes) {
   constexpr size_t ALIGNMENT = 64;
 #if defined(__SANITIZE_ADDRESS__)  // a new block of exactly this size each time, so reading beyond it is detected
@@ -193,16 +211,16 @@ void* scratch(int slot, size_t bytes) {
     void* data[SCRATCH_SLOTS] = {};
     size_t size[SCRATCH_SLOTS] = {};
     ~Buffers() {
-      for (void* buffer : data) std::free(buffer);
+      for (void* buffer : data) free_aligned(buffer);
     }
   };
   thread_local Buffers buffers;
   if (!KEEP || buffers.size[slot] < bytes) {
     const size_t rounded_up = (bytes + STEP - 1) / STEP * STEP;
-    std::free(buffers.data[slot]);
+    free_aligned(buffers.data[slot]);
     buffers.size[slot] = 0;
-    buffers.data[slot] = nullptr;
-    if (posix_memalign(&buffers.data[slot], ALIGNMENT, rounded_up)) throw std::bad_alloc();
+    buffers.data[slot] = aligned_memory(rounded_up, ALIGNMENT);
+    if (!buffers.data[slot]) throw std::bad_alloc();
     buffers.size[slot] = rounded_up;
   }
   return buffers.data[slot];

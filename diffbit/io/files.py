@@ -93,7 +93,7 @@ def make_folder(folder: Path) -> None:
 def locked(path: str | Path) -> Iterator[None]:
     """Keep other processes and threads from writing to `path`, a file or folder, and remove leftovers of killed runs.
 
-    The lock is the file `.NAME.lock` beside it. Systems without locks (Windows, some network file systems) are not
+    The lock is the file `.NAME.lock` beside it. Some network file systems have no locks, so names there are not
     protected. A thread may lock a path twice. Raises Busy if another thread or process holds the lock.
     """
     path = Path(path)

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <list>
 #include <map>
 #include <string>
@@ -25,7 +26,7 @@ int main(int argc, char** argv) try {
   Ort::Env env(ORT_LOGGING_LEVEL_ERROR);
   Ort::SessionOptions options;
   Ort::ThrowOnError(RegisterCustomOps(options, OrtGetApiBase()));
-  Ort::Session session(env, (std::string(argv[1]) + "/model.onnx").c_str(), options);
+  Ort::Session session(env, (std::filesystem::path(argv[1]) / "model.onnx").c_str(), options);
 
   Ort::AllocatorWithDefaultOptions allocator;
   const Ort::MemoryInfo cpu = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);

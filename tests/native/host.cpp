@@ -20,8 +20,6 @@
 //   output TYPE                 or "output TYPE INPUT": in the memory of that input, as a bound KV cache is
 //   end
 // RESULTS has for each node "node NAME", then "error SENTENCE" or "output TYPE DIMENSION..." with bytes, then "end".
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -31,12 +29,23 @@
 #include <iostream>
 #include <map>
 #include <memory>
+#include <new>
 #include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "../../csrc/ort/abi.h"
+
+#ifdef _WIN32  // of windows.h, whose macros would rename what abi.h declares
+extern "C" {
+__declspec(dllimport) void* __stdcall LoadLibraryA(const char* path);
+__declspec(dllimport) void* __stdcall GetProcAddress(void* library, const char* name);
+__declspec(dllimport) unsigned long __stdcall GetLastError();
+}
+#else
+#include <dlfcn.h>
+#endif
 
 using namespace diffbit;
 
@@ -87,6 +96,22 @@ constexpr int64_t MOST_BYTES = int64_t{1} << 32;
   std::exit(2);
 }
 
+#ifdef _WIN32
+void* load(const char* path) {
+  void* library = LoadLibraryA(path);
+  if (!library) fail(std::string(path) + ": error " + std::to_string(GetLastError()));
+  return library;
+}
+void* symbol(void* library, const char* name) { return GetProcAddress(library, name); }
+#else
+void* load(const char* path) {
+  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (!library) fail(dlerror());
+  return library;
+}
+void* symbol(void* library, const char* name) { return dlsym(library, name); }
+#endif
+
 int element_bytes(int type) {
   switch (type) {
     case ort::UINT8: case ort::INT8: return 1;
@@ -114,11 +139,11 @@ std::shared_ptr<OrtValue> new_tensor(int type, std::vector<int64_t> shape, bool 
   value->info = {type, std::move(shape)};
   value->bytes = static_cast<size_t>(bytes);
   if (bytes) {
-    constexpr size_t ALIGNMENT = 64;
+    constexpr std::align_val_t ALIGNMENT{64};
     const size_t offset = aligned ? 0 : static_cast<size_t>(element_bytes(type));
-    void* block = nullptr;
-    if (posix_memalign(&block, ALIGNMENT, offset + value->bytes)) return nullptr;
-    value->block = std::shared_ptr<void>(block, std::free);
+    void* block = ::operator new(offset + value->bytes, ALIGNMENT, std::nothrow);
+    if (!block) return nullptr;
+    value->block = std::shared_ptr<void>(block, [](void* memory) { ::operator delete(memory, ALIGNMENT); });
     value->data = static_cast<char*>(block) + offset;
     std::memset(value->data, 0xff, value->bytes);
   }
@@ -262,15 +287,17 @@ OrtStatus* get_allocator(const OrtKernelContext*, const OrtMemoryInfo*, OrtAlloc
 
 void release_allocator(OrtAllocator* allocator) { delete reinterpret_cast<char*>(allocator); }
 
+constexpr std::align_val_t SCRATCH_ALIGNMENT{256};
+
 OrtStatus* get_scratch(const OrtKernelContext*, const OrtMemoryInfo*, size_t bytes, void** out) {
-  constexpr size_t ALIGNMENT = 256;
-  if (posix_memalign(out, ALIGNMENT, bytes)) return status("out of memory");
+  *out = ::operator new(bytes, SCRATCH_ALIGNMENT, std::nothrow);
+  if (!*out) return status("out of memory");
   std::memset(*out, 0xff, bytes);
   return nullptr;
 }
 
 OrtStatus* free_scratch(OrtAllocator*, void* memory) {
-  std::free(memory);
+  ::operator delete(memory, SCRATCH_ALIGNMENT);
   return nullptr;
 }
 
@@ -491,16 +518,15 @@ void write(std::ostream& file, const Result& result) {
 
 int main(int count, char** arguments) {
   if (count != 2 && count != 5 && count != 6) fail("wanted LIBRARY, or LIBRARY NODES RESULTS THREADS [PROVIDER]");
-  void* library = dlopen(arguments[1], RTLD_NOW | RTLD_LOCAL);
-  if (!library) fail(dlerror());
+  void* library = load(arguments[1]);
   if (count == 2) {
-    const auto isas = reinterpret_cast<const char* (*)()>(dlsym(library, "diffbit_isas"));
+    const auto isas = reinterpret_cast<const char* (*)()>(symbol(library, "diffbit_isas"));
     if (!isas) fail("the library has no diffbit_isas");
     std::cout << isas() << "\n";
     return 0;
   }
   const auto register_ops =
-      reinterpret_cast<OrtStatus* (*)(OrtSessionOptions*, const OrtApiBase*)>(dlsym(library, "RegisterCustomOps"));
+      reinterpret_cast<OrtStatus* (*)(OrtSessionOptions*, const OrtApiBase*)>(symbol(library, "RegisterCustomOps"));
   if (!register_ops) fail("the library has no RegisterCustomOps");
   const OrtApiBase base = {[](uint32_t version) { return version == ort::API_VERSION ? api() : nullptr; },
                            [] { return "a stand-in"; }};

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -29,6 +31,17 @@ NUMPY = (np.float32, np.uint8, np.int8, np.int64, np.float16, np.float64, ml_dty
 TYPES = {code: np.dtype(dtype) for code, dtype in zip((1, 2, 3, 7, 10, 11, 16), NUMPY, strict=True)}  # ONNX's code
 CODES = {dtype: code for code, dtype in TYPES.items()}
 REQUIRE = "DIFFBIT_REQUIRE_CROSS"  # set where a missing tool must fail the tests, as in CI
+
+MUSL = "/lib/ld-musl-x86_64.so.1"  # its loader
+WINE = ROOT / "build" / "native" / "wine"  # what wine takes for a disk with Windows
+# without its messages about what a program asks it for
+WINE_ENVIRONMENT = {"WINEPREFIX": str(WINE), "WINEDEBUG": "-all"}
+
+
+def _by_zig(target: str) -> list[str]:
+    toolchain = [f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'csrc' / 'zig.cmake'}", f"-DDIFFBIT_PYTHON={sys.executable}"]
+    return ["-G", "Unix Makefiles", "-DDIFFBIT_CUDA=OFF", f"-DDIFFBIT_TARGET={target}", *toolchain]
+
 
 # what CMake is told, what runs the result, and the packages of Debian that bring the tools
 KINDS = {
@@ -49,6 +62,9 @@ KINDS = {
         ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu"],
         {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64": "qemu-user"},
     ),
+    # by ziglang (csrc/zig.cmake): what Windows and Alpine load, on wine and on Debian's copy of musl
+    "x86_64-windows": (_by_zig("x86_64-windows-gnu"), ["wine"], {"wine": "wine wine64"}),
+    "x86_64-musl": (_by_zig("x86_64-linux-musl"), [MUSL], {MUSL: "musl"}),
 }
 
 
@@ -58,17 +74,18 @@ class Build:
 
     folder: Path
     runner: tuple[str, ...]
-    library: str
+    library: Path
+    host: Path
 
     def _call(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        library = self.folder / f"lib{self.library}.so"
-        command = [*self.runner, str(self.folder / "diffbit_host"), str(library), *arguments]
+        command = [*self.runner, str(self.host), str(self.library), *arguments]
         environment = {
             **os.environ,
             # memory that nobody wrote is no longer zero by chance
             "ASAN_OPTIONS": "max_malloc_fill_size=1073741824:malloc_fill_byte=255",
             "UBSAN_OPTIONS": "print_stacktrace=1",
             "TSAN_OPTIONS": "halt_on_error=1",
+            **WINE_ENVIRONMENT,
             **environment,
         }
         return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
@@ -158,8 +175,23 @@ def build(kind: str) -> Build:
     missing = [package for tool, package in tools.items() if not shutil.which(tool)]
     if missing:
         skip(f"needs apt-get install --no-install-recommends {' '.join(missing)}")
+    if any("zig.cmake" in option for option in options) and importlib.util.find_spec("ziglang") is None:
+        skip("needs pip install ziglang")
+    if "wine" in runner:
+        windows_disk()
     library = "diffbit_ops_emulated" if kind == "emulated" else "diffbit_ops"
-    return Build(_built(kind, options, library, "diffbit_host"), tuple(runner), library)
+    folder = _built(kind, options, library, "diffbit_host")
+    names = (f"{library}.dll", "diffbit_host.exe") if "wine" in runner else (f"lib{library}.so", "diffbit_host")
+    return Build(folder, tuple(runner), *(folder / name for name in names))
+
+
+def windows_disk() -> None:
+    """Let wine make its disk, once."""
+    WINE.parent.mkdir(parents=True, exist_ok=True)
+    with open(WINE.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (WINE / "system.reg").exists():
+            subprocess.run(["wine", "wineboot", "--init"], env=os.environ | WINE_ENVIRONMENT, capture_output=True)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The whole table of cases, on every instruction set, under sanitizers and on an emulated ARM processor.
+"""The whole table of cases, on every instruction set, under sanitizers, on an emulated ARM processor, on wine and musl.
 
 The host (host.cpp) holds every tensor in a block of exactly its size, computes each node by two callers at once
 where there is more than one thread, and turns the order of tasks around: the bits must not change.
@@ -23,6 +23,8 @@ HOSTS = [("sanitized", isa) for isa in SETS if isa != "neon" or HERE == "aarch64
 HOSTS += [
     ("threads", "neon" if HERE == "aarch64" else "avx2"),
     *(("aarch64", isa) for isa in ("i8mm", "neon", "scalar")),
+    *(("x86_64-windows", isa) for isa in ("avx512vnni", "avx2", "scalar") if HERE == "x86_64"),
+    *(("x86_64-musl", isa) for isa in ("avx512vnni", "avx2") if HERE == "x86_64"),
 ]
 
 

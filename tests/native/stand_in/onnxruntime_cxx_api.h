@@ -26,6 +26,11 @@ struct OrtApiBase {
 };
 const OrtApiBase* OrtGetApiBase();
 }
+#ifdef _WIN32
+using ORTCHAR_T = wchar_t;
+#else
+using ORTCHAR_T = char;
+#endif
 enum OrtAllocatorType { OrtDeviceAllocator = 0 };
 enum OrtLoggingLevel { ORT_LOGGING_LEVEL_ERROR = 3 };
 enum OrtMemType { OrtMemTypeDefault = 0 };
@@ -154,8 +159,8 @@ struct Freed {
 using AllocatedStringPtr = std::unique_ptr<char, Freed>;
 
 struct Session : Object<95> {
-  Session(const Env& env, const char* path, const SessionOptions& options) {
-    check<const void*, const char*, const void*, void**>(7, env.handle, path, options.handle, &handle);
+  Session(const Env& env, const ORTCHAR_T* path, const SessionOptions& options) {
+    check<const void*, const ORTCHAR_T*, const void*, void**>(7, env.handle, path, options.handle, &handle);
   }
   size_t GetInputCount() const { return count(30); }
   size_t GetOutputCount() const { return count(31); }
