@@ -258,6 +258,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="a text file")
     parser.add_argument("--windows", type=int, default=6, help="evenly spread over the text (default: %(default)s)")
     parser.add_argument("--length", type=int, default=512, help="tokens of a window (default: %(default)s)")
+    parser.add_argument("--heads", action="store_true", help="only say how many heads attend to the first token most")
     parser.add_argument("--quick", action="store_true", help="two rows, two windows of 96 tokens: does it run?")
     add_outputs(parser, PAGE)
     arguments = parser.parse_args()
@@ -275,10 +276,13 @@ def main() -> None:
         windows = windows_of(tokenizer, arguments.text, count, length)
     except ValueError as error:
         parser.error(str(error))
+    if arguments.heads:
+        print(first_token(model, windows))
+        return
     formats = ROWS[:2] if arguments.quick else ROWS
     scores = measure(model, windows, formats, "windows")
     about = f"{describe()}. {count} windows of {length} tokens. `{command_line(__file__, sys.argv[1:])}`"
-    text = f"{about}\n\n{rows_table(formats, scores)}\n\n{first_token(model, windows)}"
+    text = f"{about}\n\n{rows_table(formats, scores)}"
     print(text)
     numbers = [asdict(format) | asdict(row) for format, row in zip(formats, scores, strict=True)]
     write_outputs(arguments, {"about": about, "rows": numbers}, {"format": text})
