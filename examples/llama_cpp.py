@@ -40,7 +40,7 @@ class ModelParams(Fields):
 
 class ContextParams(Fields):
     _fields_ = [("bytes", ctypes.c_uint64 * 20)]
-    N_CTX, N_BATCH, N_OUTPUTS, THREADS, BATCH_THREADS, FLASH = 0, 4, 20, 28, 32, 52
+    N_CTX, N_BATCH, N_OUTPUTS, THREADS, BATCH_THREADS, FLASH, KEYS, VALUES = 0, 4, 20, 28, 32, 52, 104, 108
 
 
 class QuantizeParams(Fields):
@@ -86,9 +86,9 @@ def QUIET(level: int, text: bytes, data: object) -> None:
     pass
 
 
-def quantize(library: ctypes.CDLL, source: str, out: str) -> None:
+def quantize(library: ctypes.CDLL, source: str, out: str, type: int = Q4_0) -> None:
     options = library.llama_model_quantize_default_params()
-    options.set(QuantizeParams.FTYPE, Q4_0)
+    options.set(QuantizeParams.FTYPE, type)
     options.set(QuantizeParams.REQUANTIZE, 0x101)  # allow_requantize and quantize_output_tensor, two bools
     if code := library.llama_model_quantize(source.encode(), out.encode(), ctypes.byref(options)):
         sys.exit(f"llama.cpp could not quantize {source} ({code})")

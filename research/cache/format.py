@@ -302,10 +302,14 @@ def report(arguments: argparse.Namespace, name: str, formats: Sequence[Any], sco
 
 
 def main() -> None:
-    arguments, model, windows = read(options(__doc__))
+    parser = options(__doc__)
+    parser.add_argument("--heads", action="store_true", help="only say how many heads attend to the first token most")
+    arguments, model, windows = read(parser)
+    if arguments.heads:
+        print(first_token(model, windows))
+        return
     formats = ROWS[:2] if arguments.quick else ROWS
-    scores = measure(model, windows, formats, "windows")
-    report(arguments, "format", formats, scores, first_token(model, windows))
+    report(arguments, "format", formats, measure(model, windows, formats, "windows"))
 
 
 if __name__ == "__main__":

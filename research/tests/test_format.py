@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from diffbit.apps.convert.differential import convert
 from diffbit.ops import kv_cache
 from diffbit.ops.diff_attention_reference import cached, mixed, scores
 from research.tests.scripts import run
@@ -114,9 +115,31 @@ def test_table(tmp_path: Path) -> None:
     assert done.code == 0, done.error
     first, second = json.loads(numbers.read_text())["rows"]
     assert first["name"] == "as it is" and all(kl > 0 for kl in first["kl"] + second["kl"])
-    assert "| window 0 |" in page.read_text() and "attend to the first token" in page.read_text()
+    assert "| window 0 |" in page.read_text()
+    done = run("format.py", *arguments, "--heads")
+    assert done.code == 0 and done.output.startswith("Of 8 heads "), done.error
     text.write_text("short")
     done = run("format.py", *arguments)
     assert done.code == 2 and "tokens, wanted at least 96, a window" in done.error
     done = run("format.py", PICO, "--text", str(tmp_path / "none.txt"))
     assert done.code == 2 and "none.txt does not exist" in done.error
+
+
+def test_contexts(tmp_path: Path) -> None:
+    """The plain model in Transformers and its conversion in diffbit have the same cache, and so the same KL."""
+    page, numbers, text = tmp_path / "page.md", tmp_path / "rows.json", tmp_path / "text.txt"
+    page.write_text("".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in ("contexts", "conversion")))
+    text.write_text("def add(a, b):\n    return a + b\n" * 40)
+    copy = convert(PICO, tmp_path / "copy")
+    arguments = [PICO, "--work", str(tmp_path / "work"), "--texts", f"python={text}", "--quick"]
+    outputs = ["--json", str(numbers), "--markdown", str(page)]
+    done = run("contexts.py", *arguments, "--differential", str(copy), *outputs)
+    assert done.code == 0, done.error
+    parts = json.loads(numbers.read_text())
+    plain, converted = parts["python-96-diffbit"], parts["python-96-converted"]
+    for cache in ("int8", "int4"):
+        assert converted[cache]["kl"] == pytest.approx(plain[cache]["kl"], rel=0.02)
+    ratio = sum(converted["int4"]["kl"]) / sum(plain["int4"]["kl"])
+    assert "| 96 | int4 | 4.25 |" in page.read_text() and f"| 96 | int4 | {ratio:.4f} |" in page.read_text()
+    done = run("contexts.py", *arguments[:-1], "--contexts", "512", "--windows", "1", "2")
+    assert done.code == 2 and "wanted a number of --windows" in done.error
