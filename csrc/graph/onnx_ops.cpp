@@ -1,24 +1,23 @@
 // ONNX's operators that diffbit's artifacts use, beside diffbit's own. The table at the end is the list of them.
 //
-// Numbers are float32, shapes int64; an operator of other types is refused when the graph is read. Time goes into MatMul and
-// Sigmoid, which are written with vectors; the others are simple loops, which the compiler vectorizes.
+// Numbers are float32, shapes int64; an operator of other types is refused when the graph is read. Time goes into MatMul,
+// Sigmoid and norms, which have kernels with vectors (kernels.h); the others are simple loops, which the compiler vectorizes.
 #include "onnx_ops.h"
 
 #include <algorithm>
 #include <cmath>
 
-#include "../cpu/simd/vectors.h"
+#include "kernels.h"
+#include "pool.h"
 
-namespace diffbit::wasm {
+namespace diffbit::graph {
 namespace {
-
-using namespace diffbit::DIFFBIT_ISA;
 
 template <class T, class F>
 void binary_of(Node& node, const F& f) {
   const OrtValue &a = node.in(0), &b = node.in(1);
   OrtValue& y = node.out(0);
-  Shape shape, by_a, by_b;
+  Shape shape = {}, by_a, by_b;
   const int rank = std::max(a.rank, b.rank);
   for (int i = 0; i < rank; ++i) {
     const int64_t left = i < rank - a.rank ? 1 : a.shape[i - rank + a.rank];
@@ -52,60 +51,76 @@ void binary(Node& node) {
   else
     binary_of<float>(node, F());
 }
-struct Plus { template <class T> T operator()(T a, T b) const { return a + b; } };
-struct Minus { template <class T> T operator()(T a, T b) const { return a - b; } };
-struct Times { template <class T> T operator()(T a, T b) const { return a * b; } };
+/// The type in which numbers are computed: integers wrap.
+template <class T> struct Wrapping { using Type = T; };
+template <> struct Wrapping<int64_t> { using Type = uint64_t; };
+#define DIFFBIT_BINARY(Name, OPERATOR) \
+  struct Name { \
+    template <class T> T operator()(T a, T b) const { \
+      using W = typename Wrapping<T>::Type; \
+      return static_cast<T>(static_cast<W>(a) OPERATOR static_cast<W>(b)); \
+    } \
+  };
+DIFFBIT_BINARY(Plus, +)
+DIFFBIT_BINARY(Minus, -)
+DIFFBIT_BINARY(Times, *)
+#undef DIFFBIT_BINARY
 struct Over {
   float operator()(float a, float b) const { return a / b; }
-  int64_t operator()(int64_t a, int64_t b) const { return b ? a / b : 0; }
+  int64_t operator()(int64_t a, int64_t b) const { return b == -1 ? Minus()(int64_t{0}, a) : b ? a / b : 0; }
 };
 
 void numbers(Node& node) {  // float32, or int64 in the arithmetic of shapes
   const int type = node.in(0).type;
   if (type != ort::FLOAT32 && type != ort::INT64) fail("%s of ONNX's type %d", node.op.c_str(), type);
   if (node.in(1).type != type) fail("%s of different types", node.op.c_str());
-  node.out(0).type = type;
+  node.out(0).set_type(type);
 }
 void floats_only(Node& node) {
-  if (node.in(0).type != ort::FLOAT32) fail("%s of ONNX's type %d", node.op.c_str(), node.in(0).type);
+  for (const OrtValue* input : node.inputs)
+    if (input && input->type != ort::FLOAT32) fail("%s of ONNX's type %d", node.op.c_str(), input->type);
   for (OrtValue* output : node.outputs)
-    if (output) output->type = ort::FLOAT32;
+    if (output) output->set_type(ort::FLOAT32);
 }
 
-template <class F>
-void unary(Node& node) {
+template <float (*F)(float)>
+void each(Node& node) {
   const OrtValue& x = node.in(0);
   OrtValue& y = node.out(0);
   y.resize(x.shape, x.rank);
   const float* from = x.as<float>();
   float* to = y.as<float>();
-  const int64_t count = x.size();
-  const F f;
-  int64_t i = 0;
-  for (; i + F32_LANES <= count; i += F32_LANES) store(to + i, f(load(from + i)));
-  if (i < count) store_part(to + i, count - i, f(load_part(from + i, count - i)));
+  for (int64_t i = 0, count = x.size(); i < count; ++i) to[i] = F(from[i]);
 }
-struct Logistic {
-  F32 operator()(F32 x) const {  // of the tail's exponential, which cannot overflow
-    const F32 one = splat(1.0f), tail = diffbit::DIFFBIT_ISA::exp(splat(0.0f) - magnitude(x));
-    const v128_t negative = wasm_f32x4_lt(raw(x), raw(splat(0.0f)));
-    return floats(wasm_v128_bitselect(raw(tail), raw(one), negative)) / (one + tail);
-  }
-};
-struct Positive { F32 operator()(F32 x) const { return floats(wasm_f32x4_max(raw(x), raw(splat(0.0f)))); } };
-template <float (*F)(float)>
-struct Each {
-  F32 operator()(F32 x) const { return F32{F(x[0]), F(x[1]), F(x[2]), F(x[3])}; }
-};
+float positive(float x) { return x < 0 ? 0 : x; }
 
-/// Computes y = x / sqrt(mean(x^2) + epsilon) * weight, of rows; CENTERED: of x less its mean, plus the bias if there is one.
-template <bool CENTERED>
-void norm_rows(const float* x, int64_t rows, int64_t width, const float* weight, const float* bias, float epsilon,
-               float* y) {
+const GraphKernels& kernels() {
+  static const GraphKernels* const chosen = DIFFBIT_PICK(graph_kernels);
+  return *chosen;
+}
+
+/// Calls work(begin, end) for parts of `count` things, in tasks of at least `least` of them.
+template <class Work>
+void in_parts(int64_t count, int64_t least, const Work& work) {
+  parallel((count + least - 1) / least, [&](int64_t task) { work(task * least, std::min(count, (task + 1) * least)); });
+}
+constexpr int64_t NUMBERS_PER_TASK = 16 * 1024;  // some microseconds
+
+void sigmoid(Node& node) {
+  const OrtValue& x = node.in(0);
+  OrtValue& y = node.out(0);
+  y.resize(x.shape, x.rank);
+  in_parts(x.size(), NUMBERS_PER_TASK, [&](int64_t begin, int64_t end) {
+    kernels().sigmoid(x.as<float>() + begin, end - begin, y.as<float>() + begin);
+  });
+}
+
+/// Computes y = (x - mean) / sqrt(variance + epsilon) * weight, plus the bias if there is one, of rows.
+void center_rows(const float* x, int64_t rows, int64_t width, const float* weight, const float* bias, float epsilon,
+                 float* y) {
   for (int64_t row = 0; row < rows; ++row, x += width, y += width) {
     double total = 0, squares = 0;
-    if (CENTERED)
-      for (int64_t i = 0; i < width; ++i) total += x[i];
+    for (int64_t i = 0; i < width; ++i) total += x[i];
     const float mean = static_cast<float>(total / static_cast<double>(width));
     for (int64_t i = 0; i < width; ++i) squares += static_cast<double>(x[i] - mean) * (x[i] - mean);
     const float scale = 1 / std::sqrt(static_cast<float>(squares / static_cast<double>(width)) + epsilon);
@@ -116,11 +131,19 @@ void norm_rows(const float* x, int64_t rows, int64_t width, const float* weight,
 template <bool CENTERED>
 void norm_of(Node& node, const OrtValue& x, const OrtValue& weight, const OrtValue* bias, OrtValue& y) {
   const int64_t width = weight.size();
-  if (!x.rank || x.shape[x.rank - 1] != width)
+  if (!x.rank || x.shape[x.rank - 1] != width || (bias && bias->size() != width))
     fail("%s: a weight of %lld for another width", node.op.c_str(), static_cast<long long>(width));
   y.resize(x.shape, x.rank);
-  norm_rows<CENTERED>(x.as<float>(), x.size() / width, width, weight.as<float>(), bias ? bias->as<float>() : nullptr,
-            node.number("epsilon", 1e-5f), y.as<float>());
+  if (!width) return;
+  const float epsilon = node.number("epsilon", 1e-5f);
+  in_parts(x.size() / width, std::max<int64_t>(1, NUMBERS_PER_TASK / width), [&](int64_t begin, int64_t end) {
+    const float* from = x.as<float>() + begin * width;
+    float* to = y.as<float>() + begin * width;
+    if (CENTERED)
+      center_rows(from, end - begin, width, weight.as<float>(), bias ? bias->as<float>() : nullptr, epsilon, to);
+    else
+      kernels().norm(from, end - begin, width, weight.as<float>(), epsilon, to);
+  });
 }
 
 template <bool CENTERED>
@@ -131,67 +154,29 @@ template <bool CENTERED>
 void skip_norm(Node& node) {
   const OrtValue &x = node.in(0), &skipped = node.in(1);
   OrtValue& total = node.out(3);
-  total.resize(x.shape, x.rank);
   if (skipped.size() != x.size()) fail("%s of different shapes", node.op.c_str());
+  total.resize(x.shape, x.rank);
   const float *a = x.as<float>(), *b = skipped.as<float>();
   float* to = total.as<float>();
   for (int64_t i = 0, count = x.size(); i < count; ++i) to[i] = a[i] + b[i];
   norm_of<CENTERED>(node, total, node.in(2), CENTERED ? node.maybe(3) : nullptr, node.out(0));
 }
 
-/// Multiplies ROWS rows of x by the columns of a weight [k, n] from `from` on, 4 * WIDE at a time.
-template <int ROWS, int WIDE>
-int64_t multiply_columns(const float* x, int64_t k, const float* weight, int64_t n, int64_t from, float* y) {
-  for (; from + WIDE * F32_LANES <= n; from += WIDE * F32_LANES) {
-    F32 sums[ROWS][WIDE];
-    for (int r = 0; r < ROWS; ++r)
-      for (int v = 0; v < WIDE; ++v) sums[r][v] = splat(0.0f);
-    for (int64_t i = 0; i < k; ++i) {
-      F32 row[WIDE];
-      for (int v = 0; v < WIDE; ++v) row[v] = load(weight + i * n + from + v * F32_LANES);
-      for (int r = 0; r < ROWS; ++r) {
-        const F32 factor = splat(x[r * k + i]);
-        for (int v = 0; v < WIDE; ++v) sums[r][v] = fma(factor, row[v], sums[r][v]);
-      }
-    }
-    for (int r = 0; r < ROWS; ++r)
-      for (int v = 0; v < WIDE; ++v) store(y + r * n + from + v * F32_LANES, sums[r][v]);
-  }
-  return from;
-}
-
-template <int ROWS, int WIDE>
-void multiply_rows(const float* x, int64_t k, const float* weight, int64_t n, float* y) {
-  int64_t at = multiply_columns<ROWS, WIDE>(x, k, weight, n, 0, y);
-  at = multiply_columns<ROWS, 1>(x, k, weight, n, at, y);
-  for (; at < n; ++at)
-    for (int r = 0; r < ROWS; ++r) {
-      float sum = 0;
-      for (int64_t i = 0; i < k; ++i) sum += x[r * k + i] * weight[i * n + at];
-      y[r * n + at] = sum;
-    }
-}
-
-void matmul_checked(Node& node) {
-  if (node.in(1).type != ort::FLOAT32 || node.in(1).rank != 2) fail("MatMul by anything but a float32 matrix");
-  floats_only(node);
-}
 void matmul(Node& node) {
   const OrtValue &x = node.in(0), &weight = node.in(1);
   OrtValue& y = node.out(0);
+  if (weight.rank != 2) fail("MatMul by anything but a matrix");
   const int64_t k = weight.shape[0], n = weight.shape[1];
   if (!x.rank || x.shape[x.rank - 1] != k) fail("MatMul of matrices that do not fit");
   Shape shape;
   std::copy_n(x.shape, x.rank, shape);
   shape[x.rank - 1] = n;
   y.resize(shape, x.rank);
-  const float* from = x.as<float>();
-  float* to = y.as<float>();
-  int64_t rows = k ? x.size() / k : 0;
-  constexpr int FEW = 4;
-  for (; rows >= FEW; rows -= FEW, from += FEW * k, to += FEW * n)
-    multiply_rows<FEW, 2>(from, k, weight.as<float>(), n, to);
-  for (; rows; --rows, from += k, to += n) multiply_rows<1, 8>(from, k, weight.as<float>(), n, to);
+  constexpr int64_t COLUMNS = 256;  // of a task
+  const int64_t rows = x.size(0, x.rank - 1);
+  in_parts(n, COLUMNS, [&](int64_t begin, int64_t end) {
+    kernels().multiply(x.as<float>(), rows, k, weight.as<float>(), n, begin, end, y.as<float>());
+  });
 }
 
 constexpr const char* MICROSOFT = "com.microsoft";
@@ -200,25 +185,25 @@ constexpr OnnxOp OPS[] = {
     {"", "Cast", cast, cast_checked, false},
     {"", "Concat", concat, nullptr, false},
     {"", "Div", binary<Over>, numbers, false},
-    {"", "Erf", unary<Each<std::erf>>, floats_only, false},
-    {"", "Exp", unary<Each<std::exp>>, floats_only, false},
+    {"", "Erf", each<std::erf>, floats_only, false},
+    {"", "Exp", each<std::exp>, floats_only, false},
     {"", "Expand", expand, nullptr, false},
     {"", "Gather", gather, gather_checked, false},
     {"", "Identity", identity, nullptr, true},
     {"", "LayerNormalization", norm<true>, floats_only, false},
-    {"", "MatMul", matmul, matmul_checked, false},
+    {"", "MatMul", matmul, floats_only, false},
     {"", "Mul", binary<Times>, numbers, false},
-    {"", "Relu", unary<Positive>, floats_only, false},
+    {"", "Relu", each<positive>, floats_only, false},
     {"", "Reshape", reshape, nullptr, true},
     {"", "Shape", shape_of, is_integers, false},
-    {"", "Sigmoid", unary<Logistic>, floats_only, false},
+    {"", "Sigmoid", sigmoid, floats_only, false},
     {"", "SimplifiedLayerNormalization", norm<false>, floats_only, false},
     {"", "Slice", slice, nullptr, false},
     {"", "Split", split, nullptr, false},
-    {"", "Sqrt", unary<Each<std::sqrt>>, floats_only, false},
+    {"", "Sqrt", each<std::sqrt>, floats_only, false},
     {"", "Squeeze", squeeze, nullptr, true},
     {"", "Sub", binary<Minus>, numbers, false},
-    {"", "Tanh", unary<Each<std::tanh>>, floats_only, false},
+    {"", "Tanh", each<std::tanh>, floats_only, false},
     {"", "Transpose", transpose, nullptr, false},
     {"", "Unsqueeze", unsqueeze, nullptr, true},
     {MICROSOFT, "SkipLayerNormalization", skip_norm<true>, floats_only, false},
@@ -233,4 +218,4 @@ const OnnxOp* find_onnx_op(const Node& node) {
   return nullptr;
 }
 
-}  // namespace diffbit::wasm
+}  // namespace diffbit::graph

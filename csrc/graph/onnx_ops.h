@@ -4,10 +4,9 @@
 
 #include "graph.h"
 
-namespace diffbit::wasm {
+namespace diffbit::graph {
 
 using Shape = int64_t[OrtValue::MOST_DIMENSIONS];
-enum { INT32 = 6, BOOL = 9 };  // ONNX's numbers of types that no op of diffbit has
 
 inline int64_t axis_of(const OrtValue& x, int64_t axis) {
   if (axis < 0) axis += x.rank;
@@ -73,4 +72,4 @@ void cast_checked(Node& node);
 void gather_checked(Node& node);
 void is_integers(Node& node);
 
-}  // namespace diffbit::wasm
+}  // namespace diffbit::graph
