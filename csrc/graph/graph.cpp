@@ -1,6 +1,10 @@
 #include "graph.h"
 
 #include <cstdlib>
+#include <memory>
+#include <utility>
+
+#include "../cpu/half.h"
 
 namespace diffbit::graph {
 namespace {
@@ -46,10 +50,76 @@ Known known(const Node& node) {
   return !op ? Known::NO : op->is_view ? Known::VIEW : Known::YES;
 }
 
+namespace {
+
+/// An operator of float32 with tensors of float16: it computes with copies, as ONNX Runtime does on a CPU.
+struct Widened : Node {
+  struct Copy {
+    OrtValue value;
+    Memory memory;
+    ~Copy() { release(memory.data); }
+  };
+  std::vector<std::unique_ptr<Copy>> copies;
+  std::vector<std::pair<OrtValue*, OrtValue*>> widened, narrowed;  // from, to
+  std::vector<bool> is_constant;                                   // of those widened
+
+  OrtValue* copy() {
+    copies.push_back(std::make_unique<Copy>());
+    copies.back()->value.memory = &copies.back()->memory;
+    return &copies.back()->value;
+  }
+};
+
+void run_widened(Node& node) {
+  Widened& inner = *static_cast<Widened*>(node.inner.get());
+  for (size_t i = 0; i < inner.widened.size(); ++i) {
+    const auto& [from, to] = inner.widened[i];
+    if (inner.is_constant[i] && to->data) continue;
+    to->resize(from->shape, from->rank);
+    for (int64_t at = 0, count = from->size(); at < count; ++at) to->as<float>()[at] = to_float(from->as<uint16_t>()[at]);
+  }
+  inner.run(inner);
+  for (const auto& [from, to] : inner.narrowed) {
+    to->resize(from->shape, from->rank);
+    for (int64_t at = 0, count = from->size(); at < count; ++at) to->as<uint16_t>()[at] = to_half(from->as<float>()[at]);
+  }
+}
+
+/// Creates the node with copies in float32 of its tensors in float16.
+bool create_widened(Node& node) {
+  auto inner = std::make_shared<Widened>();
+  static_cast<OrtKernelInfo&>(*inner) = node;
+  inner->domain = node.domain;
+  inner->op = node.op;
+  for (OrtValue* input : node.inputs) {
+    const bool is_half = input && input->type == ort::FLOAT16;
+    inner->inputs.push_back(is_half ? inner->copy() : input);
+    if (!is_half) continue;
+    inner->inputs.back()->type = ort::FLOAT32;
+    inner->widened.emplace_back(input, inner->inputs.back());
+    inner->is_constant.push_back(!input->memory && input->data);  // a weight
+  }
+  for (OrtValue* output : node.outputs) {
+    inner->outputs.push_back(output ? inner->copy() : nullptr);
+    if (output) inner->narrowed.emplace_back(inner->outputs.back(), output);
+  }
+  if (!create(*inner)) return false;
+  for (const auto& [from, to] : inner->narrowed) {
+    if (from->type != ort::FLOAT32) fail("%s computes no floats", node.op.c_str());
+    to->set_type(ort::FLOAT16);
+  }
+  node.inner = std::move(inner);
+  node.run = run_widened;
+  return true;
+}
+
+}  // namespace
+
 bool create(Node& node) {
   if (node.domain == "diffbit") return create_custom(node);
   const OnnxOp* op = find_onnx_op(node);
   if (!op) return false;
+  if (op->computes && !node.inputs.empty() && node.in(0).type == ort::FLOAT16) return create_widened(node);
   node.run = op->run;
   if (op->prepare)
     op->prepare(node);

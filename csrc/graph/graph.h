@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -79,6 +80,7 @@ struct Node : OrtKernelInfo, OrtKernelContext {
 
   const OrtCustomOp* custom = nullptr;  // one of diffbit's ops
   void* kernel = nullptr;
+  std::shared_ptr<Node> inner;  // what it runs, for an operator with float16
 
   /// Return an input that must be there, and one that may be null.
   const OrtValue& in(size_t index) const {
@@ -108,6 +110,7 @@ struct OnnxOp {
   void (*run)(Node&);
   void (*prepare)(Node&);
   bool is_view;  // its output is its first input's memory
+  bool computes = false;  // with floats; others move memory, of any type
 };
 
 /// Returns the operator that the node names; null: there is none.

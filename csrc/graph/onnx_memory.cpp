@@ -18,15 +18,18 @@ void gather(Node& node) {
   y.resize(shape, indices.rank + table.rank - 1);
   const int64_t bytes = table.size(1, table.rank) * element_bytes(table.type), rows = table.shape[0];
   for (int64_t i = 0; i < indices.size(); ++i) {
-    int64_t row = indices.as<int64_t>()[i];
+    int64_t row = indices.type == INT32 ? indices.as<int32_t>()[i] : indices.as<int64_t>()[i];
     if (row < 0) row += rows;
     if (row < 0 || row >= rows)
       fail("an index of %lld is beyond the %lld rows of a table", static_cast<long long>(row), static_cast<long long>(rows));
-    std::memcpy(y.as<char>() + i * bytes, table.as<char>() + row * bytes, static_cast<size_t>(bytes));
+    if (bytes == 2)  // tables of two numbers (mxfp4)
+      std::memcpy(y.as<char>() + i * 2, table.as<char>() + row * 2, 2);
+    else
+      std::memcpy(y.as<char>() + i * bytes, table.as<char>() + row * bytes, static_cast<size_t>(bytes));
   }
 }
 void gather_checked(Node& node) {
-  if (node.in(1).type != ort::INT64) fail("Gather by indices that are not int64");
+  if (node.in(1).type != ort::INT64 && node.in(1).type != INT32) fail("Gather by indices that are no integers");
   node.out(0).set_type(node.in(0).type);
 }
 

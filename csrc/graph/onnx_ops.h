@@ -67,7 +67,11 @@ void split(Node& node);
 void squeeze(Node& node);
 void transpose(Node& node);
 void unsqueeze(Node& node);
+// Products with weights in blocks
+void bnb4(Node& node);
+void nbits(Node& node);
 // Checks and types of some of them
+void blocks_checked(Node& node);
 void cast_checked(Node& node);
 void gather_checked(Node& node);
 void is_integers(Node& node);

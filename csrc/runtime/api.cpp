@@ -6,7 +6,6 @@
 #include <string>
 
 #include "../ort/op.h"
-#include "chat.h"
 #include "diffbit.h"
 #include "sampler.h"
 #include "session.h"
@@ -196,20 +195,6 @@ int64_t diffbit_encode(diffbit_model* model, const char* text, size_t bytes, int
 int64_t diffbit_decode(diffbit_model* model, const int32_t* ids, size_t count, char* text, size_t room) {
   return guarded(model, [&]() -> int64_t {
     const std::string found = model->tokens().decode(ids, count);
-    std::copy_n(found.begin(), std::min(room, found.size()), text);
-    return static_cast<int64_t>(found.size());
-  });
-}
-
-int64_t diffbit_chat(diffbit_model* model, const diffbit_message* messages, size_t count, char* text, size_t room) {
-  return guarded(model, [&]() -> int64_t {
-    Messages conversation;
-    for (size_t i = 0; i < count; ++i) conversation.emplace_back(messages[i].role, messages[i].content);
-    const Json config = model->json("tokenizer_config.json");
-    std::string source(config.root()["chat_template"].text());
-    const std::string path = model->session.file("chat_template.jinja");
-    if (!path.empty()) source = MappedFile(path, 1 << 20).text();
-    const std::string found = render_chat(source, config.root(), conversation);
     std::copy_n(found.begin(), std::min(room, found.size()), text);
     return static_cast<int64_t>(found.size());
   });

@@ -14,7 +14,6 @@ static const char USAGE[] =
     "  --temperature T     0: the most likely token; default: the model's own\n"
     "  --top-k K, --top-p P, --min-p P, --repetition-penalty R, --seed S\n"
     "  --threads N         default: one for each physical core\n"
-    "  --chat 1            the prompt is a message to answer, in the model's chat template\n"
     "  --print ids         prints token ids in place of text; the prompt may then be ids, too: \"@1 2 3\"\n"
     "  --stats 1           prints times to stderr\n";
 
@@ -59,7 +58,7 @@ int main(int count, char **words) {
   diffbit_sampling sampling;
   struct output output = {0, 0, 0, 0};
   long most = 512, threads = 0;
-  int is_chat = 0, prints_times = 0, i, reason;
+  int prints_times = 0, i, reason;
   int32_t *ids = NULL;
   int64_t size;
   const double began = now();
@@ -94,7 +93,6 @@ int main(int count, char **words) {
     else if (!strcmp(option, "--min-p")) sampling.min_p = number;
     else if (!strcmp(option, "--repetition-penalty")) sampling.repetition_penalty = number;
     else if (!strcmp(option, "--seed")) sampling.seed = (int64_t)number;
-    else if (!strcmp(option, "--chat")) is_chat = number != 0;
     else if (!strcmp(option, "--stats")) prints_times = number != 0;
     else if (strcmp(option, "--threads")) {
       snprintf(error, sizeof error, "there is no option %.100s; diffbit-c --help lists them", option);
@@ -104,27 +102,15 @@ int main(int count, char **words) {
 
   {
     const char *prompt = words[2];
-    size_t bytes = strlen(prompt);
-    char *text = NULL;
-    if (is_chat) {
-      const diffbit_message message = {"user", prompt};
-      size = diffbit_chat(model, &message, 1, NULL, 0);
-      if (size < 0) return fail(diffbit_error(model));
-      bytes = (size_t)size;
-      text = malloc(bytes + 1);
-      if (!text) return fail("out of memory");
-      diffbit_chat(model, &message, 1, text, bytes);
-      prompt = text;
-    }
+    const size_t bytes = strlen(prompt);
     ids = malloc((bytes + 64) * sizeof *ids);
     if (!ids) return fail("out of memory");
     if (output.prints_ids && prompt[0] == '@') {
       char *at = words[2] + 1;
       for (size = 0; *at; ++size) ids[size] = (int32_t)strtol(at, &at, 10), at += *at == ' ';
     } else {
-      size = diffbit_encode(model, prompt, bytes, !is_chat, ids, bytes + 64);
+      size = diffbit_encode(model, prompt, bytes, 1, ids, bytes + 64);
     }
-    free(text);
     if (size < 0) return fail(diffbit_error(model));
     if ((size_t)size > bytes + 64) return fail("the text has more tokens than bytes");
   }

@@ -38,11 +38,6 @@ typedef struct diffbit_sampling {
   int64_t seed; /* the same seed draws the same tokens; negative: a random one */
 } diffbit_sampling;
 
-typedef struct diffbit_message {
-  const char *role; /* "system", "user" or "assistant" */
-  const char *content;
-} diffbit_message;
-
 /* Why diffbit_generate ended. */
 enum { DIFFBIT_END = 0, DIFFBIT_LENGTH = 1, DIFFBIT_CONTEXT = 2, DIFFBIT_STOPPED = 3 };
 
@@ -59,9 +54,6 @@ DIFFBIT_API int diffbit_defaults(diffbit_model *model, diffbit_sampling *samplin
  * tokens or bytes there are, of which at most `room` are written; text is not ended by a zero. */
 DIFFBIT_API int64_t diffbit_encode(diffbit_model *model, const char *text, size_t bytes, int special, int32_t *ids, size_t room);
 DIFFBIT_API int64_t diffbit_decode(diffbit_model *model, const int32_t *ids, size_t count, char *text, size_t room);
-/* Writes a conversation as the model's chat template does, up to where the answer begins; to be encoded with special = 0. It fails
- * for a template that is not one of the common ones: then write the text yourself. */
-DIFFBIT_API int64_t diffbit_chat(diffbit_model *model, const diffbit_message *messages, size_t count, char *text, size_t room);
 
 /* Begins a text: computes what the cache does not hold of it. */
 DIFFBIT_API int diffbit_prompt(diffbit_model *model, const int32_t *ids, size_t count);

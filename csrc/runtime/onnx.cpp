@@ -115,15 +115,22 @@ OnnxTensor tensor(std::string_view bytes) {
   return result;
 }
 
-std::pair<std::string, int> value_info(std::string_view bytes) {
-  std::pair<std::string, int> result;
+OnnxInput value_info(std::string_view bytes) {
+  OnnxInput result;
   for (Fields field(bytes); field.next();) {
-    if (field.number == 1) result.first = field.text();
+    if (field.number == 1) result.name = field.text();
     if (field.number != 2) continue;
     for (Fields type(field.bytes); type.next();) {
       if (type.number != 1) continue;
-      for (Fields inside(type.bytes); inside.next();)
-        if (inside.number == 1) result.second = static_cast<int>(inside.value);
+      for (Fields tensor_type(type.bytes); tensor_type.next();) {
+        if (tensor_type.number == 1) result.type = static_cast<int>(tensor_type.value);
+        if (tensor_type.number != 2) continue;
+        for (Fields dimension(tensor_type.bytes); dimension.next();) {
+          result.shape.push_back(-1);
+          for (Fields size(dimension.bytes); size.next();)
+            if (size.number == 1) result.shape.back() = static_cast<int64_t>(size.value);
+        }
+      }
     }
   }
   return result;
@@ -175,7 +182,7 @@ OnnxGraph read_onnx(std::string_view bytes, const std::string& file) try {
         case 1: result.nodes.push_back(node(part.bytes)); break;
         case 5: result.initializers.push_back(tensor(part.bytes)); break;
         case 11: result.inputs.push_back(value_info(part.bytes)); break;
-        case 12: result.outputs.push_back(value_info(part.bytes).first); break;
+        case 12: result.outputs.push_back(value_info(part.bytes).name); break;
         default: break;
       }
   }

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 namespace diffbit::runtime {
@@ -33,10 +32,16 @@ struct OnnxNode {
   std::vector<OnnxAttribute> attributes;
 };
 
+struct OnnxInput {
+  std::string name;
+  int type = 0;
+  std::vector<int64_t> shape;  // -1: any size
+};
+
 struct OnnxGraph {
   std::vector<OnnxNode> nodes;
   std::vector<OnnxTensor> initializers;
-  std::vector<std::pair<std::string, int>> inputs;  // name, type
+  std::vector<OnnxInput> inputs;
   std::vector<std::string> outputs;
 };
 

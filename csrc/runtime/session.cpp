@@ -32,7 +32,8 @@ constexpr uint64_t MOST_MANIFEST = 16 << 20;
 constexpr int64_t CHUNK = 256, AMX_CHUNK = 512;  // prompt tokens per run (runtime/session.py)
 constexpr int64_t ROOM = 128;               // tokens that a cache has room for at first
 constexpr int64_t BLOCK = 32;               // capacities are multiples of it: tokens enter low-bit caches in whole blocks
-constexpr int64_t MOST_CONTEXT = 1 << 26, MOST_VOCABULARY = 1 << 24;
+constexpr int64_t MOST_RING = 1 << 20;      // tokens
+constexpr int64_t MOST_CONTEXT = 1 << 24, MOST_VOCABULARY = 1 << 24;
 constexpr int64_t ALIGNMENT = 16;           // of weights in a file; kernels need no more
 
 int type_of(std::string_view dtype) {
@@ -124,7 +125,7 @@ void Session::read_cache(JsonValue cache) {
           buffer.sizes.push_back(GROWS);
         } else if (text.compare(0, TOKENS.size() + 1, "tokens%") == 0 && text.size() <= 16) {
           const Json ring(std::string_view(text).substr(TOKENS.size() + 1), "cache");
-          buffer.sizes.push_back(ring.root().integer("a ring of the cache", 1, INT32_MAX));
+          buffer.sizes.push_back(ring.root().integer("a ring of the cache", 1, MOST_RING));
           buffer.is_ring = true;
         } else {
           buffer.sizes.push_back(size.integer("a dimension of the cache", 1, INT32_MAX));
@@ -164,14 +165,19 @@ void* Session::allocate(size_t bytes) {
 
 void Session::read_inputs(const OnnxGraph& graph) {
   auto inputs = graph.inputs;
-  if (has_logits_from_) inputs.emplace_back("logits_from", ort::INT64);  // an initializer in the file
+  if (has_logits_from_) inputs.push_back({"logits_from", ort::INT64, {1}});  // an initializer in the file
   const std::map<std::string, int64_t> room = {{"input_ids", chunk_}, {"position_ids", chunk_}, {"attention_mask", context_}, {"logits_from", 1}};
-  for (const auto& [name, type] : inputs) {
+  for (const auto& [name, type, shape] : inputs) {
     if (values_.count(name)) continue;
     constexpr std::string_view PAST = "past_key_values.";
     if (name.compare(0, PAST.size(), PAST) == 0) {
       const auto buffer = std::find_if(buffers_.begin(), buffers_.end(), [&](const Buffer& one) { return PAST.size() + one.name.size() == name.size() && name.compare(PAST.size(), std::string::npos, one.name) == 0; });
-      if (buffer == buffers_.end() || buffer->type != type) throw Error("diffbit.json describes another cache than %.100s", name.c_str());
+      bool fits = buffer != buffers_.end() && buffer->type == type && buffer->sizes.size() + 1 == shape.size();
+      for (size_t i = 1; fits && i < shape.size(); ++i) {
+        const int64_t size = buffer->sizes[i - 1];
+        fits = shape[i] == size || shape[i] == -1;
+      }
+      if (!fits) throw Error("diffbit.json describes another cache than %.100s", name.c_str());
       values_[name] = buffer->past = new_value(type);
       continue;
     }
@@ -251,6 +257,12 @@ void Session::plan(const OnnxGraph& graph) {
         reader = std::max({reader, i, last[name]});
       }
   }
+  const Pool::Use use(pool_);
+  std::set<std::string> constants;  // values that no input changes: nodes that compute them run once, here
+  for (const OnnxTensor& tensor : graph.initializers)
+    if (!inputs_.count(tensor.name)) constants.insert(tensor.name);
+  std::set<std::string> needed;  // values that nodes read later
+  std::vector<std::unique_ptr<OwnedNode>> kept;
   std::vector<Memory*> free;
   std::map<std::string, Memory*> used;
   std::map<std::string, Buffer*> present;
@@ -258,6 +270,9 @@ void Session::plan(const OnnxGraph& graph) {
   for (size_t i = 0; i < graph.nodes.size(); ++i) {
     const OnnxNode& read = graph.nodes[i];
     Node& node = *nodes_[i];
+    bool is_constant = node.domain != "diffbit" && !read.inputs.empty();
+    for (const std::string& name : read.inputs) is_constant = is_constant && constants.count(name);
+    for (const std::string& name : read.outputs) is_constant = is_constant && last[root(name)] != SIZE_MAX && !present.count(name);
     for (const std::string& name : read.inputs) {
       const auto at = values_.find(name);
       if (at == values_.end() && !name.empty()) throw Error("nothing computes %.100s", name.c_str());
@@ -277,7 +292,7 @@ void Session::plan(const OnnxGraph& graph) {
       OrtValue* value = values_[name] = new_value(0);
       if (buffer != present.end()) buffer->second->present = value;
       if (!owner.count(name)) {
-        if (free.empty()) {
+        if (free.empty() || is_constant) {
           memories_.push_back(std::make_unique<OwnedMemory>());
           free.push_back(memories_.back().get());
         }
@@ -287,15 +302,30 @@ void Session::plan(const OnnxGraph& graph) {
       node.outputs.push_back(value);
     }
     if (!create(node)) throw Error("this runtime has no operator %.60s", node.op.c_str());
+    if (is_constant) {
+      node.run(node);
+      constants.insert(read.outputs.begin(), read.outputs.end());
+    } else {
+      kept.push_back(std::move(nodes_[i]));
+      for (const std::string& name : read.inputs) needed.insert(root(name));
+    }
     for (auto at = used.begin(); at != used.end();) {
       if (last[at->first] > i) {
         ++at;
         continue;
       }
-      free.push_back(at->second);
+      if (constants.count(at->first)) {
+        if (!needed.count(at->first)) {
+          graph::release(at->second->data);
+          static_cast<Memory&>(*at->second) = {};
+        }
+      } else {
+        free.push_back(at->second);
+      }
       at = used.erase(at);
     }
   }
+  nodes_ = std::move(kept);
   for (const Buffer& buffer : buffers_) {
     const auto at = values_.find("present." + buffer.name);
     if (at == values_.end() || at->second->type != buffer.type) throw Error("has no output present.%.60s", buffer.name.c_str());
@@ -319,8 +349,7 @@ void Session::reserve(int64_t tokens) {
     std::vector<int64_t> shape = {1};
     for (const int64_t size : buffer.sizes) shape.push_back(size != GROWS ? size : buffer.in_place ? capacity : 0);
     const size_t bytes = bytes_of(buffer.type, shape);
-    std::unique_ptr<void, Release> data(graph::allocate(bytes));
-    std::memset(data.get(), 0, bytes);
+    Zeroed data(bytes);
     if (buffer.data) {
       const std::vector<int64_t> outer(shape.begin(), shape.begin() + 1 + axis);
       int64_t rows = 1;
@@ -412,8 +441,7 @@ void Session::run(const int32_t* ids, int64_t count) {
         throw Error("the graph computes a cache %.60s of another shape", buffer.name.c_str());
     const size_t bytes = bytes_of(buffer.type, shape);
     if (shape != buffer.shape) {
-      buffer.data.reset();
-      buffer.data.reset(graph::allocate(bytes));
+      buffer.data = Zeroed(bytes);
       buffer.shape = shape;
       place(*buffer.past, shape, buffer.data.get());
     }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdlib>
 #include <map>
 #include <memory>
 #include <set>
@@ -54,6 +55,22 @@ class Session {
   struct OwnedNode : graph::Node {
     ~OwnedNode() { graph::destroy_custom(*this); }
   };
+  /// Memory of zeros, from a cache line on, that the system gives when it is written.
+  class Zeroed {
+   public:
+    Zeroed() = default;
+    explicit Zeroed(size_t bytes) : block_(std::calloc(1, bytes + 64)) {
+      if (!block_) graph::fail("the cache of %zu bytes does not fit into memory; export the model with a shorter context_length", bytes);
+    }
+    void* get() const { return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(block_.get()) + 63) / 64 * 64); }
+    explicit operator bool() const { return block_ != nullptr; }
+
+   private:
+    struct Free {
+      void operator()(void* block) const { std::free(block); }
+    };
+    std::unique_ptr<void, Free> block_;
+  };
   /// A tensor of the cache: the graph's input past_key_values.NAME and its output present.NAME.
   struct Buffer {
     std::string name;
@@ -63,7 +80,7 @@ class Session {
     bool in_place = false;
     OrtValue* past = nullptr;
     OrtValue* present = nullptr;  // null: the past, in place
-    std::unique_ptr<void, Release> data;
+    Zeroed data;
     std::vector<int64_t> shape;  // as allocated
   };
   static constexpr int64_t GROWS = -1;
