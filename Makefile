@@ -5,6 +5,7 @@
 # make demo        trains, quantizes, exports and runs two small models, and writes out/demo/report.html
 # make demo-smollm2   a published model from a PyPI wheel, made differential, quantized, and talked to (examples/smollm2.sh);
 #                  QUICK=1 rounds to nearest and chats within two minutes
+# make c           build/c/runtime: libdiffbit.so and libdiffbit.a, which run artifacts from C, and diffbit-c (docs/c.md)
 # make test        lint, types and the quick tests
 # make test-all    all tests (`bash .ci/run all` also installs what some of them need and skip without)
 # make develop     sets up .venv with what the tests need
@@ -51,7 +52,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 .NOTPARALLEL:
 .DEFAULT_GOAL := build
 .PHONY: build ready develop demo demo-smollm2 test test-all fuzz soak kill lint arm64 windows null-test bench-kernels models accuracy \
-    wheels lowest sbom docs clean
+    c wheels lowest sbom docs clean
 
 build: ready
 	@$(SAY) "" $(BIN)/python -m diffbit.apps.web.build
@@ -114,6 +115,12 @@ arm64: ready
 windows: ready
 	@$(SAY) "ONNX Runtime for Windows: the time that the download takes" \
 	    bash tests/native/windows.sh build/native/windows $(BIN)/python
+
+c:
+	@$(SAY) "libdiffbit: some minutes" sh -ec '\
+	    cmake -S csrc -B build/c -DDIFFBIT_C=ON -DDIFFBIT_CUDA=OFF; \
+	    cmake --build build/c --parallel --target diffbit_static diffbit-c'
+	@echo 'Next: build/c/runtime/diffbit-c runtime/nano "def main("'
 
 bench-kernels: ready
 	@$(SAY) "the kernels beside ONNX Runtime's: some minutes" $(BIN)/python benchmarks/kernels.py

@@ -27,7 +27,7 @@ from ...io.resources import default_threads
 MODULE = Path(__file__).parent / "js" / "wasm" / "runtime.wasm"
 RELAXED = MODULE.with_name("runtime.relaxed.wasm")  # with relaxed SIMD, which some browsers lack
 SOURCE = Path(__file__).resolve().parents[2] / "csrc"
-ROOMS = ("cpu", "ort", "wasm")
+ROOMS = ("cpu", "graph", "ort", "wasm")
 TARGET = "-target wasm32-wasi -msimd128 -matomics -mbulk-memory -O3"
 # not -mrelaxed-simd: that is another target, for which zig would compile all of its C++ library a second time
 RELAXED_SIMD = "-Xclang -target-feature -Xclang +relaxed-simd"

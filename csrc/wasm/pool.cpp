@@ -1,11 +1,11 @@
-#include "pool.h"
+#include "../graph/pool.h"
 
 #include <atomic>
 #include <cstdint>
 
 #include "export.h"
 
-namespace diffbit::wasm {
+namespace diffbit::graph {
 namespace {
 
 constexpr int SPINS = 20000;  // looks for work before a thread sleeps: some ten microseconds
@@ -48,9 +48,9 @@ void run_tasks(void (*task)(void*, size_t), size_t total, void* data) {
   while (inside.load()) {}
 }
 
-}  // namespace diffbit::wasm
+}  // namespace diffbit::graph
 
-using namespace diffbit::wasm;
+using namespace diffbit::graph;
 
 /// Works with the thread that calls run_tasks, until diffbit_end.
 EXPORT(serve) void diffbit_serve() {

@@ -6,7 +6,7 @@ export class Unsupported extends Error {
   name = "Unsupported";
 }
 
-const POINTER = { type: 0, rank: 4, data: 8, shape: 16 }; // members of OrtValue in csrc/wasm/graph.h
+const POINTER = { type: 0, rank: 4, data: 8, shape: 16 }; // members of OrtValue in csrc/graph/graph.h
 
 const STACK = 512 << 10; // bytes of a thread's stack
 

@@ -3,7 +3,7 @@
 //     const model = await open({ graph, data, manifest, wasm });
 //     const logits = await model.step([1, 2, 3]);
 //
-// An operator that csrc/wasm does not have is refused when the graph is read, by an Unsupported that names it.
+// An operator that csrc/graph does not have is refused when the graph is read, by an Unsupported that names it.
 import { Module, Unsupported } from "./module.js";
 import { BYTES, readGraph } from "./onnx.js";
 

@@ -1,19 +1,20 @@
-// A graph in WebAssembly: values, nodes, and the memory that values share. apps/web/js/wasm reads model.onnx in JavaScript
-// and builds the graph with the functions that graph.cpp exports; nodes are diffbit's ops (host.cpp) and ONNX's
-// (onnx_ops.cpp).
+// A graph without ONNX Runtime: values, nodes, and the memory that values share. Nodes are diffbit's ops (host.cpp) and
+// ONNX's (onnx_ops.cpp). csrc/runtime builds it from model.onnx; for browsers apps/web/js/wasm does, by csrc/wasm.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "../ort/abi.h"
 
-namespace diffbit::wasm {
+namespace diffbit::graph {
 
-/// Leaves WebAssembly with a JavaScript Error; printf-style. Nothing is cleaned up: the instance is of no more use.
+/// Ends what is computed, with a message; printf-style. Natively it throws diffbit::Error. In WebAssembly it is a JavaScript
+/// Error: nothing is cleaned up, and the instance is of no more use.
 [[noreturn]] __attribute__((format(printf, 1, 2))) void fail(const char* format, ...);
 
 /// Memory that values use one after the other. It grows and never shrinks.
@@ -22,9 +23,15 @@ struct Memory {
   size_t bytes = 0;
 };
 
+enum { INT32 = 6, BOOL = 9 };  // ONNX's numbers of types that no op of diffbit has
+
 int64_t element_bytes(int type);
 
-}  // namespace diffbit::wasm
+/// Returns memory that begins at a cache line, for `release`; fails if there is none.
+void* allocate(size_t bytes);
+void release(void* data);
+
+}  // namespace diffbit::graph
 
 /// A tensor. JavaScript reads and writes this struct.
 struct OrtValue {
@@ -33,7 +40,7 @@ struct OrtValue {
   int32_t type = 0;  // as ONNX numbers it
   int32_t rank = 0;
   void* data = nullptr;
-  diffbit::wasm::Memory* memory = nullptr;  // null: data is given, and the shape is fixed
+  diffbit::graph::Memory* memory = nullptr;  // null: data is given, and the shape is fixed
   int64_t shape[MOST_DIMENSIONS] = {};
 
   int64_t size() const { return size(0, rank); }
@@ -49,6 +56,8 @@ struct OrtValue {
   }
   /// Gives it a shape, and the memory for that; fails if the shape is fixed and another one.
   void resize(const int64_t* dimensions, int count);
+  /// Gives it the type of what computes it; fails if it has another type already.
+  void set_type(int computed);
 };
 
 /// The attributes of a node.
@@ -63,7 +72,7 @@ struct OrtKernelContext {
   std::vector<OrtValue*> inputs, outputs;
 };
 
-namespace diffbit::wasm {
+namespace diffbit::graph {
 
 struct Node : OrtKernelInfo, OrtKernelContext {
   std::string domain, op;
@@ -71,6 +80,7 @@ struct Node : OrtKernelInfo, OrtKernelContext {
 
   const OrtCustomOp* custom = nullptr;  // one of diffbit's ops
   void* kernel = nullptr;
+  std::shared_ptr<Node> inner;  // what it runs, for an operator with float16
 
   /// Return an input that must be there, and one that may be null.
   const OrtValue& in(size_t index) const {
@@ -100,11 +110,20 @@ struct OnnxOp {
   void (*run)(Node&);
   void (*prepare)(Node&);
   bool is_view;  // its output is its first input's memory
+  bool computes = false;  // with floats; others move memory, of any type
 };
 
 /// Returns the operator that the node names; null: there is none.
 const OnnxOp* find_onnx_op(const Node& node);
 /// Creates the kernel of one of diffbit's ops and sets the types of the outputs; false: there is no such op.
 bool create_custom(Node& node);
+/// Frees that kernel.
+void destroy_custom(Node& node);
 
-}  // namespace diffbit::wasm
+/// What is known of a node's operator before its inputs are: it is missing, there, or its output is its input's memory.
+enum class Known { NO, YES, VIEW };
+Known known(const Node& node);
+/// Prepares a node whose inputs have types; false: there is no such operator.
+bool create(Node& node);
+
+}  // namespace diffbit::graph

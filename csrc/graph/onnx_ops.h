@@ -4,10 +4,9 @@
 
 #include "graph.h"
 
-namespace diffbit::wasm {
+namespace diffbit::graph {
 
 using Shape = int64_t[OrtValue::MOST_DIMENSIONS];
-enum { INT32 = 6, BOOL = 9 };  // ONNX's numbers of types that no op of diffbit has
 
 inline int64_t axis_of(const OrtValue& x, int64_t axis) {
   if (axis < 0) axis += x.rank;
@@ -68,9 +67,13 @@ void split(Node& node);
 void squeeze(Node& node);
 void transpose(Node& node);
 void unsqueeze(Node& node);
+// Products with weights in blocks
+void bnb4(Node& node);
+void nbits(Node& node);
 // Checks and types of some of them
+void blocks_checked(Node& node);
 void cast_checked(Node& node);
 void gather_checked(Node& node);
 void is_integers(Node& node);
 
-}  // namespace diffbit::wasm
+}  // namespace diffbit::graph

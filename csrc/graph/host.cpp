@@ -6,7 +6,7 @@
 #include "pool.h"
 
 using namespace diffbit;
-using wasm::fail;
+using graph::fail;
 
 extern "C" OrtStatus* RegisterCustomOps(OrtSessionOptions*, const OrtApiBase*);
 
@@ -89,7 +89,7 @@ OrtStatus* get_output(OrtKernelContext* context, size_t index, const int64_t* sh
   return nullptr;
 }
 OrtStatus* parallel_for(const OrtKernelContext*, void (*task)(void*, size_t), size_t total, size_t, void* data) {
-  wasm::run_tasks(task, total, data);
+  graph::run_tasks(task, total, data);
   return nullptr;
 }
 
@@ -131,7 +131,7 @@ const OrtApi* api(uint32_t) {
 }
 
 /// Whether the types of the op's entry are those of the node's inputs.
-bool fits(const OrtCustomOp* op, const wasm::Node& node) {
+bool fits(const OrtCustomOp* op, const graph::Node& node) {
   const size_t inputs = op->GetInputTypeCount(op);
   if (node.inputs.size() > inputs || node.outputs.size() > op->GetOutputTypeCount(op)) return false;
   for (size_t i = 0; i < inputs; ++i) {
@@ -143,18 +143,19 @@ bool fits(const OrtCustomOp* op, const wasm::Node& node) {
 
 }  // namespace
 
-bool wasm::create_custom(Node& node) {
-  if (registered.ops.empty()) {
+bool graph::create_custom(Node& node) {
+  static const bool is_registered = [] {
     static const OrtApiBase base = {api, nullptr};
-    RegisterCustomOps(nullptr, &base);
-  }
+    return RegisterCustomOps(nullptr, &base) == nullptr;
+  }();
+  static_cast<void>(is_registered);
   bool known = false;
   for (const OrtCustomOp* op : registered.ops) {
     if (node.op != op->GetName(op)) continue;
     known = true;
     if (!fits(op, node)) continue;
     for (size_t i = 0; i < node.outputs.size(); ++i)
-      if (node.outputs[i]) node.outputs[i]->type = op->GetOutputType(op, i);
+      if (node.outputs[i]) node.outputs[i]->set_type(op->GetOutputType(op, i));
     node.custom = op;
     op->CreateKernelV2(op, api(ort::API_VERSION), &node, &node.kernel);
     node.run = [](Node& self) { self.custom->KernelComputeV2(self.kernel, &self); };
@@ -162,4 +163,9 @@ bool wasm::create_custom(Node& node) {
   }
   if (known) fail("diffbit.%s has no kernel for inputs of these types", node.op.c_str());
   return false;
+}
+
+void graph::destroy_custom(Node& node) {
+  if (node.kernel) node.custom->KernelDestroy(node.kernel);
+  node.kernel = nullptr;
 }

@@ -5,7 +5,7 @@
 #include "../cpu/half.h"
 #include "onnx_ops.h"
 
-namespace diffbit::wasm {
+namespace diffbit::graph {
 
 void gather(Node& node) {
   const OrtValue &table = node.in(0), &indices = node.in(1);
@@ -18,16 +18,19 @@ void gather(Node& node) {
   y.resize(shape, indices.rank + table.rank - 1);
   const int64_t bytes = table.size(1, table.rank) * element_bytes(table.type), rows = table.shape[0];
   for (int64_t i = 0; i < indices.size(); ++i) {
-    int64_t row = indices.as<int64_t>()[i];
+    int64_t row = indices.type == INT32 ? indices.as<int32_t>()[i] : indices.as<int64_t>()[i];
     if (row < 0) row += rows;
     if (row < 0 || row >= rows)
       fail("an index of %lld is beyond the %lld rows of a table", static_cast<long long>(row), static_cast<long long>(rows));
-    std::memcpy(y.as<char>() + i * bytes, table.as<char>() + row * bytes, static_cast<size_t>(bytes));
+    if (bytes == 2)  // tables of two numbers (mxfp4)
+      std::memcpy(y.as<char>() + i * 2, table.as<char>() + row * 2, 2);
+    else
+      std::memcpy(y.as<char>() + i * bytes, table.as<char>() + row * bytes, static_cast<size_t>(bytes));
   }
 }
 void gather_checked(Node& node) {
-  if (node.in(1).type != ort::INT64) fail("Gather by indices that are not int64");
-  node.out(0).type = node.in(0).type;
+  if (node.in(1).type != ort::INT64 && node.in(1).type != INT32) fail("Gather by indices that are no integers");
+  node.out(0).set_type(node.in(0).type);
 }
 
 /// Fills y, whose shape is set, from x along `strides` from `from` on, in elements.
@@ -58,14 +61,16 @@ static void strides_of(const OrtValue& x, Shape& strides) {
 void slice(Node& node) {
   const OrtValue& x = node.in(0);
   const Integers starts(node.in(1)), ends(node.in(2));
+  for (size_t i = 2; i <= 4; ++i)
+    if (node.maybe(i) && node.in(i).size() != starts.count) fail("Slice with lists of different lengths");
   Shape shape, strides;
   std::copy_n(x.shape, x.rank, shape);
   strides_of(x, strides);
   int64_t from = 0;
   for (int64_t i = 0; i < starts.count; ++i) {
     const int64_t axis = axis_of(x, node.maybe(3) ? Integers(node.in(3))[i] : i);
-    const int64_t step = node.maybe(4) ? Integers(node.in(4))[i] : 1, size = x.shape[axis];
-    if (step < 1) fail("Slice with a step of %lld", static_cast<long long>(step));
+    const int64_t step = node.maybe(4) ? Integers(node.in(4))[i] : 1, size = shape[axis];
+    if (step < 1 || step > (int64_t{1} << 31)) fail("Slice with a step of %lld", static_cast<long long>(step));
     const auto inside = [&](int64_t at) { return std::clamp<int64_t>(at < 0 ? at + size : at, 0, size); };
     const int64_t begin = inside(starts[i]), end = inside(ends[i]);
     shape[axis] = end > begin ? (end - begin + step - 1) / step : 0;
@@ -81,8 +86,10 @@ void transpose(Node& node) {
   Shape shape, strides, of_x;
   strides_of(x, of_x);
   const auto order = node.lists.find("perm");
+  const bool is_reversed = order == node.lists.end();
+  if (!is_reversed && order->second.size() != static_cast<size_t>(x.rank)) fail("Transpose of another number of dimensions");
   for (int i = 0; i < x.rank; ++i) {
-    const int64_t axis = order == node.lists.end() ? x.rank - 1 - i : axis_of(x, order->second.at(static_cast<size_t>(i)));
+    const int64_t axis = is_reversed ? x.rank - 1 - i : axis_of(x, order->second[static_cast<size_t>(i)]);
     shape[i] = x.shape[axis];
     strides[i] = of_x[axis];
   }
@@ -112,10 +119,11 @@ void split(Node& node) {
   const int64_t inner = x.size(static_cast<int>(axis) + 1, x.rank) * element_bytes(x.type);
   const OrtValue* sizes = node.maybe(1);
   if (sizes && Integers(*sizes).count != parts) fail("Split into another number of parts");
+  if (!parts) fail("Split into nothing");
   const int64_t part_length = (x.shape[axis] + parts - 1) / parts;
   for (int64_t i = 0, begin = 0; i < parts; ++i) {
-    const int64_t count = sizes ? Integers(*sizes)[i] : std::min(part_length, x.shape[axis] - begin);
-    if (count < 0 || begin + count > x.shape[axis]) fail("Split into more than there is");
+    const int64_t rest = x.shape[axis] - begin, count = sizes ? Integers(*sizes)[i] : std::min(part_length, rest);
+    if (count < 0 || count > rest) fail("Split into more than there is");
     OrtValue& y = node.out(static_cast<size_t>(i));
     Shape shape;
     std::copy_n(x.shape, x.rank, shape);
@@ -134,7 +142,13 @@ void concat(Node& node) {
   Shape shape;
   std::copy_n(first.shape, first.rank, shape);
   shape[axis] = 0;
-  for (size_t i = 0; i < node.inputs.size(); ++i) shape[axis] += node.in(i).shape[axis];
+  for (size_t i = 0; i < node.inputs.size(); ++i) {
+    const OrtValue& x = node.in(i);
+    if (x.type != first.type || x.rank != first.rank || x.size(0, static_cast<int>(axis)) != first.size(0, static_cast<int>(axis)) ||
+        x.size(static_cast<int>(axis) + 1, x.rank) != first.size(static_cast<int>(axis) + 1, first.rank))
+      fail("Concat of different types or shapes");
+    shape[axis] += x.shape[axis];
+  }
   OrtValue& y = node.out(0);
   y.resize(shape, first.rank);
   const int64_t outer = first.size(0, static_cast<int>(axis));
@@ -143,7 +157,6 @@ void concat(Node& node) {
   for (size_t i = 0; i < node.inputs.size(); ++i) {
     const OrtValue& x = node.in(i);
     const int64_t bytes = x.size(static_cast<int>(axis), x.rank) * element_bytes(x.type);
-    if (x.type != first.type || x.size(0, static_cast<int>(axis)) != outer) fail("Concat of different types or shapes");
     for (int64_t r = 0; r < outer; ++r)
       std::memcpy(y.as<char>() + r * row + begin, x.as<char>() + r * bytes, static_cast<size_t>(bytes));
     begin += bytes;
@@ -153,10 +166,13 @@ void concat(Node& node) {
 /// Makes y x with another shape.
 static void view(const OrtValue& x, OrtValue& y, const Shape& shape, int rank) {
   if (rank > OrtValue::MOST_DIMENSIONS) fail("a tensor of too many dimensions");
+  int64_t size = 1;
+  for (int i = 0; i < rank; ++i)
+    if (shape[i] < 0 || __builtin_mul_overflow(size, shape[i], &size)) fail("a reshaped tensor has another size");
   std::copy_n(shape, rank, y.shape);
   y.rank = rank;
   y.data = x.data;
-  if (y.size() != x.size()) fail("a reshaped tensor has another size");
+  if (size != x.size()) fail("a reshaped tensor has another size");
 }
 
 void reshape(Node& node) {
@@ -169,10 +185,10 @@ void reshape(Node& node) {
     shape[i] = target[i] == 0 && !node.integer("allowzero", 0) && i < x.rank ? x.shape[i] : target[i];
     if (shape[i] == -1)
       rest = i;
-    else
-      known *= shape[i];
+    else if (__builtin_mul_overflow(known, shape[i], &known))
+      fail("a reshaped tensor has another size");
   }
-  if (rest >= 0) shape[rest] = known ? x.size() / known : 0;
+  if (rest >= 0) shape[rest] = known > 0 ? x.size() / known : 0;
   view(x, node.out(0), shape, rank);
 }
 
@@ -184,6 +200,7 @@ void unsqueeze(Node& node) {
   for (int i = 0, j = 0; i < rank; ++i) {
     bool is_new = false;
     for (int64_t a = 0; a < axes.count; ++a) is_new = is_new || i == (axes[a] < 0 ? axes[a] + rank : axes[a]);
+    if (!is_new && j == x.rank) fail("Unsqueeze along the same axis twice");
     shape[i] = is_new ? 1 : x.shape[j++];
   }
   view(x, node.out(0), shape, rank);
@@ -212,7 +229,7 @@ void shape_of(Node& node) {
   node.out(0).resize(&count, 1);
   std::copy_n(x.shape + begin, count, node.out(0).as<int64_t>());
 }
-void is_integers(Node& node) { node.out(0).type = ort::INT64; }
+void is_integers(Node& node) { node.out(0).set_type(ort::INT64); }
 
 // ---- types ----
 
@@ -245,11 +262,16 @@ void cast(Node& node) {
   }
   for (int64_t i = 0; i < count; ++i) {
     const double value = number_at(x, i);
+    if (y.type == ort::INT64 || y.type == INT32) {  // what does not fit has no defined value in ONNX
+      const double limit = y.type == INT32 ? 0x1p31 : 0x1p63;
+      const int64_t whole = value > -limit && value < limit ? static_cast<int64_t>(value) : 0;
+      if (y.type == INT32) y.as<int32_t>()[i] = static_cast<int32_t>(whole);
+      else y.as<int64_t>()[i] = whole;
+      continue;
+    }
     switch (y.type) {
       case ort::FLOAT32: y.as<float>()[i] = static_cast<float>(value); break;
       case ort::FLOAT16: y.as<uint16_t>()[i] = to_half(static_cast<float>(value)); break;
-      case ort::INT64: y.as<int64_t>()[i] = static_cast<int64_t>(value); break;
-      case INT32: y.as<int32_t>()[i] = static_cast<int32_t>(value); break;
       case BOOL: y.as<uint8_t>()[i] = value != 0; break;
       default: fail("Cast to ONNX's type %d", y.type);
     }
@@ -259,7 +281,7 @@ void cast_checked(Node& node) {
   const int64_t to = node.integer("to", 0);
   if (to != ort::FLOAT32 && to != ort::FLOAT16 && to != ort::INT64 && to != INT32 && to != BOOL)
     fail("Cast to ONNX's type %lld", static_cast<long long>(to));
-  node.out(0).type = static_cast<int32_t>(to);
+  node.out(0).set_type(static_cast<int>(to));
 }
 
-}  // namespace diffbit::wasm
+}  // namespace diffbit::graph

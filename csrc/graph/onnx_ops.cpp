@@ -1,0 +1,223 @@
+// ONNX's operators that diffbit's artifacts use, beside diffbit's own. The table at the end is the list of them.
+//
+// Numbers are float32, shapes int64; an operator of other types is refused when the graph is read. Time goes into MatMul,
+// Sigmoid and norms, which have kernels with vectors (kernels.h); the others are simple loops, which the compiler vectorizes.
+#include "onnx_ops.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "kernels.h"
+#include "pool.h"
+
+namespace diffbit::graph {
+namespace {
+
+template <class T, class F>
+void binary_of(Node& node, const F& f) {
+  const OrtValue &a = node.in(0), &b = node.in(1);
+  OrtValue& y = node.out(0);
+  Shape shape = {}, by_a, by_b;
+  const int rank = std::max(a.rank, b.rank);
+  for (int i = 0; i < rank; ++i) {
+    const int64_t left = i < rank - a.rank ? 1 : a.shape[i - rank + a.rank];
+    const int64_t right = i < rank - b.rank ? 1 : b.shape[i - rank + b.rank];
+    shape[i] = left == 1 ? right : left;
+  }
+  y.resize(shape, rank);
+  strides_in(a, y, by_a);
+  strides_in(b, y, by_b);
+  const T *from_a = a.as<T>(), *from_b = b.as<T>();
+  T* to = y.as<T>();
+  const bool one_a = !rank || !by_a[rank - 1], one_b = !rank || !by_b[rank - 1];
+  each_row(y, by_a, by_b, [&](int64_t at, int64_t i, int64_t j, int64_t count) {
+    const T *p = from_a + i, *q = from_b + j;
+    T* r = to + at;
+    if (one_a && one_b)
+      for (int64_t c = 0; c < count; ++c) r[c] = f(*p, *q);
+    else if (one_a)
+      for (int64_t c = 0; c < count; ++c) r[c] = f(*p, q[c]);
+    else if (one_b)
+      for (int64_t c = 0; c < count; ++c) r[c] = f(p[c], *q);
+    else
+      for (int64_t c = 0; c < count; ++c) r[c] = f(p[c], q[c]);
+  });
+}
+
+template <class F>
+void binary(Node& node) {
+  if (node.in(0).type == ort::INT64)
+    binary_of<int64_t>(node, F());
+  else
+    binary_of<float>(node, F());
+}
+/// The type in which numbers are computed: integers wrap.
+template <class T> struct Wrapping { using Type = T; };
+template <> struct Wrapping<int64_t> { using Type = uint64_t; };
+#define DIFFBIT_BINARY(Name, OPERATOR) \
+  struct Name { \
+    template <class T> T operator()(T a, T b) const { \
+      using W = typename Wrapping<T>::Type; \
+      return static_cast<T>(static_cast<W>(a) OPERATOR static_cast<W>(b)); \
+    } \
+  };
+DIFFBIT_BINARY(Plus, +)
+DIFFBIT_BINARY(Minus, -)
+DIFFBIT_BINARY(Times, *)
+#undef DIFFBIT_BINARY
+struct Over {
+  float operator()(float a, float b) const { return a / b; }
+  int64_t operator()(int64_t a, int64_t b) const { return b == -1 ? Minus()(int64_t{0}, a) : b ? a / b : 0; }
+};
+
+void numbers(Node& node) {  // float32, or int64 in the arithmetic of shapes
+  const int type = node.in(0).type;
+  if (type != ort::FLOAT32 && type != ort::INT64) fail("%s of ONNX's type %d", node.op.c_str(), type);
+  if (node.in(1).type != type) fail("%s of different types", node.op.c_str());
+  node.out(0).set_type(type);
+}
+void floats_only(Node& node) {
+  for (const OrtValue* input : node.inputs)
+    if (input && input->type != ort::FLOAT32) fail("%s of ONNX's type %d", node.op.c_str(), input->type);
+  for (OrtValue* output : node.outputs)
+    if (output) output->set_type(ort::FLOAT32);
+}
+
+template <float (*F)(float)>
+void each(Node& node) {
+  const OrtValue& x = node.in(0);
+  OrtValue& y = node.out(0);
+  y.resize(x.shape, x.rank);
+  const float* from = x.as<float>();
+  float* to = y.as<float>();
+  for (int64_t i = 0, count = x.size(); i < count; ++i) to[i] = F(from[i]);
+}
+float positive(float x) { return x < 0 ? 0 : x; }
+
+const GraphKernels& kernels() {
+  static const GraphKernels* const chosen = DIFFBIT_PICK(graph_kernels);
+  return *chosen;
+}
+
+/// Calls work(begin, end) for parts of `count` things, in tasks of at least `least` of them.
+template <class Work>
+void in_parts(int64_t count, int64_t least, const Work& work) {
+  parallel((count + least - 1) / least, [&](int64_t task) { work(task * least, std::min(count, (task + 1) * least)); });
+}
+constexpr int64_t NUMBERS_PER_TASK = 16 * 1024;  // some microseconds
+
+void sigmoid(Node& node) {
+  const OrtValue& x = node.in(0);
+  OrtValue& y = node.out(0);
+  y.resize(x.shape, x.rank);
+  in_parts(x.size(), NUMBERS_PER_TASK, [&](int64_t begin, int64_t end) {
+    kernels().sigmoid(x.as<float>() + begin, end - begin, y.as<float>() + begin);
+  });
+}
+
+/// Computes y = (x - mean) / sqrt(variance + epsilon) * weight, plus the bias if there is one, of rows.
+void center_rows(const float* x, int64_t rows, int64_t width, const float* weight, const float* bias, float epsilon,
+                 float* y) {
+  for (int64_t row = 0; row < rows; ++row, x += width, y += width) {
+    double total = 0, squares = 0;
+    for (int64_t i = 0; i < width; ++i) total += x[i];
+    const float mean = static_cast<float>(total / static_cast<double>(width));
+    for (int64_t i = 0; i < width; ++i) squares += static_cast<double>(x[i] - mean) * (x[i] - mean);
+    const float scale = 1 / std::sqrt(static_cast<float>(squares / static_cast<double>(width)) + epsilon);
+    for (int64_t i = 0; i < width; ++i) y[i] = (x[i] - mean) * scale * weight[i] + (bias ? bias[i] : 0.0f);
+  }
+}
+
+template <bool CENTERED>
+void norm_of(Node& node, const OrtValue& x, const OrtValue& weight, const OrtValue* bias, OrtValue& y) {
+  const int64_t width = weight.size();
+  if (!x.rank || x.shape[x.rank - 1] != width || (bias && bias->size() != width))
+    fail("%s: a weight of %lld for another width", node.op.c_str(), static_cast<long long>(width));
+  y.resize(x.shape, x.rank);
+  if (!width) return;
+  const float epsilon = node.number("epsilon", 1e-5f);
+  in_parts(x.size() / width, std::max<int64_t>(1, NUMBERS_PER_TASK / width), [&](int64_t begin, int64_t end) {
+    const float* from = x.as<float>() + begin * width;
+    float* to = y.as<float>() + begin * width;
+    if (CENTERED)
+      center_rows(from, end - begin, width, weight.as<float>(), bias ? bias->as<float>() : nullptr, epsilon, to);
+    else
+      kernels().norm(from, end - begin, width, weight.as<float>(), epsilon, to);
+  });
+}
+
+template <bool CENTERED>
+void norm(Node& node) {
+  norm_of<CENTERED>(node, node.in(0), node.in(1), CENTERED ? node.maybe(2) : nullptr, node.out(0));
+}
+template <bool CENTERED>
+void skip_norm(Node& node) {
+  const OrtValue &x = node.in(0), &skipped = node.in(1);
+  OrtValue& total = node.out(3);
+  if (skipped.size() != x.size()) fail("%s of different shapes", node.op.c_str());
+  total.resize(x.shape, x.rank);
+  const float *a = x.as<float>(), *b = skipped.as<float>();
+  float* to = total.as<float>();
+  for (int64_t i = 0, count = x.size(); i < count; ++i) to[i] = a[i] + b[i];
+  norm_of<CENTERED>(node, total, node.in(2), CENTERED ? node.maybe(3) : nullptr, node.out(0));
+}
+
+void matmul(Node& node) {
+  const OrtValue &x = node.in(0), &weight = node.in(1);
+  OrtValue& y = node.out(0);
+  if (weight.rank != 2) fail("MatMul by anything but a matrix");
+  const int64_t k = weight.shape[0], n = weight.shape[1];
+  if (!x.rank || x.shape[x.rank - 1] != k) fail("MatMul of matrices that do not fit");
+  Shape shape;
+  std::copy_n(x.shape, x.rank, shape);
+  shape[x.rank - 1] = n;
+  y.resize(shape, x.rank);
+  constexpr int64_t COLUMNS = 256;  // of a task
+  const int64_t rows = x.size(0, x.rank - 1);
+  in_parts(n, COLUMNS, [&](int64_t begin, int64_t end) {
+    kernels().multiply(x.as<float>(), rows, k, weight.as<float>(), n, begin, end, y.as<float>());
+  });
+}
+
+constexpr const char* MICROSOFT = "com.microsoft";
+constexpr OnnxOp OPS[] = {
+    {"", "Add", binary<Plus>, numbers, false, true},
+    {"", "Cast", cast, cast_checked, false},
+    {"", "Concat", concat, nullptr, false},
+    {"", "Div", binary<Over>, numbers, false, true},
+    {"", "Erf", each<std::erf>, floats_only, false, true},
+    {"", "Exp", each<std::exp>, floats_only, false, true},
+    {"", "Expand", expand, nullptr, false},
+    {"", "Gather", gather, gather_checked, false},
+    {"", "Identity", identity, nullptr, true},
+    {"", "LayerNormalization", norm<true>, floats_only, false, true},
+    {"", "MatMul", matmul, floats_only, false, true},
+    {"", "Mul", binary<Times>, numbers, false, true},
+    {"", "Relu", each<positive>, floats_only, false, true},
+    {"", "Reshape", reshape, nullptr, true},
+    {"", "Shape", shape_of, is_integers, false},
+    {"", "Sigmoid", sigmoid, floats_only, false, true},
+    {"", "SimplifiedLayerNormalization", norm<false>, floats_only, false, true},
+    {"", "Slice", slice, nullptr, false},
+    {"", "Split", split, nullptr, false},
+    {"", "Sqrt", each<std::sqrt>, floats_only, false, true},
+    {"", "Squeeze", squeeze, nullptr, true},
+    {"", "Sub", binary<Minus>, numbers, false, true},
+    {"", "Tanh", each<std::tanh>, floats_only, false, true},
+    {"", "Transpose", transpose, nullptr, false},
+    {"", "Unsqueeze", unsqueeze, nullptr, true},
+    {MICROSOFT, "MatMulBnb4", bnb4, blocks_checked, false, true},
+    {MICROSOFT, "MatMulNBits", nbits, blocks_checked, false, true},
+    {MICROSOFT, "SkipLayerNormalization", skip_norm<true>, floats_only, false, true},
+    {MICROSOFT, "SkipSimplifiedLayerNormalization", skip_norm<false>, floats_only, false, true},
+};
+
+}  // namespace
+
+const OnnxOp* find_onnx_op(const Node& node) {
+  for (const OnnxOp& op : OPS)
+    if (node.domain == op.domain && node.op == op.name) return &op;
+  return nullptr;
+}
+
+}  // namespace diffbit::graph

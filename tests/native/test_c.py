@@ -1,0 +1,314 @@
+"""libdiffbit through its C interface: tokens are those of a Session, of `diffbit run` and of the package tokenizers."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from diffbit.export import export_artifact
+from diffbit.formats import parse_format
+from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
+from diffbit.runtime import Session
+
+from .host import ROOT, skip
+
+NANO = ROOT / "runtime" / "nano"
+TOKENS = 24
+
+
+def built(folder: Path, *options: str) -> Path:
+    """Build libdiffbit and diffbit-c in a folder, which keeps its objects; return where they are."""
+    if not shutil.which("cmake") or not shutil.which("c++"):
+        skip("needs CMake and a C++ compiler")
+    configure = ["cmake", "-S", str(ROOT / "csrc"), "-B", str(folder), "-DDIFFBIT_C=ON", "-DDIFFBIT_CUDA=OFF", *options]
+    for command in (configure, ["cmake", "--build", str(folder), "--target", "diffbit-c", "-j2"]):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    return folder / "runtime"
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return built(ROOT / "build" / "c")
+
+
+class Model:
+    """The functions of diffbit.h that the tests need."""
+
+    def __init__(self, folder: Path, artifact: Path, threads: int = 1) -> None:
+        self.library = ctypes.CDLL(str(folder / "libdiffbit.so"))
+        pointers = ("open", ctypes.c_void_p), ("error", ctypes.c_char_p), ("logits", ctypes.POINTER(ctypes.c_float))
+        for name, kind in pointers:
+            getattr(self.library, f"diffbit_{name}").restype = kind
+        for name in ("encode", "decode"):
+            getattr(self.library, f"diffbit_{name}").restype = ctypes.c_int64
+        error = ctypes.create_string_buffer(512)
+        handle = self.library.diffbit_open(str(artifact).encode(), threads, error, ctypes.c_size_t(512))
+        assert handle, error.value.decode()
+        self.handle = ctypes.c_void_p(handle)
+
+    def close(self) -> None:
+        self.library.diffbit_close(self.handle)
+
+    def error(self) -> str:
+        text: bytes = self.library.diffbit_error(self.handle)
+        return text.decode()
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        data = text.encode()
+        ids = (ctypes.c_int32 * (len(data) + 64))()
+        count = self.library.diffbit_encode(
+            self.handle, data, ctypes.c_size_t(len(data)), int(special), ids, ctypes.c_size_t(len(ids))
+        )
+        assert count >= 0, self.error()
+        return list(ids[:count])
+
+    def decode(self, ids: list[int]) -> str:
+        array, text = (ctypes.c_int32 * max(1, len(ids)))(*ids), ctypes.create_string_buffer(1 << 16)
+        size = self.library.diffbit_decode(
+            self.handle, array, ctypes.c_size_t(len(ids)), text, ctypes.c_size_t(1 << 16)
+        )
+        return text.raw[:size].decode()
+
+    def prompt(self, ids: list[int]) -> None:
+        array = (ctypes.c_int32 * len(ids))(*ids)
+        assert self.library.diffbit_prompt(self.handle, array, ctypes.c_size_t(len(ids))) == 0, self.error()
+
+    def logits(self, size: int) -> np.ndarray:
+        return np.ctypeslib.as_array(self.library.diffbit_logits(self.handle), (size,)).copy()
+
+
+@pytest.fixture
+def nano(folder: Path) -> Iterator[Model]:
+    model = Model(folder, NANO)
+    yield model
+    model.close()
+
+
+def run(folder: Path, artifact: Path, prompt: str, *options: object) -> subprocess.CompletedProcess[str]:
+    command = [str(folder / "diffbit-c"), str(artifact), prompt, *map(str, options)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def greedy(folder: Path, artifact: Path, ids: list[int], count: int) -> list[int]:
+    prompt = "@" + " ".join(map(str, ids))
+    done = run(folder, artifact, prompt, "--print", "ids", "--temperature", 0, "--max-tokens", count, "--threads", 2)
+    assert done.returncode == 0, done.stderr
+    return [int(word) for word in done.stdout.split()]
+
+
+def check_tokens(artifact: Path, ids: list[int], found: list[int], count: int) -> None:
+    """Compare greedy tokens with a Session's, up to one that ends the text.
+
+    Where ONNX Runtime has the kernel, sums are in another order, so an activation may be rounded the other way: tokens
+    that are equally likely up to that may differ."""
+    session = Session(artifact)
+    logits = session.prefill([ids])[0]
+    for number, token in enumerate(found):
+        best = int(logits.argmax())
+        if token != best:
+            assert logits[best] - logits[token] < 1e-3 * logits.std(), (number, token, best)
+            return
+        if token in session.artifact.eos_token_ids:
+            break
+        logits = session.step([[token]])[0]
+    assert len(found) == count or found[-1] in session.artifact.eos_token_ids
+
+
+def test_the_text_is_that_of_diffbit_run(folder: Path) -> None:
+    options = ("--temperature", "0", "--max-tokens", "40")
+    command = [sys.executable, "-m", "diffbit", "run", str(NANO), "def main(", *options, "--allow-loops", "--quiet"]
+    python = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert python.returncode == 0, python.stderr
+    assert run(folder, NANO, "def main(", *options).stdout.rstrip("\n") == python.stdout.rstrip("\n")
+
+
+def test_the_cache_is_reused_and_logits_stay(nano: Model) -> None:
+    ids = np.random.default_rng(0).integers(1, 1000, 60).tolist()
+    wanted = Session(NANO).prefill([ids])[0]
+    limit = 0.05 * wanted.std()  # an activation that is rounded the other way changes a logit by little
+    nano.prompt(ids)
+    assert np.abs(nano.logits(1024) - wanted).max() < limit
+    nano.prompt([*ids[:40], 5, 6])
+    nano.prompt(ids)
+    assert np.abs(nano.logits(1024) - wanted).max() < limit
+
+
+def test_a_call_can_be_cancelled(nano: Model) -> None:
+    nano.library.diffbit_cancel(nano.handle)
+    assert nano.library.diffbit_prompt(nano.handle, (ctypes.c_int32 * 1)(5), ctypes.c_size_t(1)) == -1
+    assert nano.error() == "the call was cancelled"
+    nano.prompt([5])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"artifact_version": 5}, "artifact_version is 5, this release reads 4; upgrade diffbit"),
+        ({"context_length": 0}, "context_length is not a whole number from 1 to 16777216"),
+        ({"files": {}}, "lists no model.onnx; export the model again"),
+        ({"cache": {"layers": []}}, "no layer has a cache, so the model would keep nothing of the past"),
+    ],
+)
+def test_a_wrong_manifest_is_one_sentence(
+    folder: Path, tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    shutil.copytree(NANO, tmp_path / "artifact")
+    manifest = json.loads((NANO / "diffbit.json").read_text())
+    (tmp_path / "artifact" / "diffbit.json").write_text(json.dumps(manifest | change))
+    done = run(folder, tmp_path / "artifact", "a")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"diffbit-c: {tmp_path}/artifact/diffbit.json: {message}\n"
+
+
+def test_a_file_outside_of_the_folder_is_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(NANO, tmp_path / "artifact")
+    (tmp_path / "artifact" / "model.onnx.data").unlink()
+    (tmp_path / "artifact" / "model.onnx.data").symlink_to(NANO / "model.onnx.data")
+    done = run(folder, tmp_path / "artifact", "a")
+    assert done.returncode == 2 and "is a link to a file outside of the folder" in done.stderr
+
+
+# ---- tokenizers ----
+
+GPT4 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+WORDS = [
+    "the", "model's", "tokens", "don't", "ＦＵＬＬ", "１２３", "1234567", "3.14", "e\u0301te\u0301", "Größe", "中文",
+    "한국어", "\u1100\u1161\u11a8", "👩\u200d👧", "'ſ", "'LL", "\u1e9b\u0323", "\u0345\u0301\u0327", "<|end|>",
+    "<tool>", "<0x41>", "▁x", "word",
+]  # fmt: skip
+GAPS = ["", " ", "  ", "\n", "\r\n", "\t", "\u00a0", "\u3000", "\u2028", " \n "]
+
+
+def byte_level(
+    *before: pre_tokenizers.PreTokenizer, regex: bool, normalizer: normalizers.Normalizer | None = None
+) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    steps = [*before, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        WORDS * 3, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    )
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.add_tokens([AddedToken("<tool>", normalized=True), AddedToken("word", single_word=True, lstrip=True)])
+    return tokenizer
+
+
+def of_characters() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    special = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words = [f"▁{word}" for word in WORDS[:6]] * 3
+    tokenizer.train_from_iterator(
+        words, trainers.BpeTrainer(vocab_size=330, special_tokens=special, show_progress=False)
+    )
+    about = json.loads(tokenizer.to_str())
+    about["added_tokens"] = about["added_tokens"][:2]
+    tokenizer = Tokenizer.from_str(json.dumps(about))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken("<|end|>", rstrip=True)])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer
+
+
+KINDS: dict[str, Callable[[], Tokenizer]] = {
+    "gpt2": lambda: byte_level(regex=True),
+    "smollm": lambda: byte_level(pre_tokenizers.Digits(individual_digits=True), regex=True),
+    "llama3": lambda: byte_level(pre_tokenizers.Split(Regex(GPT4), "isolated"), regex=False),
+    "qwen2": lambda: byte_level(
+        pre_tokenizers.Split(Regex(GPT4.replace("{1,3}", "")), "isolated"), regex=False, normalizer=normalizers.NFC()
+    ),
+    "llama2": of_characters,
+}
+
+
+def with_file(folder: Path, name: str, text: str) -> Path:
+    """Return a copy of nano with another file."""
+    shutil.copytree(NANO, folder)
+    (folder / name).write_text(text)
+    manifest = json.loads((folder / "diffbit.json").read_text())
+    manifest["files"][name] = {"bytes": len(text.encode()), "sha256": "0" * 64}
+    (folder / "diffbit.json").write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_the_package_tokenizers(folder: Path, tmp_path: Path, kind: str, count: int) -> None:
+    tokenizer = KINDS[kind]()
+    model = Model(folder, with_file(tmp_path / "artifact", "tokenizer.json", tokenizer.to_str()))
+    draw = random.Random(1)
+    for number in range(count):
+        text = ""
+        for _ in range(draw.randrange(1, 12)):
+            code = draw.choice(
+                [draw.randrange(0x20, 0x800), draw.randrange(0x800, 0xD800), draw.randrange(0xE000, 0x110000)]
+            )
+            text += draw.choice([draw.choice(WORDS), draw.choice(GAPS), chr(code)]) + draw.choice(GAPS)
+        special = bool(number % 2)
+        ids = tokenizer.encode(text, add_special_tokens=special).ids
+        assert model.encode(text, special) == ids, ascii(text)
+        some = draw.sample(ids, len(ids) // 2)
+        for tokens in (ids, some):
+            assert model.decode(tokens) == tokenizer.decode(tokens), (ascii(text), tokens)
+    model.close()
+
+
+def test_an_unknown_part_of_a_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
+    about = json.loads((NANO / "tokenizer.json").read_text()) | {"pre_tokenizer": {"type": "BertPreTokenizer"}}
+    artifact = with_file(tmp_path / "artifact", "tokenizer.json", json.dumps(about))
+    done = run(folder, artifact, "a")
+    message = "has the pre-tokenizer BertPreTokenizer, which is not known here; pass token ids instead of text"
+    assert (done.returncode, done.stderr) == (2, f"diffbit-c: {artifact}/tokenizer.json: {message}\n")
+
+
+# ---- every variant and format ----
+
+VARIANTS = ("diff_v1", "diff_v2", "softmax")
+WEIGHTS = (
+    "int4_g32", "int8", "ternary", "int3_g32_s8", "nl4_g32_s8", "int2_g32_s8", "int5_g32_s8", "int6_g32_s8", "int8_g32",
+    "int6_g64", "int4_g32_asym", "int4", "int2", "nf4", "fp4", "mxfp4", "nvfp4", "int8_g64_asym", "int4_g16",
+)  # fmt: skip
+CACHES = [("int8", "int8"), ("int4", "int4"), ("int3", "int3"), ("int4", "int2")]
+CASES = [
+    *((VARIANTS[number % 3], name, None, None, "fp32") for number, name in enumerate(WEIGHTS)),
+    *((variant, None, None, None, dtype) for variant in VARIANTS for dtype in ("fp32", "fp16")),
+    *((variant, "int4_g32", *cache, "fp32") for variant in VARIANTS for cache in CACHES),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("variant", "weights", "keys", "values", "dtype"), CASES)
+def test_greedy_tokens_are_those_of_a_session(
+    folder: Path, trained: Callable[[str], Path], tmp_path: Path, variant: str, weights: str | None, keys: str | None,
+    values: str | None, dtype: str,
+) -> None:  # fmt: skip
+    source = trained(variant)
+    if weights is not None:
+        attention, table = AttentionScheme(keys=keys, values=values), parse_format("int8")
+        scheme = Scheme(weights=parse_format(weights), embedding=table, head=table, attention=attention)
+        quantize_checkpoint(source, tmp_path / "low", scheme)
+        source = tmp_path / "low"
+    artifact = export_artifact(source, tmp_path / "artifact", dtype=dtype)
+    ids = np.random.default_rng(150).integers(1, 1000, 150).tolist()
+    check_tokens(artifact, ids, greedy(folder, artifact, ids, TOKENS), TOKENS)
