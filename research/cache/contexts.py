@@ -56,13 +56,12 @@ QUICK = {"int8": (8, 8), "int4": (4, 4)}
 def format_of(keys: int, values: int) -> Format:
     if min(keys, values) < 8:
         return Format("", keys, values)
-    return Format("", keys, values, 0, 0, "", rotated=False)
+    return Format("", keys, values, 0, 0, "")
 
 
 def stored_bits(keys: int, values: int) -> float:
-    """Return bits of a number with its share of a row's scale: float32 of int8, float16 below."""
-    scales = {16: 0, 8: 32 / WIDTH}
-    return statistics.mean(bits + scales.get(bits, 16 / WIDTH) for bits in (keys, values))
+    """Return bits of a number with its share of a row's float16 scale."""
+    return statistics.mean(bits if bits == 16 else bits + 16 / WIDTH for bits in (keys, values))
 
 
 @torch.inference_mode()
