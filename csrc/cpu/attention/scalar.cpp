@@ -70,8 +70,9 @@ void hide(float* s, const int64_t* mask, int64_t n) {
 float softmax(float* s, int64_t n, float* sum) {
   float largest = -std::numeric_limits<float>::infinity();
   for (int64_t t = 0; t < n; ++t) largest = std::max(largest, s[t]);
-  *sum = 0;
-  for (int64_t t = 0; t < n; ++t) *sum += s[t] = std::isinf(s[t]) && s[t] < 0 ? 0 : std::exp(s[t] - largest);
+  double total = 0;
+  for (int64_t t = 0; t < n; ++t) total += s[t] = std::isinf(s[t]) && s[t] < 0 ? 0 : std::exp(s[t] - largest);
+  *sum = static_cast<float>(total);
   return largest;
 }
 
@@ -84,23 +85,28 @@ void mix(const CacheRows& values, int64_t n, int64_t d, const float* p, int64_t 
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t j = 0; j < values.count; ++j) {
       float* sums = out + (row * values.count + j) * padded(d);
-      for (int64_t t = 0; t < n; ++t)
-        for (int64_t i = 0; i < d; ++i)
-          sums[i] += p[row * stride + t] * number(static_cast<const Cache*>(values.rows[j]), values.scales[j], t, d, i);
+      for (int64_t i = 0; i < d; ++i) {
+        double sum = sums[i];
+        for (int64_t t = 0; t < n; ++t) {
+          const double value = number(static_cast<const Cache*>(values.rows[j]), values.scales[j], t, d, i);
+          sum += p[row * stride + t] * value;
+        }
+        sums[i] = static_cast<float>(sum);
+      }
     }
 }
 
 void finish(const float* parts, int64_t count, int64_t part_stride, int64_t width, int64_t d, float eps, float* out) {
-  float squares = 0;
+  double squares = 0;
   for (int64_t j = 0; j < width; ++j)
     for (int64_t i = 0; i < d; ++i) {
       float sum = 0;
       for (int64_t part = 0; part < count; ++part) sum += parts[part * part_stride + j * padded(d) + i];
       out[j * d + i] = sum;
-      squares += sum * sum;
+      squares += double{sum} * sum;
     }
   if (!(eps > 0)) return;
-  const float root = std::sqrt(squares / static_cast<float>(width * d) + eps);
+  const float root = std::sqrt(static_cast<float>(squares / static_cast<double>(width * d)) + eps);
   for (int64_t i = 0; i < width * d; ++i) out[i] /= root;
 }
 
