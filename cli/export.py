@@ -122,7 +122,8 @@ def _readers(manifest: Mapping[str, Any]) -> str:
     if formats and target == "onnxruntime":
         return (
             f"ONNX Runtime has no operator for a KV cache of {formats} in this model, so many small ones compute it, "
-            "and onnxruntime-genai cannot run it; it has one for --kv int8 and layers without sliding windows"
+            "and onnxruntime-genai cannot run it; it has one for --kv int8 without --qk, in layers without sliding "
+            "windows"
         )
     advice = "; with --target onnxruntime, onnxruntime-genai can" if formats == "int8" else ""
     return f"onnxruntime-genai and optimum cannot run it: they know only keys and values that grow{advice}"

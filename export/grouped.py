@@ -28,7 +28,7 @@ import numpy as np
 import onnx_ir as ir
 from torch import nn
 
-from ..formats import QTensor, QuantLinear
+from ..formats import QTensor, QuantLinear, Rounding
 from ..formats.base import MICROSOFT, Blocks
 from ..models import Block, ModelConfig
 from ..models.attention._attention import AttentionOptions
@@ -49,7 +49,7 @@ def grouped(config: ModelConfig, scheme: AttentionScheme, target: str) -> bool:
 
 def has_fixed_scales(config: ModelConfig, scheme: AttentionScheme, target: str) -> bool:
     """Whether the cache is ONNX Runtime's own in int8 (fixed_scales.py)."""
-    is_int8 = scheme.key_format == scheme.value_format == "int8" and not scheme.layers
+    is_int8 = scheme.keys == scheme.values == "int8" and scheme.qk is None and not scheme.layers
     return target == "onnxruntime" and is_int8 and _is_simple(config)
 
 
@@ -89,9 +89,12 @@ def _stored(buffer: Buffer, dtype: str, wide: int) -> Buffer:
 
 class GroupedGraph(DecoderGraph):
     """Builds the graph as its base class does, with other nodes for attention, and for weights and tables whose format
-    is `in_blocks`: com.microsoft.MatMulNBits and GatherBlockQuantized. A tied table's codes are stored once."""
+    is `in_blocks`: com.microsoft.MatMulNBits and GatherBlockQuantized. A tied table's codes are stored once.
 
-    accuracy_level = 4  # of MatMulNBits: inputs are rounded to int8 in the weights' blocks, as diffbit's operators do
+    MatMulNBits rounds inputs to int8 in the weights' blocks (accuracy_level 4), or not (0). Weights whose inputs are
+    rounded otherwise, as ternary ones, keep their own operator."""
+
+    accuracy_level = 4
     _blocks: Blocks  # of a tied quantized table
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -111,15 +114,19 @@ class GroupedGraph(DecoderGraph):
     # ---- weights ----
 
     def low_bit_product(self, x: ir.Value, module: QuantLinear, factor: float) -> ir.Value:
-        if not module.weight.format.in_blocks:
-            return super().low_bit_product(x, module, factor)
-        blocks = module.weight.format.blocks(module.weight)
-        return blocks.multiply(self, x, blocks.store(self, factor), self.accuracy_level)
+        if module.weight.format.in_blocks:
+            blocks = self._as_blocks(module.weight)
+            if module.rounding == (Rounding(block=blocks.size) if self.accuracy_level else None):
+                return blocks.multiply(self, x, blocks.store(self, factor), self.accuracy_level)
+        return super().low_bit_product(x, module, factor)
+
+    def _as_blocks(self, weight: QTensor) -> Blocks:
+        return weight.format.blocks(weight, rounds=self.accuracy_level > 0)
 
     def gather_low_bit(self, table: QTensor) -> ir.Value:
         if not table.format.in_blocks:
             return super().gather_low_bit(table)
-        self._blocks = blocks = table.format.blocks(table)
+        self._blocks = blocks = self._as_blocks(table)
         self._weight = codes, scale, zero = blocks.store(self)
         inputs = [codes, self.input_ids, self.op("Unsqueeze", [scale, self.const([-1])])]
         columns = blocks.codes.shape[1]

@@ -35,7 +35,13 @@ def reference_model(checkpoint: str | Path | Checkpoint, target: str = "cpu") ->
     decoder = load(checkpoint).eval()
     as_exported(decoder, target)
     if has_fixed_scales(config, plan.scheme.attention, target):
-        ids = calibration_ids(config, checkpoint.tokenizer_files[TOKENIZER], checkpoint.path)
+        contents = checkpoint.tokenizer_files
+        if TOKENIZER not in contents:
+            raise DiffbitError(
+                f"{checkpoint.path}: holds no {TOKENIZER}, with which the scales of its int8 cache are computed for "
+                "target onnxruntime; put the artifact's there"
+            )
+        ids = calibration_ids(config, contents[TOKENIZER], checkpoint.path)
         calibration = Calibration(config, decoder.embed(ids))
         for index, block in enumerate(decoder.model.layers):
             assert isinstance(block, Block)

@@ -315,9 +315,9 @@ class Format(ABC):
         """Add nodes for factor * round(x) W^T with a stored weight."""
         raise NotImplementedError
 
-    def blocks(self, weight: QTensor) -> Blocks:
-        """Return the weight as ONNX Runtime's low-bit operators, which GPUs have, compute with it: only for formats
-        that are `in_blocks`."""
+    def blocks(self, weight: QTensor, rounds: bool = False) -> Blocks:
+        """Return the weight as ONNX Runtime's low-bit operators compute with it: only for formats that are `in_blocks`.
+        rounds: they round their inputs in the same blocks."""
         raise NotImplementedError
 
     @abstractmethod

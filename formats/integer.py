@@ -290,9 +290,9 @@ class IntFormat(Format):
         blocks = self.blocks(weight)
         return blocks.multiply(g, x, blocks.store(g, factor), ACCURACY_LEVEL)
 
-    def blocks(self, weight: QTensor) -> Blocks:
+    def blocks(self, weight: QTensor, rounds: bool = False) -> Blocks:
         _, _, block, bits = self.storage
-        if bits == 8 and not self.group_size:  # the input's block size does not matter here
+        if bits == 8 and not (self.group_size or rounds):
             block = shared_block(weight.shape[1])
         blocks = -(-weight.shape[1] // block)
         repeat = self.group_size // block if self.group_size else blocks

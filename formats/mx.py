@@ -80,7 +80,7 @@ class E2M1Format(Format):
     def device_rounding(self, rounding: Rounding | None) -> Rounding:
         return Rounding(block=self.group_size)
 
-    def blocks(self, weight: QTensor) -> Blocks:
+    def blocks(self, weight: QTensor, rounds: bool = False) -> Blocks:
         """Return 8-bit blocks: 2 E2M1 is an integer from -12 to 12."""
         integers = (128 + 2 * _table(weight.codes.device)).to(torch.uint8)
         return Blocks(8, self.group_size, integers[weight.codes.int()], weight.scale / 2)

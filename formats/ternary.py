@@ -107,7 +107,7 @@ class TernaryFormat(Format):
         y = g.custom(ternary_matmul, inputs, K=columns, N=rows, activation_bits=rounding.bits)
         return y if factor == 1 else g.op("Mul", [y, g.const(factor, g.dtype)])
 
-    def blocks(self, weight: QTensor) -> Blocks:
+    def blocks(self, weight: QTensor, rounds: bool = False) -> Blocks:
         """Return 2-bit blocks: code - 1 is (code + 1) - 2."""
         rows, columns = weight.shape
         block = shared_block(columns)

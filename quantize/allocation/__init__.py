@@ -4,8 +4,8 @@ budget of bits or bytes.
 allocation = allocate("model", nbytes=40_000_000, method="guided", calibration=token_ids)
 quantize_checkpoint("model", "model-mixed", allocation.scheme, method="guided", calibration=token_ids)
 
-cache        formats for the KV cache of each layer
 mixed        the candidates and their bytes, the greedy choice by loss a byte, the check of the chosen model
+mixed_cache  formats for the KV cache of each layer
 sensitivity  losses as they are estimated, from one forward and one backward pass
 losses       losses as they are measured, and the divergence of two models
 """

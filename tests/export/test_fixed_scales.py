@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,9 @@ from diffbit import runtime
 from diffbit.cli.app import app
 from diffbit.export import export_artifact, reference_model
 from diffbit.export.fixed_scales import Channels, FixedScales, turning
+from diffbit.export.grouped import has_fixed_scales
 from diffbit.io.errors import DiffbitError
+from diffbit.models import Checkpoint
 from diffbit.models.layers import explicit_softmax
 from diffbit.ops.cache import Buffer
 from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
@@ -195,6 +198,13 @@ def test_other_caches_keep_diffbits_operator(exported: Export, tmp_path: Path) -
         command = ["export", str(low), "-o", str(tmp_path / "a"), "--overwrite", "--target", target]
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 0 and words in done.stderr and ("KV cache" in done.stderr) is bool(words)
+
+
+def test_rounded_queries_keep_diffbits_operator(trained: Trained) -> None:
+    config = Checkpoint(trained("diff_v2")).config
+    assert has_fixed_scales(config, INT8, "onnxruntime")
+    for other in (replace(INT8, qk="int8"), AttentionScheme(keys="int8", values="int4"), AttentionScheme(qk="int8")):
+        assert not has_fixed_scales(config, other, "onnxruntime")
 
 
 def test_transformers_js_is_refused(exported: Export, tmp_path: Path) -> None:
