@@ -125,12 +125,14 @@ def target_of(device: str) -> str:
 def recipe(checkpoint: Checkpoint, format: str, target: str) -> dict[str, Any]:
     """Return the arguments of `quantize_model` for a model that is about to be run: what to do unasked.
 
-    format: auto, or that of the weights. auto is what `diffbit quantize --fast` does, because somebody waits. With a
+    format: auto, or that of the weights. auto is what `diffbit quantize --fast` does, because somebody waits: it keeps
+    a model of one or two bits. With a
     format, a small model is rounded by the best method, one for which that would take longer than PATIENCE in one pass
     over a little text, and one for which even this would, without text.
     """
     from ..quantize.forecast import quantize_seconds
     from ..quantize.methods import parse_recipe
+    from ..quantize.on_grid import grids
     from .automatic import FAST, text_shape
 
     if format == AUTO and target != "cpu":  # whose operators know some of a mix's formats only
@@ -146,7 +148,7 @@ def recipe(checkpoint: Checkpoint, format: str, target: str) -> dict[str, Any]:
     is_quick = quantize_seconds(checkpoint.config, parse_recipe("rtn"), text_shape(checkpoint, short)) < PATIENCE
     if is_quick:
         return {"options": options, "rounding": short, "fast": True}
-    options = SchemeOptions(weights=FAST) if format == AUTO else options
+    options = SchemeOptions(weights=FAST) if format == AUTO and not grids(checkpoint) else options
     return {"options": options, "rounding": MethodOptions(method="rtn"), "measure": False}
 
 

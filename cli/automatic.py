@@ -1,17 +1,19 @@
 """Quantizes a model as well as it can without being told how: the formats, the method and the text that are not given
 are chosen here, and the result is measured.
 
-    formats   a mix of 5 bits per weight on average, a format for each layer (quantize/allocation); int4_g32 if the
-              float model does not fit in memory with its gradients; int6_g32_s8 with --fast, because rounding to
-              nearest loses much at 4 bits, and at 5 it takes a model of 135 million parameters its answers
+    formats   those that keep each weight, if the model was trained in one or two bits (quantize/on_grid.py). Else a mix
+              of 5 bits per weight on average, a format for each layer (quantize/allocation); int4_g32 if the float
+              model does not fit in memory with its gradients; int6_g32_s8 with --fast, because rounding to nearest
+              loses much at 4 bits, and at 5 it takes a model of 135 million parameters its answers
     method    guided; gptq if the float model does not fit in memory; rtn for 8 bits and more, where methods differ
-              little, and for a model without a tokenizer, which cannot read text
+              little, for a model without a tokenizer, which cannot read text, and where each weight is kept
     text      mix: prose, twelve languages, dialogues and code
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
     from ..calib_data import Windows
     from ..export.check import LogitsFunction
+    from ..formats import Format
     from ..models import Checkpoint
     from ..quantize import Report, Scheme
 
@@ -43,6 +46,7 @@ TEXT = "mix"
 PLAIN_BITS = 8  # from which on rounding to nearest suffices
 ESTIMATE = (16, 256)  # windows of text for the choice of formats, and their length
 WORTH_SAYING = 5  # seconds
+KEPT = 2**-9  # relative error of weights that a format keeps, but for the rounding of its scales
 HELD_OUT = (8, 256)  # the same for measuring the result
 
 
@@ -107,6 +111,7 @@ def quantize_model(
     from ..models import Checkpoint
     from ..quantize.checkpoint import open_float, quantize_checkpoint
     from ..quantize.methods import parse_recipe
+    from ..quantize.on_grid import grids as find_grids
 
     start = time.monotonic()
     workers = processes(device)
@@ -115,8 +120,11 @@ def quantize_model(
     limit = None if max_memory is None else parse_size(max_memory)
     if fast:
         rounding = _fast(rounding, checkpoint)
+    grids = workers.on_first(partial(find_grids, checkpoint))
     if options == SchemeOptions() and bits is None and size is None:
-        if fast or not can_mix(checkpoint, limit):
+        if grids:
+            options, rounding = _keeping(rounding, checkpoint, grids)
+        elif fast or not can_mix(checkpoint, limit):
             options = replace(options, weights=FAST if fast else UNIFORM)
         else:
             bits = BITS
@@ -127,6 +135,8 @@ def quantize_model(
             f"{given} and {'--bits' if size is None else '--size'} both choose formats; pass one of them"
         )
     scheme = options.scheme(weights_later=is_mix)
+    if workers.first:
+        _say_what_is_lost(checkpoint, grids, scheme, is_mix)
     method = resolve_method(checkpoint, scheme, rounding, limit, is_mix)
     recipe = parse_recipe(method)
     about = f"{_formats(scheme, bits, size)}, method {method}"
@@ -201,6 +211,48 @@ def can_mix(checkpoint: Checkpoint, max_memory: int | None) -> bool:
     if not checkpoint.tokenizer_files:
         return False
     return free is None or allocation_demand(checkpoint.config, *_short(checkpoint, ESTIMATE)) < free
+
+
+def _keeping(
+    rounding: MethodOptions, checkpoint: Checkpoint, grids: Mapping[str, Format]
+) -> tuple[SchemeOptions, MethodOptions]:
+    """Return options that keep each weight on a grid: its format, and rounding to nearest. Layers that are on none get
+    int8, as the tables do."""
+    from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE, TABLE_FORMAT, TABLES, float_linears, linear_shapes
+
+    floats = float_linears(checkpoint.config)
+    layers = [name for name in linear_shapes(checkpoint.config) if name not in (*TABLES, *floats)]
+    formats = {name: str(grids.get(name, TABLE_FORMAT)) for name in (*layers, *(floats & grids.keys()))}
+    usual = Counter(formats.values()).most_common(1)[0][0]
+    options = SchemeOptions(
+        weights=usual,
+        embedding=str(grids.get(EMBEDDING_MODULE, TABLE_FORMAT)),
+        head=str(grids.get(HEAD_MODULE, TABLE_FORMAT)),
+        override=[f"{name}={format}" for name, format in formats.items() if format != usual or name in floats],
+    )
+    return options, replace(rounding, method="rtn") if rounding.method == AUTO else rounding
+
+
+def _say_what_is_lost(checkpoint: Checkpoint, grids: Mapping[str, Format], scheme: Scheme, is_mix: bool) -> None:
+    """Say that weights lie on a grid: what it keeps, or what the scheme's formats change."""
+    from ..quantize.on_grid import loss_of
+    from ..quantize.scheme import TABLES
+
+    layers = [name for name in grids if name not in TABLES] or list(grids)
+    if not layers:
+        return
+    grid = Counter(str(grids[name]) for name in layers).most_common(1)[0][0]
+    name = next(name for name in layers if str(grids[name]) == grid)
+    about = f"{checkpoint.path}: {len(layers)} weights have the values of {grid}"
+    format = scheme.chosen(checkpoint.config).get(name)
+    if is_mix:
+        remark(f"{about}, which keeps them; a mix of formats changes them: leave out --bits and --size")
+    elif format is not None and str(format) != grid:
+        lost = loss_of(checkpoint.read(f"{name}.weight"), format)
+        if lost > KEPT:
+            remark(f"{about}, which keeps them; {format} changes them by {lost:.1%}: leave out --weights")
+    elif format is not None:
+        remark(f"{about}, which keeps them")
 
 
 def _fast(rounding: MethodOptions, checkpoint: Checkpoint) -> MethodOptions:

@@ -11,6 +11,9 @@
     mxfp4          0 ... 15          2^(s - 127) * E2M1[code]        blocks of 32 (OCP MX v1.0)
     nvfp4          0 ... 15          scale * E4M3[s] * E2M1[code]    blocks of 16, one scale per tensor (NVIDIA)
     ternary        0, 1, 2           scale * (code - 1)              one scale per tensor (b1.58, arXiv 2402.17764)
+    ternary_g128   0, 1, 2           scale * (code - 1)              one scale per 128 weights of a row
+    bin_g128       0, 1              scale * (2 code - 1)            likewise: 1.125 bits
+    balanced2_g128 0 ... 3           scale * (2 code - 3)            likewise (SEQ, arXiv 2502.02631)
 
 Each kind of format is one file of this folder, or one that a package adds to it (io/plugins.py). It has a `Format`
 (base.py), parse(name) -> Format or None, names(), and GRAMMAR, a description of its names.

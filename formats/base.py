@@ -191,6 +191,11 @@ class Format(ABC):
         """Return the mean distance between neighbouring values at scale 1."""
         return 1.0
 
+    @property
+    def value_range(self) -> tuple[float, float]:
+        """Return the lowest and the highest value at scale 1, in formats whose scales are `learned`."""
+        raise NotImplementedError
+
     @abstractmethod
     def bounds(self, zero: Tensor | None) -> tuple[Any, Any]:
         """Return the range (low, high) of weights, at scale 1, that is not clipped; floats, or tensors like `zero`."""

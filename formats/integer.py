@@ -14,7 +14,8 @@ numbers. A group of zeros has scale 0; a scale below fp16's smallest positive nu
 On a device, codes of symmetric formats of 2, 3, 5 and 6 bits in groups of 32, 64 and 128 have just these bits. All
 others have codes of 2, 4 or 8 bits, in which code - zero is the same number.
 
-    int2 to int6   diffbit.LowBitMatMul        symmetric, groups of 32, 64 and 128 (ops/lowbit_matmul.py); not int4
+    int2 to int6   diffbit.LowBitMatMul        symmetric, groups of 32, 64 and 128 (ops/lowbit_matmul.py); not int4;
+                                               also formats with few levels (grid.py)
     int2           com.microsoft.MatMulNBits   2-bit codes; groups of 16: 4-bit codes (there is no 2-bit int8 kernel)
     int3, int4     diffbit.Int4MatMul          groups of 32, 64 and 128: 4-bit codes (ops/int4_matmul.py)
                    com.microsoft.MatMulNBits   groups of 16 and 256, one scale per row: 4-bit codes
@@ -92,6 +93,15 @@ class IntFormat(Format):
         """Return the values of the codes at scale 1, if they are those of a table."""
         return ()
 
+    @property
+    def has_table(self) -> bool:
+        """Whether a device looks the levels up: they are not integers of `bits` bits."""
+        return not self._holds(self.bits)
+
+    def _holds(self, bits: int) -> bool:
+        """Whether integers of so many bits have all levels."""
+        return all(-(2 ** (bits - 1)) <= level < 2 ** (bits - 1) for level in self.levels)
+
     @classmethod
     def create(cls, bits: int, group_size: int = 0, symmetric: bool = True) -> IntFormat:
         group = f"_g{group_size}" if group_size else ""
@@ -164,6 +174,10 @@ class IntFormat(Format):
         """Return the weight of code 0 at scale 1, in symmetric formats."""
         return -(2 ** (self.bits - 1))
 
+    @property
+    def value_range(self) -> tuple[float, float]:
+        return self.lowest, self.codes - 1 + self.lowest
+
     def bounds(self, zero: Tensor | None) -> tuple[Tensor | float, Tensor | float]:
         point = 2 ** (self.bits - 1) if zero is None else zero
         return -0.5 - point, self.codes - 0.5 - point
@@ -201,9 +215,11 @@ class IntFormat(Format):
     def storage(self) -> Storage:
         """Return the row of the table above."""
         bits, sizes = self.bits, int4_matmul.GROUP_SIZES
-        in_few_bits = self.symmetric and bits in (2, 3, 5, 6) and self.group_size in sizes
+        in_few_bits = self.symmetric and bits in (1, 2, 3, 5, 6) and self.group_size in sizes
         is_packed = in_few_bits or self.row_nbytes > 0
-        wide = 8 if bits > 4 or self.levels else 4 if bits > 2 or is_packed or self.group_size == 16 else 2
+        wide = 8 if bits > 4 else 4 if bits > 2 or is_packed or self.group_size == 16 else 2
+        if self.levels:
+            wide = next(filter(self._holds, WHOLE_BITS))
         if is_packed:
             return Storage(lowbit_matmul, bits, self.group_size, wide)
         block = self.group_size or (INPUT_BLOCK if wide == 8 else ROW_BLOCK)
@@ -236,8 +252,12 @@ class IntFormat(Format):
     def store(self, g: Builder, weight: QTensor) -> StoredWeight:
         operator, bits, block, _ = self.storage
         if operator is lowbit_matmul:
-            levels = torch.tensor(self.levels).add(lowbit_matmul.MIDDLE).to(torch.uint8) if self.levels else None
-            low = lowbit_matmul.pack(weight.codes, *self.scale_parts(weight.scale), levels, block, bits)
+            codes, levels = weight.codes, None
+            if self.has_table:
+                levels = torch.tensor(self.levels).add(lowbit_matmul.MIDDLE).to(torch.uint8)
+            elif self.levels:
+                codes = self._shifted(codes, bits)
+            low = lowbit_matmul.pack(codes, *self.scale_parts(weight.scale), levels, block, bits)
             rows = low.row_scales.numpy()
             return (
                 g.initializer("codes", low.codes.numpy()),
@@ -257,7 +277,7 @@ class IntFormat(Format):
         (rows, columns), (operator, bits, block, _) = shape, self.storage
         is_packed = operator is lowbit_matmul
         op = gather_lowbit if is_packed else gather_quantized
-        kind = (bits, bool(self.levels)) if is_packed else (bits,)
+        kind = (bits, self.has_table) if is_packed else (bits,)
         inputs = [ids, *stored, g.const([self.scale_unit], g.dtype)]
         attributes = {"K": columns, "N": rows, "group_size": block, "bits": bits}
         (y,) = g.customs(op, inputs, 1, lambda name: op.function(*kind), **attributes)
@@ -270,16 +290,20 @@ class IntFormat(Format):
         assert operator is not None
         if operator is not lowbit_matmul:
             return g.custom(operator, inputs, **attributes)
-        kind = bits, bool(self.levels)
+        kind = bits, self.has_table
         body = partial(lowbit_matmul.function, *kind)
         (y,) = g.customs(lowbit_matmul, inputs, 1, body, variant=kind, bits=bits, **attributes)
         return y
+
+    def _shifted(self, codes: Tensor, bits: int) -> Tensor:
+        """Return the integers of so many bits that have the values of codes of a table."""
+        return torch.tensor(self.levels).add(2 ** (bits - 1)).to(torch.uint8)[codes.int()]
 
     def _wide_codes(self, weight: QTensor) -> Tensor:
         """Return codes of `storage.wide_bits`, shifted to their implicit zero point."""
         bits = self.storage.wide_bits
         if self.levels:
-            return torch.tensor(self.levels).add(128).to(torch.uint8)[weight.codes.int()]
+            return self._shifted(weight.codes, bits)
         if not self.symmetric or bits == self.bits:
             return weight.codes
         return weight.codes + (2 ** (bits - 1) - 2 ** (self.bits - 1))

@@ -21,15 +21,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from ..io.errors import DiffbitError
 from ..ops import int4_matmul
-from .base import chosen, divisor, finite
+from .base import divisor, finite
 from .integer import IntFormat
+from .levels import Levels
 
 STEPS = 127
 LEVELS = {
@@ -80,54 +80,12 @@ class LowBitFormat(IntFormat):
 
 
 @dataclass(frozen=True)
-class LevelFormat(LowBitFormat):
+class LevelFormat(Levels, LowBitFormat):
     """Levels of a table with a scale of 8 bits a group."""
 
     @property
     def levels(self) -> tuple[int, ...]:
         return LEVELS[self.bits]
-
-    @property
-    def lowest(self) -> int:
-        return self.levels[0]
-
-    @property
-    def spacing(self) -> float:
-        return (self.levels[-1] - self.levels[0]) / (self.codes - 1)
-
-    def bounds(self, zero: Tensor | None) -> tuple[float, float]:
-        return self.levels[0], self.levels[-1]
-
-    def encode_each(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        # the middles between levels are multiples of one half, so the half below a number decides its code
-        halves = (weight / divisor(scale)).mul_(2).floor_().clamp_(-256, 255).int() + 256
-        halves &= 511  # NaN, which has no nearest level, gets some code
-        return chosen(_nearest(self.bits, weight.device), halves)
-
-    def values_each(self, place: Tensor, zero: Tensor | None) -> Tensor:
-        halves = (2 * place).floor_().clamp_(-256, 255).add_(256).int()
-        return chosen(_nearest_levels(self.bits, place.device), halves)
-
-    def decode_each(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        return chosen(_levels(self.bits, codes.device), codes.int()) * scale
-
-
-@cache
-def _levels(bits: int, device: torch.device) -> Tensor:
-    return torch.tensor(LEVELS[bits], dtype=torch.float32, device=device)
-
-
-@cache
-def _nearest(bits: int, device: torch.device) -> Tensor:
-    """Return the code of the level nearest to x / 2, for x = -256 ... 255."""
-    levels = torch.tensor(LEVELS[bits], device=device)
-    numbers = torch.arange(-256, 256, device=device)
-    return torch.bucketize(numbers, levels[:-1] + levels[1:], right=True).to(torch.uint8)
-
-
-@cache
-def _nearest_levels(bits: int, device: torch.device) -> Tensor:
-    return _levels(bits, device)[_nearest(bits, device).int()]
 
 
 def parse(name: str) -> LowBitFormat | None:

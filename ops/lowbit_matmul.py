@@ -1,4 +1,4 @@
-"""`diffbit.LowBitMatMul`: int8 activations times weights of 2 to 6 bits in groups, integers or levels of a table.
+"""`diffbit.LowBitMatMul`: int8 activations times weights of 1 to 6 bits in groups, integers or levels of a table.
 
 Activations are rounded as in int4_matmul.py, to q with one scale a_g per row and group. Then, for every row n:
 
@@ -13,11 +13,11 @@ Inputs
     codes       uint8 [N/16, G, group_size/32, bits, 16, 4]     c, in planes; all quotients here are rounded up
     scales      float16 or int8 [N/16, G, 16]                   d
     row_scales  float16 [N/16, 16], or [1, 1]: a single 1       r
-    levels      uint8 [2^bits] for 2 to 4 bits, or [1]: a single 2^(bits - 1) for integers
+    levels      uint8 [2^bits] for 1 to 4 bits, or [1]: a single 2^(bits - 1) for integers of 2 to 6 bits
     factor      float [1]
 Output
     Y           T [..., N]
-Attributes: K, N, group_size (32, 64 or 128), bits (2 to 6), spec_version.
+Attributes: K, N, group_size (32, 64 or 128), bits (1 to 6), spec_version.
 
 Scales of 8 bits under one float16 per row (ggml has such scales of scales) cost half of what float16 scales do.
 
@@ -26,6 +26,7 @@ quads: the even four of its first eight weights, their odd four, the even four o
 a run is `bits` planes of 64 bytes, four for each of the 16 rows: byte b of a row has, in fields, bits of weight b of
 each quad; quad 0 is in the lowest bits of the first plane, quad 7 in the highest of the last.
 
+    bits 1   one plane of fields of 1 bit
     bits 4   four planes of fields of 4 bits: the bytes of Int4MatMul
     bits 2   two planes of fields of 2 bits
     bits 3   two planes of 2 bits, then one plane of 1 bit, the codes' highest
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 OP = schema.LOWBIT_MATMUL
 RUN, QUADS = 32, 8  # weights of a row, in quads of four
 # Widths of the fields that make a code, its lowest bits first; fields of w bits take w planes
-FIELDS = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2)}
+FIELDS = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2)}
 MIDDLE = 128  # of the levels
 
 

@@ -214,7 +214,7 @@ GATHER = Op(
 LOWBIT_MATMUL = Op(
     "LowBitMatMul",
     version=1,
-    names=8,
+    names=9,
     inputs=(
         Tensor("A", T),
         Tensor("codes", Type.UINT8),
@@ -224,7 +224,7 @@ LOWBIT_MATMUL = Op(
         Tensor("factor", Type.FLOAT32),
     ),
     outputs=(Tensor("Y", T),),
-    attributes=(*INT4_MATMUL.attributes, Integer("bits", 2, 6)),
+    attributes=(*INT4_MATMUL.attributes, Integer("bits", 1, 6)),
     opsets=INT4_MATMUL.opsets,
     call=Call(
         "lowbit_matmul",

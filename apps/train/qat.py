@@ -7,7 +7,7 @@ treats rounding as the identity (the straight-through estimator). The formats di
                    the forward pass equals the exported operator: int8 codes, an exact integer sum, times a * s
                    (ops/ternary_matmul.py)
     int2 ... int8  symmetric; scales are learned together with the weights (LSQ, arXiv 1902.08153, eq. 3 and section
-                   2.2), as factors of their initial values: AdamW changes a parameter by about the learning rate
+    bin_g128, ...  2.2), as factors of their initial values: AdamW changes a parameter by about the learning rate
                    whatever its gradient, so a scale of 0.01 would vanish after a few training steps; activations are
                    rounded as in the exported operator
     codebooks      scales are fitted to the weights after each training step
@@ -172,6 +172,7 @@ def integer_product(q: Tensor, weight: Tensor) -> Tensor:
 
 class _LearnedScale(torch.autograd.Function):
     """LSQ: scale * clip(round(W / scale), -Q - 1, Q), Q = 2^(bits - 1) - 1; the caller passes the result as `value`.
+    With a table of levels, round(x) is the nearest level, and the outermost levels are the bounds.
 
     Gradients (arXiv 1902.08153, eq. 3 and 5; a weight at a bound counts as outside the range):
 
@@ -197,14 +198,14 @@ class _LearnedScale(torch.autograd.Function):
             return None, None, None, None
         weight, scale, start = ctx.saved_tensors
         format, columns = layer.format, weight.shape[1]
-        high = 2 ** (format.bits - 1) - 1
+        low, high = format.value_range
         to_weight, to_scale = None if layer.fixed else torch.empty_like(grad), torch.empty_like(scale)
         for rows, s, _, (ratio, g) in format.by_rows(scale, None, weight, grad):  # a few rows stay in cache
             ratio = ratio / s  # [n, G, group]
             if to_weight is not None:
-                inside = (ratio > -high - 1) & (ratio < high)
+                inside = (ratio > low) & (ratio < high)
                 to_weight[rows] = (g * inside).flatten(1)[:, :columns]
-                ratio = torch.where(inside, ratio.round() - ratio, ratio.clamp_(-high - 1, high))
+                ratio = torch.where(inside, format.values_each(ratio, None) - ratio, ratio.clamp_(low, high))
             to_scale[rows] = (g * ratio).sum(-1)
         size = format.group_size or columns
         count = torch.arange(columns, 0, -size, device=weight.device).clamp(max=size)  # the last group may be short

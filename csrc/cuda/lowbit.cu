@@ -47,7 +47,7 @@ __device__ __forceinline__ uint32_t field(const uint32_t* run, int width, int qu
 }
 
 __device__ __forceinline__ uint32_t codes_of(const uint32_t* run, int bits, int quad) {
-  const int low = bits < 4 ? 2 : 4;
+  const int low = bits == 1 ? 1 : bits < 4 ? 2 : 4;
   const uint32_t codes = field(run, low, quad);
   return bits == low ? codes : codes | field(run + low * TILE, bits - low, quad) << low;
 }

@@ -159,7 +159,7 @@ LowBitTensors expect_planes(const Node_& node, Context& context) {
   } else {
     tensors.row_scales.expect({tiles, INT4_TILE});
   }
-  if (node.bits > 4 || tensors.levels.size() == 1) {
+  if (node.bits > 4 || (node.bits > 1 && tensors.levels.size() == 1)) {
     tensors.levels.expect({1});
     tensors.level = static_cast<const uint8_t*>(std::exchange(tensors.levels.data, nullptr));
   } else {

@@ -29,11 +29,14 @@ CHUNK = 8 << 20  # bytes of float32
 # Q1_0 and Q2_0 (ggml-quants.c): a block is an F16 scale and the codes of its weights, the first in the lowest bits of a
 # byte; a weight is scale * level. {type: (weights in a block, level of each code)}
 LEVELS = {41: (128, (-1, 1)), 42: (64, (-1, 0, 1, 2))}
+LARGE = 1 << 14
+Q2_0, PRISM_BLOCK = 42, 128  # PrismML's llama.cpp wrote Q2_0 in blocks of 128 before llama.cpp had it in blocks of 64
 
 
 @dataclass(frozen=True)
 class GGUFEntry(Entry):
     type: int  # ggml's type number
+    block: int  # weights in a block
 
     def read(self) -> Tensor:
         if self.type in FLOATS:
@@ -44,18 +47,18 @@ class GGUFEntry(Entry):
         out = torch.empty(rows, columns)
         step = max(1, CHUNK // (4 * columns))
         for i in range(0, rows, step):
-            out[i : i + step] = torch.from_numpy(_dequantize(stored[i : i + step], self.type))
+            out[i : i + step] = torch.from_numpy(_dequantize(stored[i : i + step], self.type, self.block))
         return out.view(self.shape)
 
 
-def _dequantize(rows: np.ndarray, type: int) -> np.ndarray:
+def _dequantize(rows: np.ndarray, type: int, weights: int) -> np.ndarray:
     """Return the weights float32 [rows, columns] of blocks uint8 [rows, bytes]."""
     if type not in LEVELS:
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
         return dequantize(rows, GGMLQuantizationType(type))
-    weights, levels = LEVELS[type]
+    levels = LEVELS[type][1]
     bits = (len(levels) - 1).bit_length()
     blocks = rows.reshape(-1, 2 + weights * bits // 8)
     of_codes = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little").reshape(-1, weights, bits)
@@ -71,7 +74,8 @@ def open_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
     Raises DiffbitError for an unsupported model, a type that cannot be dequantized, and data beyond the file's end.
     """
     header = read_gguf(file)
-    entries: dict[str, Entry] = {name: _entry(header, name) for name in header.tensors}
+    block = _block_of_q2(header)
+    entries: dict[str, Entry] = {name: _entry(header, name, block) for name in header.tensors}
     in_order = sorted(entries.items(), key=lambda item: item[1].begin)
     for (name, entry), (other, following) in pairwise(in_order):
         if following.begin < entry.end:
@@ -86,7 +90,21 @@ def open_pooling(file: Path) -> str | None:
     return pooling(read_gguf(file))
 
 
-def _entry(header: GGUF, name: str) -> GGUFEntry:
+def _block_of_q2(header: GGUF) -> int:
+    """Return the weights in a block of a file's Q2_0 tensors: PrismML's, if llama.cpp's need more bytes than there are
+    before the next tensor."""
+    infos = sorted(header.tensors.values(), key=lambda info: info.begin)
+    ends = [*(info.begin for info in infos[1:]), header.status.st_size]
+    block, nbytes = LEVELS[Q2_0][0], _block(Q2_0, "")[1]
+    overflows = []
+    for info, end in zip(infos, ends, strict=True):
+        weights = math.prod(info.shape)
+        if info.type == Q2_0 and weights >= LARGE:  # in smaller ones, padding may be as long as the difference
+            overflows.append(weights // block * nbytes > end - info.begin)
+    return PRISM_BLOCK if overflows and all(overflows) else block
+
+
+def _entry(header: GGUF, name: str, q2_block: int) -> GGUFEntry:
     info, file = header.tensors[name], header.file
     if info.type in FLOATS:
         dtype = FLOATS[info.type]
@@ -94,6 +112,8 @@ def _entry(header: GGUF, name: str) -> GGUFEntry:
     else:
         dtype = torch.float32
         block, nbytes = _block(info.type, f"{file}: tensor {name}")
+        if info.type == Q2_0:
+            block, nbytes = q2_block, 2 + q2_block // 4
     if info.shape[-1] % block:
         raise DiffbitError(
             f"{file}: tensor {name} of shape {info.shape} has rows that are not a multiple of its blocks of {block}; "
@@ -105,7 +125,7 @@ def _entry(header: GGUF, name: str) -> GGUFEntry:
             f"{file}: is cut short: tensor {name} ends at byte {end}, the file at byte {header.status.st_size}; "
             "copy it again"
         )
-    return GGUFEntry(file, dtype, info.shape, info.begin, end, stamp(header.status), info.type)
+    return GGUFEntry(file, dtype, info.shape, info.begin, end, stamp(header.status), info.type, block)
 
 
 @cache

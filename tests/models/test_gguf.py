@@ -18,9 +18,10 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from diffbit import models
+from diffbit import models, quantize
 from diffbit.apps.train.new_tokenizer import train_tokenizer
 from diffbit.calib_data import load_tokenizer
+from diffbit.cli.automatic import quantize_model
 from diffbit.cli.options import chat_template
 from diffbit.export import export_artifact
 from diffbit.formats import parse_format
@@ -168,6 +169,72 @@ def test_codes_of_one_and_two_bits(tmp_path: Path) -> None:
         assert len(np.unique(codes)) == 1 << bits
         with pytest.raises(DiffbitError, match="holds tensor x, which a softmax model of its metadata does not have"):
             Checkpoint(tmp_path / "x.gguf")
+
+
+def stored_in_bits(file: Path, type: int, block: int) -> tuple[Path, dict[str, np.ndarray]]:
+    """Write a llama whose matrices have ggml type 41, 42, TQ1_0 or TQ2_0; return it and them, by their names."""
+    generator, written, expected = np.random.default_rng(type + block), {}, {}
+    shapes = {"token_embd": (VOCABULARY, 512), "output": (VOCABULARY, 512)}
+    for i in range(LAYERS):
+        names = ("attn_q", "attn_output", "attn_k", "attn_v", "ffn_gate", "ffn_up", "ffn_down")
+        rows = (512, 512, 128, 128, FFN, FFN, 512)
+        shapes |= {f"blk.{i}.{name}": (count, 512) for name, count in zip(names, rows, strict=True)}
+    for name, (rows, columns) in shapes.items():
+        levels = (-1, 1) if type == 41 else (-1, 0, 1)
+        codes = generator.integers(0, len(levels), (rows, columns // block, block))
+        scales = (generator.random((rows, columns // block, 1)) * 0.05 + 0.01).astype(np.float16)
+        expected[name] = (np.array(levels)[codes] * scales.astype(np.float32)).reshape(rows, columns)
+        if type in (TYPES.TQ1_0, TYPES.TQ2_0):
+            written[name] = gguf.quants.quantize(expected[name].astype(np.float32), TYPES(type))
+            continue
+        bits = 1 if type == 41 else 2
+        bytes_ = (codes.reshape(rows, -1, 8 // bits) << np.arange(0, 8, bits)).sum(-1).astype(np.uint8)
+        parts = [scales.view(np.uint8).reshape(rows, -1, 2), bytes_.reshape(rows, columns // block, -1)]
+        written[name] = np.ascontiguousarray(np.concatenate(parts, -1).reshape(rows, -1))
+    writer = gguf.GGUFWriter(file, "llama")
+    sizes = {"embedding_length": 512, "feed_forward_length": FFN, "attention.head_count": 8, "vocab_size": VOCABULARY}
+    sizes |= {"attention.head_count_kv": 2, "block_count": LAYERS, "context_length": 64, "rope.dimension_count": 64}
+    for key, value in sizes.items():
+        writer.add_key_value(f"llama.{key}", value, gguf.GGUFValueType.UINT32)
+    writer.add_key_value("llama.attention.layer_norm_rms_epsilon", 1e-5, gguf.GGUFValueType.FLOAT32)
+    for name in ("output_norm", *(f"blk.{i}.{name}" for i in range(LAYERS) for name in ("attn_norm", "ffn_norm"))):
+        writer.add_tensor(f"{name}.weight", np.ones(512, np.float32))
+    for name, data in written.items():
+        writer.add_tensor(f"{name}.weight", data, raw_dtype=TYPES.I8)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = file.read_bytes()
+    for name, data in written.items():  # the package knows neither type 42 nor blocks of 128 of it
+        key = f"{name}.weight".encode()
+        at = found.index(struct.pack("<Q", len(key)) + key) + 8 + len(key) + 4
+        assert struct.unpack("<2QI", found[at : at + 20]) == (data.shape[1], data.shape[0], TYPES.I8)
+        found = found[:at] + struct.pack("<2QI", 512, data.shape[0], type) + found[at + 20 :]
+    file.write_bytes(found)
+    return file, expected
+
+
+@pytest.mark.parametrize(
+    ("type", "block", "format"),
+    [(41, 128, "bin_g128"), (42, 64, "ternary_g64"), (42, 128, "ternary_g128"), (34, 256, "ternary_g128"),
+     (35, 256, "ternary_g128")],
+)  # fmt: skip
+def test_a_model_of_one_or_two_bits_is_kept(type: int, block: int, format: str, tmp_path: Path) -> None:
+    file, expected = stored_in_bits(tmp_path / "m.gguf", type, block)
+    report = quantize_model(file, tmp_path / "low", measure=False).report
+    assert {weight.format for weight in report.weights} == {format} and report.method == "rtn"
+    low = quantize.load(tmp_path / "low")
+    for name, there in expected.items():
+        module, _, layer = name.rpartition(".")
+        part = next(part for part, key in NAMES.items() if key == layer)
+        found = low.get_submodule(f"model.layers.{module.split('.')[1]}.{part}" if module else part)
+        mine = found.weight.dequantize().numpy()
+        if layer in ("attn_q", "attn_k"):
+            mine = llama_cpp_rows(mine, 8 if layer == "attn_q" else 2)
+        np.testing.assert_array_equal(mine, there)
+    ids = torch.randint(VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(low(ids), models.load(file)(ids), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("architecture, tied", [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False)])

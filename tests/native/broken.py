@@ -211,7 +211,7 @@ def broken_lowbit() -> Iterator[Broken]:
         x = {name: array for name, array in node.inputs.items() if array is not None}
         yield from of_any_op(node)
         for name, sentence, changes in (
-            ("bits_1", "attribute bits is 1, wanted 2 to 6", {"bits": 1}),
+            ("bits_0", "attribute bits is 0, wanted 1 to 6", {"bits": 0}),
             ("bits_4", r"codes is \[2, 7, 1, 3, 16, 4\], wanted \[2, 7, 1, 4, 16, 4\]", {"bits": 4}),
             ("group_64", r"codes is \[2, 7, 1, 3, 16, 4\], wanted \[2, 4, 2, 3, 16, 4\]", {"group_size": 64}),
             ("n_33", r"codes is \[2, 7, 1, 3, 16, 4\], wanted \[3, 7, 1, 3, 16, 4\]", {"N": 33}),
@@ -226,6 +226,8 @@ def broken_lowbit() -> Iterator[Broken]:
             yield Broken(changed(node, name, **changes), sentence)
     six = lowbit(replace(case, bits=6, table=False))
     yield Broken(changed(six, "levels_of_6_bits", levels=np.zeros(64, np.uint8)), r"levels is \[64\], wanted \[1\]")
+    one = lowbit(replace(case, bits=1))
+    yield Broken(changed(one, "level_of_1_bit", levels=np.ones(1, np.uint8)), r"levels is \[1\], wanted \[2\]")
     ids = gather_rows(case)
     yield Broken(changed(ids, "ids_beyond", ids=np.full((2, 3), 21)), "ids holds 21, wanted 0 to 20")
 

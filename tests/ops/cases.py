@@ -831,7 +831,7 @@ class LowBitCase(Int4Case):
         return codes, scale, row_scale, levels if self.table else None
 
 
-LOWBIT_KINDS = ((2, False), (3, False), (4, False), (5, False), (6, False), (2, True), (3, True), (4, True))
+LOWBIT_KINDS = ((1, True), (2, False), (3, False), (4, False), (5, False), (6, False), (2, True), (3, True), (4, True))
 LOWBIT_CASES = [
     LowBitCase(
         f"{bits}_bits{'_table' if table else ''}_{name}", bits=bits, table=table, seed=7 * bits + len(name), **more

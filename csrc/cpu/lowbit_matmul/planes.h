@@ -25,7 +25,7 @@ inline int32_t code_at(const uint8_t* run, int64_t bits, int64_t quad, int64_t b
   const auto field = [&](int64_t first, int64_t width) {
     return run[(first + quad * width / 8) * LOWBIT_PLANE + byte] >> quad * width % 8 & ((1 << width) - 1);
   };
-  const int64_t low = bits < 4 ? 2 : 4;
+  const int64_t low = bits == 1 ? 1 : bits < 4 ? 2 : 4;
   return bits == low ? field(0, low) : field(0, low) | field(low, bits - low) << low;
 }
 

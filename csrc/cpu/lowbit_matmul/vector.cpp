@@ -45,7 +45,7 @@ DIFFBIT_INLINE Bytes field(const uint8_t* planes, int quad) {
 /// Returns the codes of a quad.
 template <int BITS>
 DIFFBIT_INLINE Bytes codes_of(const uint8_t* run, int quad) {
-  constexpr int LOW = BITS < 4 ? 2 : 4, HIGH = BITS - LOW;
+  constexpr int LOW = BITS == 1 ? 1 : BITS < 4 ? 2 : 4, HIGH = BITS - LOW;
   if constexpr (BITS == 8)
     return load_bytes(run + quad * LOWBIT_PLANE);
   else if constexpr (HIGH == 0)
@@ -210,11 +210,11 @@ constexpr Multiply MANY = multiply_rows_of<Kind<BITS, BITS == 8 && PARTIAL_IS_IN
 
 void multiply(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, int64_t apart, int64_t count, void* y,
               bool half) {
-  constexpr Multiply of_few[2][5] = {{FEW<2, 2>, FEW<3, 3>, FEW<4, 4>, FEW<5, 5>, FEW<6, 6>},
-                                     {FEW<2, LEVELS>, FEW<3, LEVELS>, FEW<4, LEVELS>}};
-  constexpr Multiply of_many[2][5] = {{MANY<4, 4>, MANY<4, 4>, MANY<4, 4>, MANY<8, 5>, MANY<8, 6>},
-                                      {MANY<8, LEVELS>, MANY<8, LEVELS>, MANY<8, LEVELS>}};
-  const Multiply chosen = (weight.unpacked ? of_many : of_few)[weight.levels != nullptr][weight.bits - 2];
+  constexpr Multiply of_few[2][6] = {{nullptr, FEW<2, 2>, FEW<3, 3>, FEW<4, 4>, FEW<5, 5>, FEW<6, 6>},
+                                     {FEW<1, LEVELS>, FEW<2, LEVELS>, FEW<3, LEVELS>, FEW<4, LEVELS>}};
+  constexpr Multiply of_many[2][6] = {{nullptr, MANY<4, 4>, MANY<4, 4>, MANY<4, 4>, MANY<8, 5>, MANY<8, 6>},
+                                      {MANY<8, LEVELS>, MANY<8, LEVELS>, MANY<8, LEVELS>, MANY<8, LEVELS>}};
+  const Multiply chosen = (weight.unpacked ? of_many : of_few)[weight.levels != nullptr][weight.bits - 1];
   chosen(rows, weight, first, apart, count, y, half);
 }
 
@@ -245,12 +245,13 @@ void unpack_planes(const uint8_t* run, int64_t runs, const uint8_t* levels, uint
 
 void unpack(LowBitWeight& weight, int64_t tile, uint8_t* to) {
   using Unpack = decltype(&unpack_planes<2, false>);
-  constexpr Unpack by_bits[2][5] = {{unpack_planes<2, false>, unpack_planes<3, false>, nullptr, unpack_planes<5, false>, unpack_planes<6, false>},
-                               {unpack_planes<2, true>, unpack_planes<3, true>, unpack_planes<4, true>}};
+  constexpr Unpack by_bits[2][6] = {{nullptr, unpack_planes<2, false>, unpack_planes<3, false>, nullptr, unpack_planes<5, false>,
+                                unpack_planes<6, false>},
+                               {unpack_planes<1, true>, unpack_planes<2, true>, unpack_planes<3, true>, unpack_planes<4, true>}};
   const int64_t runs = weight.groups * weight.group_size / LOWBIT_RUN;
   const uint8_t* codes = weight.codes + tile * runs * weight.bits * LOWBIT_PLANE;
   weight.unpacked = codes;
-  const Unpack chosen = by_bits[weight.levels != nullptr][weight.bits - 2];
+  const Unpack chosen = by_bits[weight.levels != nullptr][weight.bits - 1];
   if (!chosen) return;  // planes of 4 bits
   chosen(codes, runs, weight.levels, to);
   weight.unpacked = to;
@@ -275,12 +276,12 @@ void unpack_runs(const uint8_t* run, int64_t runs, const uint8_t* levels, int8_t
 
 void unpack_values(const LowBitWeight& weight, int64_t tile, UnpackedTile& to) {
   using Unpack = decltype(&unpack_runs<2, false>);
-  constexpr Unpack by_bits[2][5] = {{unpack_runs<2, false>, unpack_runs<3, false>, unpack_runs<4, false>, unpack_runs<5, false>,
-                                unpack_runs<6, false>},
-                               {unpack_runs<2, true>, unpack_runs<3, true>, unpack_runs<4, true>}};
+  constexpr Unpack by_bits[2][6] = {{nullptr, unpack_runs<2, false>, unpack_runs<3, false>, unpack_runs<4, false>,
+                                unpack_runs<5, false>, unpack_runs<6, false>},
+                               {unpack_runs<1, true>, unpack_runs<2, true>, unpack_runs<3, true>, unpack_runs<4, true>}};
   const int64_t runs = weight.groups * weight.group_size / LOWBIT_RUN, first = tile * weight.groups * INT4_TILE;
   const uint8_t* codes = weight.codes + tile * runs * weight.bits * LOWBIT_PLANE;
-  by_bits[weight.levels != nullptr][weight.bits - 2](codes, runs, weight.levels, to.values);
+  by_bits[weight.levels != nullptr][weight.bits - 1](codes, runs, weight.levels, to.values);
   for (int64_t i = 0; i < weight.groups * INT4_TILE; i += F32_LANES)
     store(to.scales + i, weight.int8_scales ? load(static_cast<const int8_t*>(weight.scales) + first + i)
                                             : load(static_cast<const uint16_t*>(weight.scales) + first + i));

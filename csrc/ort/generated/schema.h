@@ -254,7 +254,7 @@ struct GatherLowBit {
   static constexpr Integer K{"K", 0, {1, 16777216}};
   static constexpr Integer N{"N", 0, {1, 2147483648}};
   static constexpr Integer GROUP_SIZE{"group_size", 3, {32, 64, 128}};
-  static constexpr Integer BITS{"bits", 0, {2, 6}};
+  static constexpr Integer BITS{"bits", 0, {1, 6}};
   static constexpr int TYPES[4][7] = {
       {7, 2, 10, 10, 2, 1, 1},
       {7, 2, 10, 10, 2, 10, 10},
@@ -355,7 +355,7 @@ struct LowBitMatMul {
   static constexpr Integer K{"K", 0, {1, 16777216}};
   static constexpr Integer N{"N", 0, {1, 2147483648}};
   static constexpr Integer GROUP_SIZE{"group_size", 3, {32, 64, 128}};
-  static constexpr Integer BITS{"bits", 0, {2, 6}};
+  static constexpr Integer BITS{"bits", 0, {1, 6}};
   static constexpr int TYPES[4][7] = {
       {1, 2, 10, 10, 2, 1, 1},
       {1, 2, 3, 10, 2, 1, 1},
@@ -370,7 +370,7 @@ struct LowBitMatMul {
       {16, 2, 10, 10, 2, 1, 16},
       {16, 2, 3, 10, 2, 1, 16},
   };
-  static constexpr const char* NAMES[8] = {"LowBitMatMul", "LowBitMatMul_2", "LowBitMatMul_3", "LowBitMatMul_4", "LowBitMatMul_5", "LowBitMatMul_6", "LowBitMatMul_7", "LowBitMatMul_8"};
+  static constexpr const char* NAMES[9] = {"LowBitMatMul", "LowBitMatMul_2", "LowBitMatMul_3", "LowBitMatMul_4", "LowBitMatMul_5", "LowBitMatMul_6", "LowBitMatMul_7", "LowBitMatMul_8", "LowBitMatMul_9"};
   static constexpr Signature SIGNATURE{6, 1, 0x0, 0x0, 0x0};
 };
 

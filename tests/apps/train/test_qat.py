@@ -18,6 +18,7 @@ from diffbit.apps.train.qat import QATLinear, prepare, refresh
 from diffbit.apps.train.trainer import learning_rate, train, weight_decay
 from diffbit.export import export_artifact
 from diffbit.formats import QuantLinear, parse_format
+from diffbit.formats.grid import LEVELS
 from diffbit.formats.rounding import INT8, Rounding, rounded_input
 from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, Decoder, load
@@ -92,7 +93,9 @@ def test_ternary_gradients_are_straight_through(rounding: Rounding) -> None:
         assert (ours_ - theirs).norm() <= 1e-6 * theirs.norm()
 
 
-@pytest.mark.parametrize("format", ["int2_g32", "int3", "int4_g64", "int8_g16"])
+@pytest.mark.parametrize(
+    "format", ["int2_g32", "int3", "int4_g64", "int8_g16", "bin_g32", "ternary_g64", "balanced2_g32"]
+)
 def test_learned_scales_against_the_papers_formulas(format: str) -> None:
     """LSQ, eq. 1-3 and section 2.2, element by element; 90 columns leave the last group short."""
     ours = layer(format, columns=90, rows=6)
@@ -100,14 +103,15 @@ def test_learned_scales_against_the_papers_formulas(format: str) -> None:
     with torch.no_grad():
         ours.factor.copy_(torch.linspace(0.4, 1.3, ours.factor.numel()).view_as(ours.factor))
     ours.refresh()
-    assert ((ours.scale < 0).any() and (ours.scale > 0).any()) or format == "int8_g16"
+    signed = format in ("int2_g32", "int3", "int4_g64")  # the others have as many levels on either side, or hardly more
+    assert ((ours.scale < 0).any() and (ours.scale > 0).any()) or not signed
     x, upstream = torch.randn(1, 5, 90), torch.randn(1, 5, 6)
     out = ours(x)
     rounded = x if ours.rounding is None else ours.rounding(x)
     got = torch.autograd.grad(out, (ours.weight, ours.factor), upstream)
 
-    bits = int(format[3])
-    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    levels = LEVELS.get(format.partition("_")[0]) or range(-(2 ** (int(format[3]) - 1)), 2 ** (int(format[3]) - 1))
+    low, high = levels[0], levels[-1]
     group = int(format.partition("_g")[2] or 90)
     to_value = upstream[0].double().T @ rounded[0].double()  # [N, K]
     weight, scale = ours.weight.detach().double(), ours.scale.double()
@@ -117,10 +121,11 @@ def test_learned_scales_against_the_papers_formulas(format: str) -> None:
         for column in range(90):
             s = scale[row, column // group]
             v, g = weight[row, column] / s, to_value[row, column]
-            value[row, column] = min(max(round(float(v)), low), high) * s
+            nearest = min(levels, key=lambda level, v=float(v): abs(level - v))
+            value[row, column] = nearest * s
             if low < v < high:
                 to_weight[row, column] = g
-                to_scale[row, column // group] += g * (round(float(v)) - v)
+                to_scale[row, column // group] += g * (nearest - v)
             else:
                 bounds += 1
                 to_scale[row, column // group] += g * (low if v <= low else high)
@@ -294,7 +299,10 @@ def test_flips_and_zeros_by_hand() -> None:
     assert refresh([ours]) == {"flips": 0.0, "zeros": 1 / 8}
 
 
-FORMATS = [("ternary", "int8"), ("ternary", "int4"), ("int3", "int8"), ("int2_g16", "int8")]
+FORMATS = [
+    ("ternary", "int8"), ("ternary", "int4"), ("int3", "int8"), ("int2_g16", "int8"), ("bin_g32", "int8"),
+    ("balanced2_g32", "int8"),
+]  # fmt: skip
 
 
 @pytest.mark.slow
