@@ -40,7 +40,6 @@ from diffbit.quantize import AttentionScheme, Scheme, apply
 
 PAGE = "research/cache/README.md"
 OURS = {
-    "float16": (16, 16),
     "int8": (8, 8),
     "int4": (4, 4),
     "int3": (3, 3),
@@ -161,7 +160,7 @@ def tables(work: Path, names: Sequence[str], contexts: Sequence[int]) -> dict[st
                 f"{statistics.mean(copy['kl']) / statistics.mean(plain['kl'][: len(copy['kl'])]):.4f}" if copy else ""
                 for copy, plain in pairs
             ]
-            if any(shown_cells) and name != "float16":
+            if any(shown_cells):
                 ratios.append([length, name, *shown_cells])
     return {
         "contexts": table(["tokens", "cache", "bits a number", *names], lines),
