@@ -29,10 +29,11 @@ def out_of_memory(error: RuntimeError | MemoryError) -> str | None:
     """Return a sentence if torch or numpy had too little memory, of a GPU or of the machine; torch is not imported
     here."""
     reason = str(error).partition("\n")[0]
+    shown = f" ({reason})" if reason else ""  # Python's own error says nothing
     if type(error).__name__ == "OutOfMemoryError":
-        return f"the GPU's memory does not suffice ({reason}); use shorter windows or a smaller batch, or --device cpu"
+        return f"the GPU's memory does not suffice{shown}; use shorter windows or a smaller batch, or --device cpu"
     if isinstance(error, MemoryError) or "can't allocate memory" in reason:
-        return f"the memory does not suffice ({reason}); use a shorter context, shorter windows or a smaller batch"
+        return f"the memory does not suffice{shown}; use a shorter context, shorter windows or a smaller batch"
     return None
 
 

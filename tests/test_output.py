@@ -89,6 +89,7 @@ def test_too_little_memory_is_a_sentence() -> None:
         np.empty(1 << 56)
     for raised in (torchs, numpys):
         assert re.match(r"the memory does not suffice \(.*\); use a shorter context", out_of_memory(raised.value) or "")
+    assert (out_of_memory(MemoryError()) or "").startswith("the memory does not suffice; use a shorter context")
     assert out_of_memory(RuntimeError("a defect")) is None
 
 
