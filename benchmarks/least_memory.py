@@ -1,4 +1,4 @@
-"""The least address space (`ulimit -v`) in which an artifact writes 64 tokens, to the next 32 MiB, and the memory it takes.
+"""The least address space (`ulimit -v`) in which an artifact writes 64 tokens, in steps of 32 MiB, and resident memory.
 
     python benchmarks/least_memory.py out/small-onnx                              # by `diffbit run`
     python benchmarks/least_memory.py out/small-onnx build/c/runtime/diffbit-c    # by libdiffbit (`make c`)
