@@ -181,15 +181,19 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         message = str(error)
     except ImportError as error:
         package = (error.name or "").split(".")[0]
-        if package not in LAB_PACKAGES:
+        if "failed to map segment" in str(error):  # the dynamic loader's words
+            message = f"the memory does not suffice to load Python's packages ({error}); raise its limit (ulimit -v)"
+        elif package in LAB_PACKAGES:
+            message = str(MissingDependency(package, "lab", "this command", error))
+        else:
             raise
-        message = str(MissingDependency(package, "lab", "this command", error))
-    except (RuntimeError, MemoryError) as error:
-        if (sentence := out_of_memory(error)) is None:
+    except (RuntimeError, MemoryError, OSError) as error:
+        if (sentence := out_of_memory(error)) is not None:
+            message = sentence
+        elif isinstance(error, OSError):
+            message = f"{error.filename or 'input or output'}: failed ({error.strerror or error})"
+        else:
             raise
-        message = sentence
-    except OSError as error:
-        message = f"{error.filename or 'input or output'}: failed ({error.strerror or error})"
     if speaks():
         print_error(message)
     leave()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -25,14 +26,16 @@ if TYPE_CHECKING:
     from ..runtime import Verification
 
 
-def out_of_memory(error: RuntimeError | MemoryError) -> str | None:
-    """Return a sentence if torch or numpy had too little memory, of a GPU or of the machine; torch is not imported
-    here."""
-    reason = str(error).partition("\n")[0]
+def out_of_memory(error: RuntimeError | MemoryError | OSError) -> str | None:
+    """Return a sentence if torch, numpy or a mapping had too little memory, of a GPU or of the machine; torch is not
+    imported here."""
+    reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0]
+    shown = f" ({reason})" if reason else ""  # Python's own error says nothing
     if type(error).__name__ == "OutOfMemoryError":
-        return f"the GPU's memory does not suffice ({reason}); use shorter windows or a smaller batch, or --device cpu"
-    if isinstance(error, MemoryError) or "can't allocate memory" in reason:
-        return f"the memory does not suffice ({reason}); use a shorter context, shorter windows or a smaller batch"
+        return f"the GPU's memory does not suffice{shown}; use shorter windows or a smaller batch, or --device cpu"
+    mapping_failed = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    if isinstance(error, MemoryError) or mapping_failed or "can't allocate memory" in reason:
+        return f"the memory does not suffice{shown}; use a shorter context, shorter windows or a smaller batch"
     return None
 
 
@@ -71,7 +74,7 @@ def _plain(text: str) -> str:
 
 
 def _print(text: str) -> None:
-    Console(stderr=True, soft_wrap=True).print(text, highlight=False)
+    Console(stderr=True, soft_wrap=True, emoji=False).print(text, highlight=False)
 
 
 def print_json(value: Any) -> None:

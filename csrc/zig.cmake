@@ -18,6 +18,10 @@ elseif(DIFFBIT_TARGET MATCHES "-macos")
 else()
   set(CMAKE_SYSTEM_NAME Linux)
   set(CMAKE_EXE_LINKER_FLAGS_INIT -dynamic)  # a static program of musl loads no library
+  set(CMAKE_SHARED_LINKER_FLAGS_INIT -s)     # zig's C++ library brings 4 MB for debuggers
 endif()
-set(CMAKE_CXX_COMPILER ${DIFFBIT_PYTHON} -m ziglang c++ -target ${DIFFBIT_TARGET})
+# -O3 here, so that zig compiles its C and C++ library once, and not another time for CMake's own checks
+set(zig -target ${DIFFBIT_TARGET} -O3)
+set(CMAKE_C_COMPILER ${DIFFBIT_PYTHON} -m ziglang cc ${zig})
+set(CMAKE_CXX_COMPILER ${DIFFBIT_PYTHON} -m ziglang c++ ${zig})
 set(CMAKE_STRIP "")  # the one of this machine does not know the other systems' files

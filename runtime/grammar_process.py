@@ -129,8 +129,9 @@ def _grammar(connection: socket.socket, vocabulary: Vocabulary | str) -> None:
     grammars: list[Grammar] = []
 
     def work() -> None:
-        with suppress(AttributeError, OSError):  # others go first; a thread's own on Linux alone
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        if sys.platform == "linux":  # others go first. Elsewhere the number of a thread may be that of another process
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         try:
             grammars.append(Grammar(vocabulary, request["kind"], request["text"], request.get("marker")))

@@ -1,8 +1,8 @@
 """Renders chat templates. `ChatTemplate` (template.py) runs this file in a separate process.
 
 A template comes with a model, so it is untrusted code. Jinja's sandbox keeps it away from Python's internals and from
-files, but does not limit time and memory ("x" * 10**10, nested loops). So this process limits its own memory, and its
-parent kills it after a while. It imports nothing from diffbit, so it starts fast and stays small.
+files, but does not limit time and memory ("x" * 10**10, nested loops). So this process limits its own memory, where the
+system can, and its parent kills it after a while. It imports nothing from diffbit, so it starts fast and stays small.
 
 Stdin has lines of JSON: first {"template": source, "variables": {...}}, then {"messages": [...], ...} for each
 rendering. Each rendering writes a line {"text": ...} or {"error": ...} to stdout. The request "names" gets
@@ -33,7 +33,8 @@ def main() -> None:
     """Render until stdin ends."""
     sys.path[:] = json.loads(sys.argv[1])
     first = json.loads(sys.stdin.readline())
-    _limit("RLIMIT_AS", MEMORY)  # before compiling, which computes constants
+    if sys.platform != "darwin":  # macOS refuses a limit below what it maps into each process
+        _limit("RLIMIT_AS", MEMORY)  # before compiling, which computes constants
     template: object = None
     for line in sys.stdin:
         _limit("RLIMIT_CPU", ceil(process_time()) + CPU_SECONDS)

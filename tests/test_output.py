@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import mmap
 import re
 import sys
 from typing import Any
@@ -89,13 +90,18 @@ def test_too_little_memory_is_a_sentence() -> None:
         np.empty(1 << 56)
     for raised in (torchs, numpys):
         assert re.match(r"the memory does not suffice \(.*\); use a shorter context", out_of_memory(raised.value) or "")
+    assert (out_of_memory(MemoryError()) or "").startswith("the memory does not suffice; use a shorter context")
+    with pytest.raises(OSError) as mappings:
+        mmap.mmap(-1, 1 << 56)
+    assert (out_of_memory(mappings.value) or "").startswith("the memory does not suffice (Cannot allocate memory); use")
     assert out_of_memory(RuntimeError("a defect")) is None
+    assert out_of_memory(FileNotFoundError(2, "No such file or directory")) is None
 
 
 @pytest.mark.parametrize("columns", [30, 80])
 def test_remarks_at_a_terminal_break_between_words(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     path = "/home/me/.cache/diffbit/63ea6401263984ec/SmolLM2-135M-Instruct"
-    sentence = f"a model of many words and of numbers, 85% of them; kept in {path} until the folder is deleted"
+    sentence = f"a model of many words and of numbers, 85% of them; kept in {path} until the folder :key: is deleted"
     monkeypatch.setenv("COLUMNS", str(columns))
     for write, begin in ((remark, ""), (print_error, "error: ")):
         monkeypatch.setattr(sys, "stderr", Terminal())

@@ -2,8 +2,8 @@
 
 | | Linux | macOS | Windows |
 |---|---|---|---|
-| a file is on disk | fsync | F_FULLFSYNC | FlushFileBuffers, which Python calls fsync |
-| a folder's names are on disk | fsync | F_FULLFSYNC | what NTFS's journal keeps |
+| a file is on disk | fsync | F_FULLFSYNC, or fsync where a file system has no such | FlushFileBuffers, by fsync |
+| a folder's names are on disk | fsync | the same | what NTFS's journal keeps |
 | two folders exchange names | renameat2 | renamex_np | never: one is moved aside, and `files.sweep` moves it back |
 | a lock | flock | flock | msvcrt.locking |
 
@@ -33,6 +33,7 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 RENAME_SWAP = 2  # of renamex_np(2)
 # Windows keeps others from reading the bytes that are locked: this one is far behind the process id in the file
 LOCKED_BYTE = 1 << 30
+UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOTTY)
 OPEN = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
@@ -42,15 +43,27 @@ def sync(path: Path) -> None:
         return
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # there only a writer may ask for it
     try:
-        if hasattr(fcntl, "F_FULLFSYNC"):  # macOS, where fsync leaves the data in the disk's own memory
-            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
-        else:
+        if not _reaches_disk(descriptor):
             os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a device, or a file system without fsync for folders
+        if error.errno not in UNSUPPORTED:  # a device, or a file system without fsync for folders
             raise
     finally:
         os.close(descriptor)
+
+
+def _reaches_disk(descriptor: int) -> bool:
+    """Write a file to disk as macOS does it, where fsync leaves the data in the disk's own memory. Returns False where
+    the system or the file system has no such call."""
+    if not hasattr(fcntl, "F_FULLFSYNC"):
+        return False
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        return False
+    return True
 
 
 def sync_tree(folder: Path) -> None:
@@ -88,8 +101,10 @@ def lock(file: Path) -> int | None:
     while True:
         try:
             descriptor = os.open(file, OPEN, 0o666)
-        except OSError:  # nothing can be written there; later steps report that
-            return None
+        except OSError as error:
+            if fcntl is None and isinstance(error, PermissionError) and file.exists():
+                raise BlockingIOError(error.errno, error.strerror) from None  # Windows: its holder is removing it
+            return None  # nothing can be written there; later steps report that
         try:
             _take(descriptor)
             with suppress(FileNotFoundError):

@@ -109,7 +109,9 @@ def locked(path: str | Path) -> Iterator[None]:
     try:
         descriptor = durable.lock(file)
     except BlockingIOError:
-        who = file.read_text().strip() if file.is_file() else ""
+        who = ""
+        with suppress(OSError):  # the other may just have ended
+            who = file.read_text().strip()
         raise Busy(
             f"{path}: {f'process {who}' if who else 'another process'} is writing there; wait until it ends, or choose "
             "another name"

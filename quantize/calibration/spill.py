@@ -7,7 +7,6 @@ run leaves nothing behind.
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 from pathlib import Path
 
@@ -34,7 +33,8 @@ class DiskTensor:
         for row, place in zip(result.numpy(), places, strict=True):
             buffer, done = memoryview(row).cast("B"), 0
             while done < self._bytes:
-                count = os.preadv(self._file.fileno(), [buffer[done:]], place + done)
+                self._file.seek(place + done)
+                count = self._file.readinto(buffer[done:])
                 if not count:
                     raise OSError("a temporary file was cut short")
                 done += count
@@ -44,4 +44,5 @@ class DiskTensor:
         for row, place in zip(values.cpu().contiguous().numpy(), self._places(rows), strict=True):
             buffer, done = memoryview(row).cast("B"), 0
             while done < self._bytes:
-                done += os.pwrite(self._file.fileno(), buffer[done:], place + done)
+                self._file.seek(place + done)
+                done += self._file.write(buffer[done:])

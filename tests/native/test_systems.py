@@ -68,14 +68,17 @@ def pe(data: bytes) -> tuple[int, set[str], set[str]]:
     return machine, functions, needed
 
 
-def mach_o(data: bytes) -> tuple[int, set[str], set[str], tuple[int, int]]:
-    """The processor, the exported functions, the libraries that one needs, and the oldest macOS that loads it."""
+def mach_o(data: bytes) -> tuple[int, set[str], set[str], tuple[int, int], bool]:
+    """The processor, the exported functions, the libraries that one needs, the oldest macOS that loads it, and whether
+    it is signed."""
     magic, processor, _, _, count = struct.unpack_from("<IIIII", data)
     assert magic == 0xFEEDFACF
-    functions, needed, oldest = set(), set(), (0, 0)
+    functions, needed, oldest, is_signed = set(), set(), (0, 0), False
     for command, place in commands(data, count):
         if command == 0xC:  # LC_LOAD_DYLIB
             needed.add(text(data, place + struct.unpack_from("<I", data, place + 8)[0]))
+        elif command == 0x1D:  # LC_CODE_SIGNATURE
+            is_signed = True
         elif command == 0x32:  # LC_BUILD_VERSION
             platform, version = struct.unpack_from("<II", data, place + 8)
             assert platform == 1, "macOS"
@@ -88,7 +91,7 @@ def mach_o(data: bytes) -> tuple[int, set[str], set[str], tuple[int, int]]:
                     functions.add(text(data, strings + name).removeprefix("_"))
     # zig's linker shows the C++ library's new and delete, too, and what it names itself
     functions = {name for name in functions if not name.startswith(("_Zn", "_Zd")) and name not in LINKERS}
-    return processor, functions, needed, oldest
+    return processor, functions, needed, oldest, is_signed
 
 
 def commands(data: bytes, count: int) -> Iterator[tuple[int, int]]:
@@ -128,11 +131,12 @@ def test_a_wheel_has_a_library_that_needs_only_its_system(system: str, tmp_path:
         machine, functions, needed = pe(data)
         assert {dll for dll in needed if not dll.startswith("api-ms-win-crt-")} <= {"kernel32.dll", "ntdll.dll"}
     elif name == MACH_O:
-        machine, functions, needed, oldest = mach_o(data)
+        machine, functions, needed, oldest, is_signed = mach_o(data)
         assert needed == {"/usr/lib/libSystem.B.dylib"} and oldest == (11, 0)
+        assert is_signed or system.endswith("x86_64"), "ARM Macs load nothing without a signature"
     else:
         machine, functions, needed = elf(data, tmp_path / name)
-        assert needed == {"libc.so"}  # musl
+        assert needed == {"libc.so"} and len(data) < 2 << 20  # musl's alone, and nothing for debuggers
     assert (machine, functions) == (processor, FUNCTIONS)
 
 
