@@ -41,13 +41,13 @@ from machine import READ_BYTES, Reader, describe
 from report import Row, add_outputs, command_line, judged, left_out, row_table, say, write_outputs
 
 from diffbit.formats import parse_format
-from diffbit.formats.integer import ROW_BLOCK
 from diffbit.quantize.methods.rtn import quantize as rtn
 from diffbit.runtime import native
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (2048, 2048), (5632, 2048))  # N x K
 LOWBIT = ("int2_g32_s8", "int3_g32_s8", "int4_g32_s8", "int5_g32_s8", "int6_g32_s8", "nl4_g32_s8")  # beside int4_g32
-FORMATS = ("ternary", "int4_g32", "int4_g64", "int4_g128", *LOWBIT)
+GRIDS = ("bin_g128", "ternary_g128", "balanced2_g128")
+FORMATS = ("ternary", "int4_g32", "int4_g64", "int4_g128", *GRIDS, *LOWBIT)
 CYCLE_BYTES = 200 << 20
 CHECKED = 4  # tokens whose products are checked
 PAIRS, HEAD_DIM = 16, 64
@@ -173,14 +173,12 @@ def product_models(folder: Path, bench: Bench, op: str, weight: Any, many: bool)
         add("int4_g32", lambda target: product_graph(target, four), of=four.dequantize())
         return models, size
     if (n, k) == bench.shapes[0]:  # it takes up to half a second a node to fold
-        # The ternary body unpacks the weight to int8 when it is loaded, that of Int4MatMul rearranges it
-        add("body", lambda target: product_graph(target, weight), held_bytes=n * k if op == "ternary" else None)
-    if op == "ternary":  # the very numbers of a ternary weight, in 2 bits with a scale for each block
-        codes, scale = weight.codes + 1, weight.scale.view(1, 1).expand(n, k // ROW_BLOCK).contiguous()
-        add("ORT 2-bit", lambda target: nbits_graph(target, codes, scale, 2, ROW_BLOCK))
-    else:
-        group = weight.format.group_size
-        add("ORT 4-bit", lambda target: nbits_graph(target, weight.codes, weight.scale, 4, group))
+        # Bodies unpack weights of one and two bits to int8 when they are loaded; that of Int4MatMul rearranges them
+        held = n * k if op in ("ternary", *GRIDS) else None
+        add("body", lambda target: product_graph(target, weight), held_bytes=held)
+    blocks = weight.format.blocks(weight)  # the same numbers
+    scale = blocks.scale.contiguous()
+    add(f"ORT {blocks.bits}-bit", lambda target: nbits_graph(target, blocks.codes, scale, blocks.bits, blocks.size))
     return models, size
 
 

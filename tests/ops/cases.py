@@ -810,6 +810,7 @@ class LowBitCase(Int4Case):
 
     table: bool = False
     int8_scales: bool = True
+    doubled: bool = False  # levels are odd numbers
 
     def packed(self) -> lowbit_matmul.LowBitWeight:
         return lowbit_matmul.pack(*self.weight(), self.group, self.bits)
@@ -824,6 +825,8 @@ class LowBitCase(Int4Case):
         g = generator(self.seed + 1)
         levels = torch.randint(256, (2**self.bits,), generator=g, dtype=torch.uint8)
         levels[0], levels[-1] = 0, 255
+        if self.doubled:
+            levels = (128 + 1 - 2**self.bits + 2 * torch.arange(2**self.bits)).to(torch.uint8)
         row_scale = None
         if self.int8_scales:
             scale = torch.randint(-128, 128, scale.shape, generator=g).to(torch.int8)
@@ -850,6 +853,12 @@ LOWBIT_CASES = [
         *((f"rows_{m}", {"lead": (m,), "k": 136, "n": 100, "int8_scales": m % 2 == 0}) for m in (2, 3, 4, 7, 8, 17)),
         ("many_rows", {"lead": (65,), "k": 160, "n": 80}),
     )
+]
+
+LOWBIT_CASES += [
+    replace(case, name=case.name.replace("table", "doubled"), doubled=True)
+    for case in LOWBIT_CASES
+    if case.table and case.bits < 4
 ]
 
 for _cases in (INT4_CASES, INT8_CASES, LOWBIT_CASES):  # the same with as many rows as matrix instructions are used for

@@ -15,6 +15,7 @@ struct LowBitWeight {
   bool int8_scales;
   const uint16_t* row_scales;  // [tiles, 16] float16; null: 1 everywhere
   const uint8_t* levels;       // [2^bits]; null: integers
+  bool doubled;                // level i is level 0 and 2 i more, so codes are multiplied and no level is looked up
   float factor;
   int64_t n, groups, group_size, bits;
   const uint8_t* unpacked = nullptr;  // the tile to multiply, by `unpack`
@@ -24,7 +25,7 @@ struct LowBitWeight {
 struct LowBitMatMulKernels {
   int64_t most_rows;
   int64_t streams[INT4_MOST_ROWS + 1];
-  int32_t minus_of_levels;  // `minus` for a weight with levels; for integers it is -2^(bits - 1)
+  int32_t minus_of_levels;  // `minus` for a weight with levels; for integers it is -2^(bits - 1), if `doubled` level 0
   /// Unpacks a tile into the form that is multiplied fastest, and sets weight.unpacked to it; `to` has room for a byte for each
   /// weight.
   void (*unpack)(LowBitWeight& weight, int64_t tile, uint8_t* to);

@@ -19,7 +19,8 @@ struct LowBitMatMul : LowBitMatMulNode {
 void LowBitMatMul::compute(Context& context) const {
   const LowBitTensors tensors = this->tensors(context);
   const LowBitWeight weight = planes_of(*this, tensors, *tensors.factor.as<float>());
-  const int32_t minus = weight.levels ? kernels->minus_of_levels : -(1 << (bits - 1));
+  const int32_t level = weight.doubled ? weight.levels[0] - 128 : kernels->minus_of_levels;
+  const int32_t minus = weight.levels ? level : -(1 << (bits - 1));
   const auto unpack = [&](int64_t tile) {
     LowBitWeight unpacked = weight;
     kernels->unpack(unpacked, tile, scratch<uint8_t>(UNPACKED, weight.groups * weight.group_size * INT4_TILE));

@@ -16,8 +16,11 @@ LowBitWeight planes_of(const Node_& node, const LowBitTensors& tensors, float fa
   if (row_scale != 1.0f) throw Error("%s is one %g, wanted one 1 or one of each row", tensors.row_scales.name, double{row_scale});
   if (tensors.level && *tensors.level != middle)
     throw Error("%s is one %d, wanted one %lld for integers", tensors.levels.name, int{*tensors.level}, number(middle));
+  const uint8_t* levels = tensors.levels.as<uint8_t>();
+  bool doubled = levels && node.bits < 4;
+  for (int64_t i = 1; doubled && i < int64_t{1} << node.bits; ++i) doubled = levels[i] == levels[0] + 2 * i;
   return {tensors.codes.as<uint8_t>(), tensors.scales.data, tensors.scales.type == ort::INT8, tensors.row_scales.as<uint16_t>(),
-          tensors.levels.as<uint8_t>(), factor, node.n, divide_up(node.k, node.group_size), node.group_size, node.bits};
+          levels, doubled, factor, node.n, divide_up(node.k, node.group_size), node.group_size, node.bits};
 }
 
 /// Returns the code of a row's weight in a run; `run` is the row's first byte in it.

@@ -15,9 +15,10 @@ constexpr int MOST_ROWS = INT4_ROWS;
 constexpr int streams_of(int rows) { return rows <= INT4_TWO_TILES ? 2 : 1; }
 
 // How codes are stored, in planes or (BITS 8) in bytes, and what is multiplied: codes of TOP bits, or levels
-template <int BITS_, int TOP_>
+template <int BITS_, int TOP_, bool DOUBLED_ = false>
 struct Kind {
   static constexpr int BITS = BITS_, TOP = TOP_;
+  static constexpr bool DOUBLED = DOUBLED_;
 };
 constexpr int LEVELS = 8;
 
@@ -153,8 +154,11 @@ void tiles(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, int6
         const F32 scale = weight.int8_scales ? load(reinterpret_cast<const int8_t*>(scales[t]) + v * F32_LANES)
                                              : load(reinterpret_cast<const uint16_t*>(scales[t]) + v * F32_LANES);
         DIFFBIT_UNROLL
-        for (int r = 0; r < ROWS; ++r)
-          results[t][r][v] = fma(to_floats(sums[t][r][v]), scale * splat(row_scales[r]), results[t][r][v]);
+        for (int r = 0; r < ROWS; ++r) {
+          Ints sum = sums[t][r][v];
+          if constexpr (Kind::DOUBLED) sum = sum + sum + splat_int(-offsets[r]);
+          results[t][r][v] = fma(to_floats(sum), scale * splat(row_scales[r]), results[t][r][v]);
+        }
       }
       scales[t] += scale_bytes;
     }
@@ -202,8 +206,8 @@ void multiply_rows_of(const Int4Rows& rows, const LowBitWeight& weight, int64_t 
 }
 
 using Multiply = decltype(LowBitMatMulKernels::multiply);
-template <int BITS, int TOP>
-constexpr Multiply FEW = multiply_rows_of<Kind<BITS, TOP>, false, LOWBIT_FEW_ROWS>;
+template <int BITS, int TOP, bool DOUBLED = false>
+constexpr Multiply FEW = multiply_rows_of<Kind<BITS, TOP, DOUBLED>, false, LOWBIT_FEW_ROWS>;
 /// Without the limits of a Partial, bytes are multiplied like levels, whatever they are.
 template <int BITS, int TOP>
 constexpr Multiply MANY = multiply_rows_of<Kind<BITS, BITS == 8 && PARTIAL_IS_INTS ? LEVELS : TOP>, true, MOST_ROWS>;
@@ -214,7 +218,10 @@ void multiply(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, i
                                      {FEW<1, LEVELS>, FEW<2, LEVELS>, FEW<3, LEVELS>, FEW<4, LEVELS>}};
   constexpr Multiply of_many[2][6] = {{nullptr, MANY<4, 4>, MANY<4, 4>, MANY<4, 4>, MANY<8, 5>, MANY<8, 6>},
                                       {MANY<8, LEVELS>, MANY<8, LEVELS>, MANY<8, LEVELS>, MANY<8, LEVELS>}};
-  const Multiply chosen = (weight.unpacked ? of_many : of_few)[weight.levels != nullptr][weight.bits - 1];
+  constexpr Multiply few_doubled[3] = {FEW<1, 1, true>, FEW<2, 2, true>, FEW<3, 3, true>};
+  constexpr Multiply many_doubled = multiply_rows_of<Kind<4, 4, true>, true, MOST_ROWS>;
+  Multiply chosen = (weight.unpacked ? of_many : of_few)[weight.levels != nullptr][weight.bits - 1];
+  if (weight.doubled) chosen = weight.unpacked ? many_doubled : few_doubled[weight.bits - 1];
   chosen(rows, weight, first, apart, count, y, half);
 }
 
@@ -245,13 +252,13 @@ void unpack_planes(const uint8_t* run, int64_t runs, const uint8_t* levels, uint
 
 void unpack(LowBitWeight& weight, int64_t tile, uint8_t* to) {
   using Unpack = decltype(&unpack_planes<2, false>);
-  constexpr Unpack by_bits[2][6] = {{nullptr, unpack_planes<2, false>, unpack_planes<3, false>, nullptr, unpack_planes<5, false>,
+  constexpr Unpack by_bits[2][6] = {{unpack_planes<1, false>, unpack_planes<2, false>, unpack_planes<3, false>, nullptr, unpack_planes<5, false>,
                                 unpack_planes<6, false>},
                                {unpack_planes<1, true>, unpack_planes<2, true>, unpack_planes<3, true>, unpack_planes<4, true>}};
   const int64_t runs = weight.groups * weight.group_size / LOWBIT_RUN;
   const uint8_t* codes = weight.codes + tile * runs * weight.bits * LOWBIT_PLANE;
   weight.unpacked = codes;
-  const Unpack chosen = by_bits[weight.levels != nullptr][weight.bits - 1];
+  const Unpack chosen = by_bits[weight.levels && !weight.doubled][weight.bits - 1];
   if (!chosen) return;  // planes of 4 bits
   chosen(codes, runs, weight.levels, to);
   weight.unpacked = to;
