@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# An ARM Python with ONNX Runtime in a folder of its own, to be run by qemu-aarch64: packages of Debian and wheels of
-# PyPI, unpacked and not installed.
+# An ARM Python with ONNX Runtime, and musl, in a folder of its own, to be run by qemu-aarch64: packages of Debian and
+# wheels of PyPI, unpacked and not installed.
 #
 #   tests/native/arm64.sh FOLDER [PYTHON]        PYTHON: one that has pip, of any version
 set -euo pipefail
@@ -16,7 +16,7 @@ apt() {
     -o Dir::State::status="$folder/apt/status" -o Dir::State::Lists="$folder/apt/lists" -o Dir::Cache="$folder/apt/cache" "$@"
 }
 apt update
-apt install --yes --download-only --no-install-recommends python3-minimal libpython3-stdlib libstdc++6 >/dev/null
+apt install --yes --download-only --no-install-recommends python3-minimal libpython3-stdlib libstdc++6 musl >/dev/null
 for package in "$folder"/apt/cache/archives/*.deb; do dpkg-deb --extract "$package" "$folder"; done
 rm -rf "$folder/apt"
 

@@ -33,6 +33,7 @@ CODES = {dtype: code for code, dtype in TYPES.items()}
 REQUIRE = "DIFFBIT_REQUIRE_CROSS"  # set where a missing tool must fail the tests, as in CI
 
 MUSL = "/lib/ld-musl-x86_64.so.1"  # its loader
+ARM64 = ROOT / "build" / "native" / "arm64"  # make arm64
 WINE = ROOT / "build" / "native" / "wine"  # what wine takes for a disk with Windows
 # without its messages about what a program asks it for
 WINE_ENVIRONMENT = {"WINEPREFIX": str(WINE), "WINEDEBUG": "-all"}
@@ -65,6 +66,7 @@ KINDS = {
     # by ziglang (csrc/zig.cmake): what Windows and Alpine load, on wine and on Debian's copy of musl
     "x86_64-windows": (_by_zig("x86_64-windows-gnu"), ["wine"], {"wine": "wine wine64"}),
     "x86_64-musl": (_by_zig("x86_64-linux-musl"), [MUSL], {MUSL: "musl"}),
+    "aarch64-musl": (_by_zig("aarch64-linux-musl"), ["qemu-aarch64", "-L", str(ARM64)], {"qemu-aarch64": "qemu-user"}),
 }
 
 
@@ -179,6 +181,8 @@ def build(kind: str) -> Build:
         skip("needs pip install ziglang")
     if "wine" in runner:
         windows_disk()
+    if kind == "aarch64-musl" and not (ARM64 / "lib" / "ld-musl-aarch64.so.1").exists():
+        skip("needs make arm64, after rm -r build/native/arm64 if that is there")
     library = "diffbit_ops_emulated" if kind == "emulated" else "diffbit_ops"
     folder = _built(kind, options, library, "diffbit_host")
     names = (f"{library}.dll", "diffbit_host.exe") if "wine" in runner else (f"lib{library}.so", "diffbit_host")

@@ -18,11 +18,9 @@ from diffbit.export import export_artifact
 from diffbit.formats import parse_format
 from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
 
-from .host import ROOT, build, skip
+from .host import ARM64, ROOT, build, skip
 
 pytestmark = pytest.mark.slow
-
-ARM64 = ROOT / "build" / "native" / "arm64"
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ test_host.py runs on Linux.
 from __future__ import annotations
 
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -26,18 +27,22 @@ pytestmark = pytest.mark.slow
 WINDOWS = ROOT / "build" / "native" / "windows"  # make windows
 FUNCTIONS = {"RegisterCustomOps", "diffbit_isas", "diffbit_cuda_architectures"}
 PROMPT = [315, 221, 7]
-# the library in the wheel, the processor in its head, and what it may ask the system for
+# the library in the wheel, the processor in its head, and the instruction sets of its kernels
 ELF, PE, MACH_O = "libdiffbit_ops.so", "diffbit_ops.dll", "libdiffbit_ops.dylib"
 WHEELS = {
-    "win_amd64": (PE, 0x8664),
-    "win_arm64": (PE, 0xAA64),
-    "macosx_11_0_arm64": (MACH_O, 0x100000C),
-    "macosx_11_0_x86_64": (MACH_O, 0x1000007),
-    "musllinux_1_2_x86_64": (ELF, 62),
-    "musllinux_1_2_aarch64": (ELF, 183),
+    "win_amd64": (PE, 0x8664, "avx512vnni avxvnni avx2"),
+    "win_arm64": (PE, 0xAA64, "i8mm neon"),
+    "macosx_11_0_arm64": (MACH_O, 0x100000C, "i8mm neon"),
+    "macosx_11_0_x86_64": (MACH_O, 0x1000007, "avx2"),
+    "musllinux_1_2_x86_64": (ELF, 62, "amx avx512vnni avxvnni avx2"),
+    "musllinux_1_2_aarch64": (ELF, 183, "i8mm neon"),
 }
 LINKERS = {"_mh_dylib_header", "__dso_handle"}
-FOLDERS = {"win_amd64": "x86_64-windows", "musllinux_1_2_x86_64": "x86_64-musl"}  # those of build()
+FOLDERS = {  # those of build()
+    "win_amd64": "x86_64-windows",
+    "musllinux_1_2_x86_64": "x86_64-musl",
+    "musllinux_1_2_aarch64": "aarch64-musl",
+}
 
 
 def text(data: bytes, at: int) -> str:
@@ -116,7 +121,7 @@ def elf(data: bytes, path: Path) -> tuple[int, set[str], set[str]]:
 
 @pytest.mark.parametrize("system", WHEELS)
 def test_a_wheel_has_a_library_that_needs_only_its_system(system: str, tmp_path: Path) -> None:
-    name, processor = WHEELS[system]
+    name, processor, instruction_sets = WHEELS[system]
     folder = build(FOLDERS[system]).folder if system in FOLDERS else ROOT / "build" / "native" / system
     command = ["bash", str(ROOT / "deploy" / "wheel.sh"), system, str(tmp_path / "dist"), sys.executable]
     done = subprocess.run(command, env=os.environ | {"DIFFBIT_BUILD": str(folder)}, capture_output=True, text=True)
@@ -136,8 +141,10 @@ def test_a_wheel_has_a_library_that_needs_only_its_system(system: str, tmp_path:
         assert is_signed or system.endswith("x86_64"), "ARM Macs load nothing without a signature"
     else:
         machine, functions, needed = elf(data, tmp_path / name)
-        assert needed == {"libc.so"} and len(data) < 2 << 20  # musl's alone, and nothing for debuggers
+        assert needed == {"libc.so"} and b".debug_info" not in data  # musl's alone; stripped
     assert (machine, functions) == (processor, FUNCTIONS)
+    compiled = re.findall(r"X\((\w+), more\)", (folder / "isas.h").read_text().partition(")")[2])
+    assert compiled == instruction_sets.split()
 
 
 @pytest.fixture(scope="module")
