@@ -11,9 +11,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from diffbit.export import export_artifact
@@ -180,6 +183,63 @@ def test_a_file_outside_of_the_folder_is_refused(folder: Path, tmp_path: Path) -
     assert done.returncode == 2 and "is a link to a file outside of the folder" in done.stderr
 
 
+def with_graph(folder: Path, *nodes: onnx.NodeProto, initializers: tuple[onnx.TensorProto, ...] = ()) -> Path:
+    """Return a copy of nano whose graph begins with other nodes."""
+    shutil.copytree(NANO, folder)
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    kept = list(model.graph.node)
+    del model.graph.node[:]
+    model.graph.node.extend([*nodes, *kept])
+    model.graph.initializer.extend(initializers)
+    return with_file(folder, "model.onnx", model.SerializeToString())
+
+
+def zeros(name: str, *shape: int, kind: int = TensorProto.FLOAT) -> onnx.TensorProto:
+    return (
+        helper.make_tensor(name, kind, shape, b"", raw=True)
+        if 0 in shape
+        else onnx.numpy_helper.from_array(np.zeros(shape, helper.tensor_dtype_to_np_dtype(kind)), name)
+    )
+
+
+def node(
+    op: str, *inputs: str, domain: str = "", outputs: tuple[str, ...] = ("odd",), **attributes: Any
+) -> onnx.NodeProto:
+    return helper.make_node(op, inputs, outputs, domain=domain, **attributes)
+
+
+HOSTILE = {
+    "an axis twice": (
+        [node("Transpose", "w", perm=[0, 0])], [zeros("w", 4, 1)], "Transpose takes axis 0 twice",
+    ),
+    "dimensions whose product overflows": ([], [zeros("w", 0, 1 << 40, 1 << 40)], "w is too large"),
+    "an operator without outputs": (
+        [node("SiluGate", "w", domain="diffbit", outputs=(), spec_version=1)], [zeros("w", 1, 8)],
+        "diffbit.SiluGate has no kernel for inputs and outputs of these types",
+    ),
+    "an operator whose output is omitted": (
+        [node("SiluGate", "w", domain="diffbit", outputs=("",), spec_version=1)], [zeros("w", 1, 8)],
+        "diffbit.SiluGate has no kernel for inputs and outputs of these types",
+    ),
+    "a circle": (
+        [node("Relu", "b", outputs=("a",)), node("Relu", "a", outputs=("b",))], [], "nothing computes b",
+    ),
+    "an output twice": (
+        [node("Relu", "w"), node("Relu", "w")], [zeros("w", 4)], "odd is computed twice",
+    ),
+    "an unknown operator": ([node("Loop", "w")], [zeros("w", 4)], "this runtime has no operator Loop"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_graph_is_refused_in_one_sentence(folder: Path, tmp_path: Path, name: str) -> None:
+    nodes, initializers, message = HOSTILE[name]
+    artifact = with_graph(tmp_path / "artifact", *nodes, initializers=tuple(initializers))
+    done = run(folder, artifact, "a")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1 and message in done.stderr
+
+
 # ---- tokenizers ----
 
 GPT4 = (
@@ -242,12 +302,14 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 }
 
 
-def with_file(folder: Path, name: str, text: str) -> Path:
+def with_file(folder: Path, name: str, content: str | bytes) -> Path:
     """Return a copy of nano with another file."""
-    shutil.copytree(NANO, folder)
-    (folder / name).write_text(text)
+    if not folder.exists():
+        shutil.copytree(NANO, folder)
+    content = content.encode() if isinstance(content, str) else content
+    (folder / name).write_bytes(content)
     manifest = json.loads((folder / "diffbit.json").read_text())
-    manifest["files"][name] = {"bytes": len(text.encode()), "sha256": "0" * 64}
+    manifest["files"][name] = {"bytes": len(content), "sha256": "0" * 64}
     (folder / "diffbit.json").write_text(json.dumps(manifest))
     return folder
 
@@ -280,6 +342,27 @@ def test_an_unknown_part_of_a_tokenizer_is_refused(folder: Path, tmp_path: Path)
     done = run(folder, artifact, "a")
     message = "has the pre-tokenizer BertPreTokenizer, which is not known here; pass token ids instead of text"
     assert (done.returncode, done.stderr) == (2, f"diffbit-c: {artifact}/tokenizer.json: {message}\n")
+
+
+def split_by(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"normalizer": {"type": "Sequence", "normalizers": [
+            {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 40}}, "a text becomes too long"),
+        ({"pre_tokenizer": split_by("a*a*a*a*b")}, "the pattern of a pre-tokenizer takes too long for this text"),
+    ],
+)  # fmt: skip
+def test_a_hostile_tokenizer_takes_little_time_and_memory(
+    folder: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    about = json.loads((NANO / "tokenizer.json").read_text()) | change
+    artifact = with_file(tmp_path / "artifact", "tokenizer.json", json.dumps(about))
+    done = run(folder, artifact, "a" * 150)
+    assert (done.returncode, done.stdout) == (2, "") and message in done.stderr
 
 
 # ---- every variant and format ----
