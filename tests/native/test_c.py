@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,17 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 from diffbit.export import export_artifact
 from diffbit.formats import parse_format
 from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
-from diffbit.runtime import Session
+from diffbit.runtime import Chat, ChatTemplate, Sampler, Session
+from diffbit.runtime.chat_form import chat_form, conversation
 
+from ..runtime.test_chat_form import FORMS, random_content
+from ..runtime.test_template import TOKENS as CHAT_TOKENS
+from ..runtime.toy import seal
 from .host import ROOT, skip
 
 NANO = ROOT / "runtime" / "nano"
@@ -46,6 +52,12 @@ def folder() -> Path:
     return built(ROOT / "build" / "c")
 
 
+class Message(ctypes.Structure):
+    """diffbit_message."""
+
+    _fields_ = [("role", ctypes.c_char_p), ("content", ctypes.c_char_p), ("bytes", ctypes.c_size_t)]
+
+
 class Model:
     """The functions of diffbit.h that the tests need."""
 
@@ -54,7 +66,7 @@ class Model:
         pointers = ("open", ctypes.c_void_p), ("error", ctypes.c_char_p), ("logits", ctypes.POINTER(ctypes.c_float))
         for name, kind in pointers:
             getattr(self.library, f"diffbit_{name}").restype = kind
-        for name in ("encode", "decode"):
+        for name in ("encode", "decode", "chat"):
             getattr(self.library, f"diffbit_{name}").restype = ctypes.c_int64
         error = ctypes.create_string_buffer(512)
         handle = self.library.diffbit_open(str(artifact).encode(), threads, error, ctypes.c_size_t(512))
@@ -75,6 +87,16 @@ class Model:
             self.handle, data, ctypes.c_size_t(len(data)), int(special), ids, ctypes.c_size_t(len(ids))
         )
         assert count >= 0, self.error()
+        return list(ids[:count])
+
+    def chat(self, messages: list[dict[str, str]], room: int = 1 << 16) -> list[int]:
+        """Return the tokens of a conversation. Raises ValueError with the sentence of a refusal."""
+        pairs = [(message["role"].encode(), message["content"].encode()) for message in messages]
+        array = (Message * max(1, len(pairs)))(*(Message(role, content, len(content)) for role, content in pairs))
+        ids = (ctypes.c_int32 * room)()
+        count = self.library.diffbit_chat(self.handle, array, ctypes.c_size_t(len(pairs)), ids, ctypes.c_size_t(room))
+        if count < 0:
+            raise ValueError(self.error())
         return list(ids[:count])
 
     def decode(self, ids: list[int]) -> str:
@@ -240,6 +262,24 @@ def test_a_hostile_graph_is_refused_in_one_sentence(folder: Path, tmp_path: Path
     assert done.stderr.count("\n") == 1 and message in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("@x", ("--print", "ids"), 'the prompt is no list of token ids such as "@1 2 3"'),
+        ("@1 99999999999", ("--print", "ids"), 'the prompt is no list of token ids such as "@1 2 3"'),
+        ("a", ("--max-tokens", "1e30"), '--max-tokens needs a number from 1 to 1.07374e+09, found "1e30"'),
+        ("a", ("--top-k", "nan"), '--top-k needs a number from 0 to 1.07374e+09, found "nan"'),
+        ("a", ("--threads", "-1"), '--threads needs a number from 0 to 1024, found "-1"'),
+        ("a", ("--seed",), '--seed needs a number from -1 to 9.0072e+15, found ""'),
+        ("a", ("--print", "text"), '--print needs ids, found "text"'),
+        ("a", ("--color", "1"), "there is no option --color; diffbit-c --help lists them"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence(folder: Path, prompt: str, options: tuple[str, ...], message: str) -> None:
+    done = run(folder, NANO, prompt, *options)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"diffbit-c: {message}\n")
+
+
 # ---- tokenizers ----
 
 GPT4 = (
@@ -363,6 +403,76 @@ def test_a_hostile_tokenizer_takes_little_time_and_memory(
     artifact = with_file(tmp_path / "artifact", "tokenizer.json", json.dumps(about))
     done = run(folder, artifact, "a" * 150)
     assert (done.returncode, done.stdout) == (2, "") and message in done.stderr
+
+
+# ---- conversations ----
+
+
+def with_template(folder: Path, name: str) -> tuple[Path, PreTrainedTokenizerFast]:
+    """Return a copy of nano that talks in the form of a chat template, and transformers' tokenizer for it."""
+    tokenizer = of_characters() if name == "llama2" else byte_level(regex=True)
+    marks = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
+             "<start_of_turn>", "<end_of_turn>"]  # fmt: skip
+    tokenizer.add_special_tokens(marks)
+    with_file(folder, "tokenizer.json", tokenizer.to_str())
+    source = FORMS[name][0]
+    form = chat_form(ChatTemplate(source, name, CHAT_TOKENS))
+    assert form is not None
+    manifest = json.loads((folder / "diffbit.json").read_text()) | {"chat": asdict(form)}
+    (folder / "diffbit.json").write_text(json.dumps(manifest))
+    return folder, PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=source, **CHAT_TOKENS)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_conversations_are_those_of_transformers(folder: Path, tmp_path: Path, name: str) -> None:
+    artifact, tokenizer = with_template(tmp_path / "artifact", name)
+    model = Model(folder, artifact)
+    draw = random.Random(2)
+    for number in range(200):
+        contents = [random_content(draw, bool(turn % 2)) for turn in range(draw.choice([1, 3, 5]))]
+        system = random_content(draw) if FORMS[name][1] and number % 2 else None
+        messages = conversation(*contents, system=system)
+        wanted = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert model.chat(messages) == wanted, messages
+    assert model.library.diffbit_is_end(model.handle, tokenizer.eos_token_id)
+    model.close()
+
+
+def test_what_is_no_conversation_is_refused(folder: Path, tmp_path: Path) -> None:
+    artifact, _ = with_template(tmp_path / "artifact", "gemma")
+    model = Model(folder, artifact)
+    for roles, message in (
+        (["user", "user"], r"message 2 of the conversation has the role user; wanted are .* by turns"),
+        (["assistant"], "message 1 of the conversation has the role assistant"),
+        (["user", "tool"], "message 2 of the conversation has the role tool"),
+        (["user", "assistant"], "the conversation ends with another message than the user's"),
+        ([], "the conversation ends with another message than the user's"),
+        (["system", "user"], "the model's chat template has no place for a system message"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.chat([{"role": role, "content": "a"} for role in roles])
+    with pytest.raises(ValueError, match="message 1 of the conversation is empty"):
+        model.chat([{"role": "user", "content": " \n"}])
+    model.close()
+    plain = Model(folder, NANO)
+    with pytest.raises(ValueError, match="the model has no chat template, or one that is more than fixed texts"):
+        plain.chat([{"role": "user", "content": "a"}])
+    plain.close()
+
+
+def test_a_chat_is_that_of_diffbit_chat(folder: Path, tmp_path: Path) -> None:
+    """Also when it no longer fits into the context, and its oldest messages are dropped."""
+    artifact, _ = with_template(tmp_path / "artifact", "smollm2")
+    (artifact / "chat_template.jinja").write_text(FORMS["smollm2"][0])
+    (artifact / "tokenizer_config.json").write_text(json.dumps(CHAT_TOKENS))
+    manifest = json.loads((artifact / "diffbit.json").read_text())
+    seal(artifact, {key: value for key, value in manifest.items() if key != "files"})
+    chat = Chat(Session(artifact), system="S", sampler=Sampler(temperature=0), max_tokens=12, allow_loops=True)
+    lines = ["def main(", "return x", "import os"]
+    wanted = "".join(chat.send(line).text + "\n" for line in lines)
+    command = [folder / "diffbit-c", artifact, "--chat", "--system", "S", "--temperature", "0", "--max-tokens", "12"]
+    done = subprocess.run(command, input="\n".join([lines[0], "", *lines[1:]]), capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, wanted)
 
 
 # ---- every variant and format ----
