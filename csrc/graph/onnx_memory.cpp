@@ -263,10 +263,11 @@ void cast(Node& node) {
   }
   for (int64_t i = 0; i < count; ++i) {
     const double value = number_at(x, i);
-    if (y.type == ort::INT64 || y.type == INT32) {  // what does not fit has no defined value in ONNX
-      const double limit = y.type == INT32 ? 0x1p31 : 0x1p63;
+    if (y.type == ort::INT64 || y.type == INT32 || y.type == ort::INT8) {  // what does not fit has no defined value in ONNX
+      const double limit = y.type == ort::INT8 ? 0x1p7 : y.type == INT32 ? 0x1p31 : 0x1p63;
       const int64_t whole = value > -limit && value < limit ? static_cast<int64_t>(value) : 0;
-      if (y.type == INT32) y.as<int32_t>()[i] = static_cast<int32_t>(whole);
+      if (y.type == ort::INT8) y.as<int8_t>()[i] = static_cast<int8_t>(whole);
+      else if (y.type == INT32) y.as<int32_t>()[i] = static_cast<int32_t>(whole);
       else y.as<int64_t>()[i] = whole;
       continue;
     }
@@ -280,7 +281,7 @@ void cast(Node& node) {
 }
 void cast_checked(Node& node) {
   const int64_t to = node.integer("to", 0);
-  if (to != ort::FLOAT32 && to != ort::FLOAT16 && to != ort::INT64 && to != INT32 && to != BOOL)
+  if (to != ort::FLOAT32 && to != ort::FLOAT16 && to != ort::INT64 && to != INT32 && to != ort::INT8 && to != BOOL)
     fail("Cast to ONNX's type %lld", static_cast<long long>(to));
   node.out(0).set_type(static_cast<int>(to));
 }

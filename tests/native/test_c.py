@@ -17,16 +17,28 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import TensorProto, helper
+from onnx.external_data_helper import ExternalDataInfo
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from diffbit.export import export_artifact
 from diffbit.formats import parse_format
+from diffbit.models import Decoder, save
 from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
 from diffbit.runtime import Chat, ChatTemplate, Sampler, Session
 from diffbit.runtime.chat_form import chat_form, conversation
 
+from ..export.helpers import write_tokenizer
+from ..export.test_families import KINDS
+from ..models import motif
+from ..models.helpers import VOCABULARY, hf_model, saved
+from ..models.test_mamba_artifact import CONFIG as MAMBA
+from ..models.test_motif import CONFIGS as MOTIFS
+from ..models.test_motif import write as write_motif
+from ..models.test_phi4flash import WIDE
+from ..models.test_phi4flash import write as write_phi
 from ..runtime.test_chat_form import FORMS, random_content
 from ..runtime.test_template import TOKENS as CHAT_TOKENS
 from ..runtime.toy import seal
@@ -133,22 +145,82 @@ def greedy(folder: Path, artifact: Path, ids: list[int], count: int) -> list[int
     return [int(word) for word in done.stdout.split()]
 
 
-def check_tokens(artifact: Path, ids: list[int], found: list[int], count: int) -> None:
-    """Compare greedy tokens with a Session's, up to one that ends the text.
+NORMS = {
+    "SimplifiedLayerNormalization": 1,
+    "LayerNormalization": 1,
+    "SkipSimplifiedLayerNormalization": 2,
+    "SkipLayerNormalization": 2,
+}  # the input that is the weight
 
-    Where ONNX Runtime has the kernel, sums are in another order, so an activation may be rounded the other way: tokens
-    that are equally likely up to that may differ."""
+
+def with_other_last_bits(artifact: Path, folder: Path, seed: int) -> Path:
+    """Return a copy of an artifact in which the weights of all norms are up to one unit in the last place larger or
+    smaller: what another order of its sums changes, too."""
+    shutil.copytree(artifact, folder)
+    graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
+    names = {node.input[NORMS[node.op_type]] for node in graph.node if node.op_type in NORMS}
+    draw = np.random.default_rng(seed)
+    for tensor in graph.initializer:
+        if tensor.name not in names or tensor.data_type != TensorProto.FLOAT:
+            continue
+        place = ExternalDataInfo(tensor)
+        shape = (int(np.prod(tensor.dims)),)
+        weight = np.memmap(folder / place.location, np.float32, "r+", int(place.offset or 0), shape)
+        weight[:] = np.nextafter(weight, weight + draw.integers(-1, 2, shape).astype(np.float32))
+        weight.flush()
+    return folder
+
+
+NEXT = (5, 9, 11)  # tokens after a prompt
+
+
+def every_logit(artifact: Path, ids: list[int]) -> np.ndarray:
+    """Return a Session's logits after each of the ids at once, and after the last ones by themselves."""
+    session = Session(artifact)
+    together = session.prefill([ids], all_positions=True)[0]
+    session.reset()
+    session.prefill([ids[: -len(NEXT)]])
+    return np.concatenate([together, *(session.step([[token]]) for token in ids[-len(NEXT) :])])
+
+
+def largest_difference(artifact: Path, ids: list[int], folder: Path) -> float:
+    """Return how far, at most, the logits after some tokens such as the ids may differ from a Session's.
+
+    libdiffbit sums norms and float products in another order than ONNX Runtime; there are no other differences. In
+    floats that changes a logit by 1e-5 of their spread. But an activation that is then rounded to the neighbouring
+    integer changes all that follows, more in a deeper model. How much is measured: by the last bits of the norms'
+    weights, in Sessions, after each of the ids."""
+    logits = every_logit(artifact, ids)
+    changed = (with_other_last_bits(artifact, folder / f"bits{seed}", seed) for seed in range(4))
+    noise = max(float(np.abs(every_logit(other, ids) - logits).max()) for other in changed)
+    rounds_to_half = Session(artifact).artifact.dtype == "fp16"
+    return 2 * noise + (1e-2 if rounds_to_half else 1e-4) * float(logits.std())
+
+
+def check_tokens(artifact: Path, ids: list[int], found: list[int], count: int, most: float) -> None:
+    """Compare greedy tokens with a Session's, up to one that ends the text, or to where two are equally likely up to
+    the `most` that their logits may differ."""
     session = Session(artifact)
     logits = session.prefill([ids])[0]
-    for number, token in enumerate(found):
-        best = int(logits.argmax())
-        if token != best:
-            assert logits[best] - logits[token] < 1e-3 * logits.std(), (number, token, best)
+    for token in found:
+        assert logits.max() - logits[token] <= 2 * most
+        if logits.argmax() != token or token in session.artifact.eos_token_ids:
             return
-        if token in session.artifact.eos_token_ids:
-            break
         logits = session.step([[token]])[0]
-    assert len(found) == count or found[-1] in session.artifact.eos_token_ids
+    assert len(found) == count
+
+
+def check_logits(folder: Path, artifact: Path, ids: list[int], most: float) -> None:
+    """Compare logits with a Session's, after a prompt and after each of some tokens."""
+    session, model = Session(artifact), Model(folder, artifact)
+    wanted = session.prefill([ids])[0]
+    for token in (*NEXT, None):
+        model.prompt(ids)
+        assert np.abs(model.logits(session.artifact.vocab_size) - wanted).max() <= most
+        if token is not None:
+            wanted = session.step([[token]])[0]
+            ids = [*ids, token]
+    model.close()
 
 
 def test_the_text_is_that_of_diffbit_run(folder: Path) -> None:
@@ -159,15 +231,14 @@ def test_the_text_is_that_of_diffbit_run(folder: Path) -> None:
     assert run(folder, NANO, "def main(", *options).stdout.rstrip("\n") == python.stdout.rstrip("\n")
 
 
-def test_the_cache_is_reused_and_logits_stay(nano: Model) -> None:
+def test_the_cache_is_reused_and_logits_stay(nano: Model, tmp_path: Path) -> None:
     ids = np.random.default_rng(0).integers(1, 1000, 60).tolist()
-    wanted = Session(NANO).prefill([ids])[0]
-    limit = 0.05 * wanted.std()  # an activation that is rounded the other way changes a logit by little
+    wanted, limit = Session(NANO).prefill([ids])[0], largest_difference(NANO, ids, tmp_path)
     nano.prompt(ids)
-    assert np.abs(nano.logits(1024) - wanted).max() < limit
+    assert np.abs(nano.logits(1024) - wanted).max() <= limit
     nano.prompt([*ids[:40], 5, 6])
     nano.prompt(ids)
-    assert np.abs(nano.logits(1024) - wanted).max() < limit
+    assert np.abs(nano.logits(1024) - wanted).max() <= limit
 
 
 def test_a_call_can_be_cancelled(nano: Model) -> None:
@@ -331,7 +402,7 @@ def of_characters() -> Tokenizer:
     return tokenizer
 
 
-KINDS: dict[str, Callable[[], Tokenizer]] = {
+TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "gpt2": lambda: byte_level(regex=True),
     "smollm": lambda: byte_level(pre_tokenizers.Digits(individual_digits=True), regex=True),
     "llama3": lambda: byte_level(pre_tokenizers.Split(Regex(GPT4), "isolated"), regex=False),
@@ -355,9 +426,9 @@ def with_file(folder: Path, name: str, content: str | bytes) -> Path:
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(20_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TOKENIZERS)
 def test_tokens_are_those_of_the_package_tokenizers(folder: Path, tmp_path: Path, kind: str, count: int) -> None:
-    tokenizer = KINDS[kind]()
+    tokenizer = TOKENIZERS[kind]()
     model = Model(folder, with_file(tmp_path / "artifact", "tokenizer.json", tokenizer.to_str()))
     draw = random.Random(1)
     for number in range(count):
@@ -482,26 +553,108 @@ WEIGHTS = (
     "int4_g32", "int8", "ternary", "int3_g32_s8", "nl4_g32_s8", "int2_g32_s8", "int5_g32_s8", "int6_g32_s8", "int8_g32",
     "int6_g64", "int4_g32_asym", "int4", "int2", "nf4", "fp4", "mxfp4", "nvfp4", "int8_g64_asym", "int4_g16",
 )  # fmt: skip
-CACHES = [("int8", "int8"), ("int4", "int4"), ("int3", "int3"), ("int4", "int2")]
-CASES = [
-    *((VARIANTS[number % 3], name, None, None, "fp32") for number, name in enumerate(WEIGHTS)),
-    *((variant, None, None, None, dtype) for variant in VARIANTS for dtype in ("fp32", "fp16")),
-    *((variant, "int4_g32", *cache, "fp32") for variant in VARIANTS for cache in CACHES),
-]
+CACHES = {
+    "int8": AttentionScheme(keys="int8", values="int8"),
+    "int4": AttentionScheme(keys="int4", values="int4"),
+    "int3": AttentionScheme(keys="int3", values="int3"),
+    "int2": AttentionScheme(keys="int2", values="int2"),
+    "int4,int2": AttentionScheme(keys="int4", values="int2"),
+    "of each layer": AttentionScheme(keys="int3", values="int2", layers=((1, "int8", "fp16"),)),
+    "int8 queries": AttentionScheme(qk="int8", keys="int8", values="int4"),
+    "int4 queries": AttentionScheme(qk="int4", values="int8"),
+}
+CASES = {
+    **{name: (VARIANTS[number % 3], name, AttentionScheme(), "fp32") for number, name in enumerate(WEIGHTS)},
+    **{
+        f"{variant} {name}": (variant, "int4_g32", cache, "fp32")
+        for variant in VARIANTS
+        for name, cache in CACHES.items()
+    },
+    **{f"{variant} fp16": (variant, None, AttentionScheme(), "fp16") for variant in VARIANTS},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_float_logits_are_those_of_a_session(
+    folder: Path, trained: Callable[[str], Path], tmp_path: Path, variant: str
+) -> None:
+    artifact = export_artifact(trained(variant), tmp_path / "artifact")
+    ids = np.random.default_rng(150).integers(1, 1000, 150).tolist()
+    spread = float(Session(artifact).prefill([ids])[0].std())
+    check_logits(folder, artifact, ids, 1e-4 * spread)
+    found = greedy(folder, artifact, ids, TOKENS)
+    check_tokens(artifact, ids, found, TOKENS, 1e-4 * spread)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variant", "weights", "keys", "values", "dtype"), CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_are_those_of_a_session(
-    folder: Path, trained: Callable[[str], Path], tmp_path: Path, variant: str, weights: str | None, keys: str | None,
-    values: str | None, dtype: str,
-) -> None:  # fmt: skip
+    folder: Path, trained: Callable[[str], Path], tmp_path: Path, case: str
+) -> None:
+    variant, weights, attention, dtype = CASES[case]
     source = trained(variant)
     if weights is not None:
-        attention, table = AttentionScheme(keys=keys, values=values), parse_format("int8")
+        table = parse_format("int8")
         scheme = Scheme(weights=parse_format(weights), embedding=table, head=table, attention=attention)
         quantize_checkpoint(source, tmp_path / "low", scheme)
         source = tmp_path / "low"
     artifact = export_artifact(source, tmp_path / "artifact", dtype=dtype)
     ids = np.random.default_rng(150).integers(1, 1000, 150).tolist()
-    check_tokens(artifact, ids, greedy(folder, artifact, ids, TOKENS), TOKENS)
+    most = largest_difference(artifact, [*ids, *NEXT], tmp_path)
+    check_logits(folder, artifact, ids, most)
+    check_tokens(artifact, ids, greedy(folder, artifact, ids, TOKENS), TOKENS, most)
+
+
+# ---- other families ----
+
+
+def write_mamba(path: Path) -> Path:
+    torch.manual_seed(0)
+    decoder = Decoder(MAMBA)
+    save(decoder, path)
+    write_tokenizer(path, MAMBA.vocab_size)
+    return path
+
+
+def write_hf(path: Path) -> Path:
+    """Write a random model of transformers' whose family is the folder's name."""
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    saved(hf_model(path.name, **KINDS[path.name], **sizes, **ids), path)
+    write_tokenizer(path, VOCABULARY)
+    return path
+
+
+FAMILIES: dict[str, Callable[[Path], Path]] = {
+    **{f"motif {name}": lambda path, config=config: write_motif(path, config, motif.weights(config))
+       for name, config in MOTIFS.items()},
+    "phi4flash": lambda path: write_phi(path, WIDE),
+    "mamba": write_mamba,
+    **dict.fromkeys(KINDS, write_hf),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["float", "int8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_other_families_are_those_of_a_session(
+    folder: Path, tmp_path: Path, family: str, weights: str
+) -> None:
+    source = FAMILIES[family](tmp_path / family)
+    if weights != "float":
+        attention = AttentionScheme(
+            keys="int8", values="int8", states="int8" if family in ("mamba", "phi4flash") else None
+        )
+        quantize_checkpoint(source, tmp_path / "low", Scheme(weights=parse_format(weights), attention=attention))
+        source = tmp_path / "low"
+    artifact = export_artifact(source, tmp_path / "artifact")
+    ids = np.random.default_rng(1).integers(3, 60, 24).tolist()
+    spread = float(Session(artifact).prefill([ids])[0].std())
+    most = 1e-4 * spread if weights == "float" else largest_difference(artifact, [*ids, *NEXT], tmp_path)
+    check_logits(folder, artifact, ids, most)
