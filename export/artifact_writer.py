@@ -31,8 +31,10 @@ from ..quantize.device_cache import cache_spec
 from ..quantize.forecast import SLACK, Demand
 from ..quantize.sizes import TensorSize
 from ..runtime.artifact import HIDDEN, MANIFEST, ONNX, POOLINGS, TARGETS, TOKENIZER, VERSION, manifest_sha256
+from ..runtime.chat_form import chat_form
 from ..runtime.native import library as native_library
 from ..runtime.sampler import GENERATION
+from ..runtime.template import ChatTemplate, NoTemplate
 from ..settings import OF_MODEL
 from ..version import __version__
 from .decoder_graph import DecoderGraph
@@ -144,6 +146,7 @@ def export_artifact(
             **({"output": HIDDEN} if embeddings else {}),
             "optional_inputs": graph.optional_inputs,
             "eos_token_ids": list(config.eos_token_ids),
+            **_chat(folder),
             "files": _hashed(folder),
             "golden": _golden(prompt, logits, LEAST_TOLERANCE[kind]),
         }
@@ -251,6 +254,15 @@ def _golden(prompt: list[int], rows: Tensor, least_tolerance: float) -> dict[str
         "spread": spread,
         "tolerance": max(least_tolerance, MARGIN * deviation),
     }
+
+
+def _chat(folder: Path) -> dict[str, Any]:
+    """Return the manifest's texts around the messages of a conversation, if the model's template is of that form."""
+    try:
+        form = chat_form(ChatTemplate.read(folder))
+    except NoTemplate:
+        form = None
+    return {} if form is None else {"chat": asdict(form)}
 
 
 def _write_graph(graph: DecoderGraph, stream: Stream, embeddings: bool) -> Tensor:

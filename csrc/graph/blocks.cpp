@@ -1,7 +1,9 @@
 // Products with weights in blocks that ONNX Runtime has operators for: MatMulNBits (codes of 2, 4 or 8 bits, a scale and maybe a
 // zero point for each block of a row; int8 activations with a scale for each block at accuracy level 4, else floats) and
 // MatMulBnb4 (4-bit codes of a table, an absmax for each block of the whole weight; float activations).
+#include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "kernels.h"
 #include "onnx_ops.h"
@@ -11,6 +13,7 @@ namespace diffbit::graph {
 namespace {
 
 constexpr int64_t MOST_BLOCK = 1024, ROWS_PER_TASK = 16;  // rows of the weight
+constexpr int64_t PART = 4096;  // of a row, which is unpacked at a time; a multiple of every block
 
 const GraphKernels& kernels() {
   static const GraphKernels* const chosen = DIFFBIT_PICK(graph_kernels);
@@ -48,14 +51,6 @@ void each_weight_row(int64_t n, const Work& work) {
   });
 }
 
-/// Memory of this thread.
-template <class T>
-T* scratch(int64_t count) {
-  static thread_local std::vector<T> memory;
-  if (static_cast<int64_t>(memory.size()) < count) memory.resize(static_cast<size_t>(count));
-  return memory.data();
-}
-
 }  // namespace
 
 void nbits(Node& node) {
@@ -86,23 +81,29 @@ void nbits(Node& node) {
   }
   each_weight_row(sizes.n, [&](int64_t n) {
     const uint8_t* of_row = codes.as<uint8_t>() + n * row_bytes;
-    int16_t* const values = scratch<int16_t>(width);
-    kernels().unpack(of_row, static_cast<int>(bits), width, values);
-    for (int64_t block = 0; block < blocks; ++block) {
-      const int64_t at = block * bits;
-      const int zero = !zeros ? 1 << (bits - 1)
-                              : zeros->as<uint8_t>()[n * zero_bytes + at / 8] >> at % 8 & ((1 << bits) - 1);
-      for (int64_t i = block * sizes.block; i < (block + 1) * sizes.block; ++i) values[i] = static_cast<int16_t>(values[i] - zero);
-    }
     const float* of_blocks = scales.as<float>() + n * blocks;
-    if (is_rounded) {
+    for (int64_t row = 0; row < sizes.rows; ++row) y[row * sizes.n + n] = 0;
+    for (int64_t begin = 0; begin < width; begin += PART) {
+      const int64_t size = std::min(PART, width - begin), first = begin / sizes.block, count = size / sizes.block;
+      int16_t values[PART];
+      kernels().unpack(of_row + begin * bits / 8, static_cast<int>(bits), size, values);
+      for (int64_t block = 0; block < count; ++block) {
+        const int64_t at = (first + block) * bits;
+        const int zero = !zeros ? 1 << (bits - 1)
+                                : zeros->as<uint8_t>()[n * zero_bytes + at / 8] >> at % 8 & ((1 << bits) - 1);
+        for (int64_t i = block * sizes.block; i < (block + 1) * sizes.block; ++i) values[i] = static_cast<int16_t>(values[i] - zero);
+      }
+      if (is_rounded) {
+        for (int64_t row = 0; row < sizes.rows; ++row)
+          y[row * sizes.n + n] += kernels().dot_blocks(rounded.data() + row * width + begin, factors.data() + row * blocks + first, values,
+                                                       of_blocks + first, count, sizes.block);
+        continue;
+      }
+      float weight[PART];
+      for (int64_t i = 0; i < size; ++i) weight[i] = static_cast<float>(values[i]) * of_blocks[first + i / sizes.block];
       for (int64_t row = 0; row < sizes.rows; ++row)
-        y[row * sizes.n + n] = kernels().dot_blocks(rounded.data() + row * width, factors.data() + row * blocks, values, of_blocks, blocks, sizes.block);
-      return;
+        y[row * sizes.n + n] += kernels().dot(padded.data() + row * width + begin, weight, size);
     }
-    float* const weight = scratch<float>(width);
-    for (int64_t i = 0; i < width; ++i) weight[i] = static_cast<float>(values[i]) * of_blocks[i / sizes.block];
-    for (int64_t row = 0; row < sizes.rows; ++row) y[row * sizes.n + n] = kernels().dot(padded.data() + row * width, weight, width);
   });
 }
 
@@ -121,13 +122,18 @@ void bnb4(Node& node) {
   expect(node, peaks, ort::FLOAT32, (count + sizes.block - 1) / sizes.block);
   float* const y = node.out(0).as<float>();
   each_weight_row(sizes.n, [&](int64_t n) {
-    float* const weight = scratch<float>(sizes.k);
-    for (int64_t i = 0; i < sizes.k; ++i) {
-      const int64_t at = n * sizes.k + i;
-      const int code = at % 2 ? codes.as<uint8_t>()[at / 2] & 15 : codes.as<uint8_t>()[at / 2] >> 4;
-      weight[i] = TABLES[type][code] * peaks.as<float>()[at / sizes.block];
+    for (int64_t row = 0; row < sizes.rows; ++row) y[row * sizes.n + n] = 0;
+    for (int64_t begin = 0; begin < sizes.k; begin += PART) {
+      const int64_t size = std::min(PART, sizes.k - begin);
+      float weight[PART];
+      for (int64_t i = 0; i < size; ++i) {
+        const int64_t at = n * sizes.k + begin + i;
+        const int code = at % 2 ? codes.as<uint8_t>()[at / 2] & 15 : codes.as<uint8_t>()[at / 2] >> 4;
+        weight[i] = TABLES[type][code] * peaks.as<float>()[at / sizes.block];
+      }
+      for (int64_t row = 0; row < sizes.rows; ++row)
+        y[row * sizes.n + n] += kernels().dot(x.as<float>() + row * sizes.k + begin, weight, size);
     }
-    for (int64_t row = 0; row < sizes.rows; ++row) y[row * sizes.n + n] = kernels().dot(x.as<float>() + row * sizes.k, weight, sizes.k);
   });
 }
 

@@ -44,6 +44,16 @@ int64_t element_bytes(int type) {
   }
 }
 
+int64_t tensor_bytes(int type, const int64_t* shape, int rank, int64_t most) {
+  int64_t bytes = element_bytes(type);
+  bool is_empty = false;
+  for (int i = 0; i < rank; ++i) {
+    if (shape[i] < 0 || __builtin_mul_overflow(bytes, shape[i] ? shape[i] : 1, &bytes) || bytes > most) return -1;
+    is_empty = is_empty || !shape[i];
+  }
+  return is_empty ? 0 : bytes;
+}
+
 Known known(const Node& node) {
   if (node.domain == "diffbit") return Known::YES;
   const OnnxOp* op = find_onnx_op(node);
@@ -141,10 +151,8 @@ void OrtValue::resize(const int64_t* dimensions, int count) {
     return;
   }
   if (count > MOST_DIMENSIONS) fail("a tensor has %d dimensions, wanted at most %d", count, MOST_DIMENSIONS);
-  int64_t bytes = element_bytes(type);
-  for (int i = 0; i < count; ++i)
-    if (dimensions[i] < 0 || __builtin_mul_overflow(bytes, dimensions[i], &bytes) || bytes > MOST_BYTES)
-      fail("a tensor of %lld bytes is too large", static_cast<long long>(bytes));
+  const int64_t bytes = tensor_bytes(type, dimensions, count, MOST_BYTES);
+  if (bytes < 0) fail("a node computes a tensor of more than %lld bytes", static_cast<long long>(MOST_BYTES));
   rank = count;
   for (int i = 0; i < count; ++i) shape[i] = dimensions[i];
   if (static_cast<size_t>(bytes) > memory->bytes || !memory->data) {

@@ -26,6 +26,10 @@ struct Memory {
 enum { INT32 = 6, BOOL = 9 };  // ONNX's numbers of types that no op of diffbit has
 
 int64_t element_bytes(int type);
+/// Returns the bytes of a tensor; -1 if there are more than `most`, also of the dimensions beside one of 0: no product of
+/// dimensions may overflow.
+int64_t tensor_bytes(int type, const int64_t* shape, int rank, int64_t most);
+constexpr int64_t MOST_STORED = int64_t{1} << 46;  // bytes of a weight or a cache, which a file or a mapping may hold
 
 /// Returns memory that begins at a cache line, for `release`; fails if there is none.
 void* allocate(size_t bytes);

@@ -2,6 +2,7 @@
 // compute in ONNX Runtime, from the same sources.
 #include <cstdlib>
 
+#include "../ort/host.h"
 #include "graph.h"
 #include "pool.h"
 
@@ -84,7 +85,7 @@ OrtStatus* get_input(const OrtKernelContext* context, size_t index, const OrtVal
   return nullptr;
 }
 OrtStatus* get_output(OrtKernelContext* context, size_t index, const int64_t* shape, size_t rank, OrtValue** out) {
-  *out = context->outputs[index];
+  *out = index < context->outputs.size() ? context->outputs[index] : nullptr;
   if (*out) (*out)->resize(shape, static_cast<int>(rank));
   return nullptr;
 }
@@ -105,38 +106,24 @@ const OrtApi* api(uint32_t) {
     OrtApi filled{};
     for (void*& slot : filled.slot) slot = reinterpret_cast<void*>(missing);
     const auto set = [&](ort::Slot slot, auto function) { filled.slot[slot] = reinterpret_cast<void*>(function); };
-    set(ort::CreateStatus, create_status);
-    set(ort::GetErrorMessage, get_error_message);
-    set(ort::ReleaseStatus, release_status);
-    set(ort::CreateCustomOpDomain, create_domain);
-    set(ort::CustomOpDomain_Add, domain_add);
-    set(ort::AddCustomOpDomain, add_domain);
-    set(ort::GetTensorMutableData, get_data);
-    set(ort::GetTensorElementType, get_element_type);
-    set(ort::GetDimensionsCount, get_dimensions_count);
-    set(ort::GetDimensions, get_dimensions);
-    set(ort::GetTensorTypeAndShape, get_type_and_shape);
-    set(ort::ReleaseTensorTypeAndShapeInfo, release_type_and_shape);
-    set(ort::KernelInfoGetAttribute_float, get_float);
-    set(ort::KernelInfoGetAttribute_int64, get_int64);
-    set(ort::KernelContext_GetInputCount, get_input_count);
-    set(ort::KernelContext_GetOutputCount, get_output_count);
-    set(ort::KernelContext_GetInput, get_input);
-    set(ort::KernelContext_GetOutput, get_output);
-    set(ort::KernelContext_ParallelFor, parallel_for);
+    DIFFBIT_HOST_FUNCTIONS(set)
     set(ort::HasSessionConfigEntry, has_no_option);
     return filled;
   }();
   return &table;
 }
 
-/// Whether the types of the op's entry are those of the node's inputs.
+/// Whether the types of the op's entry are those of the node's inputs, and its outputs are there.
 bool fits(const OrtCustomOp* op, const graph::Node& node) {
   const size_t inputs = op->GetInputTypeCount(op);
   if (node.inputs.size() > inputs || node.outputs.size() > op->GetOutputTypeCount(op)) return false;
   for (size_t i = 0; i < inputs; ++i) {
     const OrtValue* input = node.maybe(i);
     if (input ? input->type != op->GetInputType(op, i) : op->GetInputCharacteristic(op, i) != ort::OPTIONAL) return false;
+  }
+  for (size_t i = 0; i < op->GetOutputTypeCount(op); ++i) {
+    const bool is_there = i < node.outputs.size() && node.outputs[i];
+    if (!is_there && op->GetOutputCharacteristic(op, i) != ort::OPTIONAL) return false;
   }
   return true;
 }
@@ -161,7 +148,7 @@ bool graph::create_custom(Node& node) {
     node.run = [](Node& self) { self.custom->KernelComputeV2(self.kernel, &self); };
     return true;
   }
-  if (known) fail("diffbit.%s has no kernel for inputs of these types", node.op.c_str());
+  if (known) fail("diffbit.%s has no kernel for inputs and outputs of these types", node.op.c_str());
   return false;
 }
 

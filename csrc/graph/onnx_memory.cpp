@@ -69,8 +69,9 @@ void slice(Node& node) {
   int64_t from = 0;
   for (int64_t i = 0; i < starts.count; ++i) {
     const int64_t axis = axis_of(x, node.maybe(3) ? Integers(node.in(3))[i] : i);
-    const int64_t step = node.maybe(4) ? Integers(node.in(4))[i] : 1, size = shape[axis];
-    if (step < 1 || step > (int64_t{1} << 31)) fail("Slice with a step of %lld", static_cast<long long>(step));
+    const int64_t wanted = node.maybe(4) ? Integers(node.in(4))[i] : 1, size = shape[axis];
+    if (wanted < 1) fail("Slice with a step of %lld", static_cast<long long>(wanted));
+    const int64_t step = std::min(wanted, std::max<int64_t>(size, 1));  // a longer one gives the same; strides do not overflow
     const auto inside = [&](int64_t at) { return std::clamp<int64_t>(at < 0 ? at + size : at, 0, size); };
     const int64_t begin = inside(starts[i]), end = inside(ends[i]);
     shape[axis] = end > begin ? (end - begin + step - 1) / step : 0;
@@ -88,8 +89,11 @@ void transpose(Node& node) {
   const auto order = node.lists.find("perm");
   const bool is_reversed = order == node.lists.end();
   if (!is_reversed && order->second.size() != static_cast<size_t>(x.rank)) fail("Transpose of another number of dimensions");
+  unsigned taken = 0;  // axes, as bits
   for (int i = 0; i < x.rank; ++i) {
     const int64_t axis = is_reversed ? x.rank - 1 - i : axis_of(x, order->second[static_cast<size_t>(i)]);
+    if (taken >> axis & 1) fail("Transpose takes axis %lld twice", static_cast<long long>(axis));
+    taken |= 1u << axis;
     shape[i] = x.shape[axis];
     strides[i] = of_x[axis];
   }
@@ -166,13 +170,10 @@ void concat(Node& node) {
 /// Makes y x with another shape.
 static void view(const OrtValue& x, OrtValue& y, const Shape& shape, int rank) {
   if (rank > OrtValue::MOST_DIMENSIONS) fail("a tensor of too many dimensions");
-  int64_t size = 1;
-  for (int i = 0; i < rank; ++i)
-    if (shape[i] < 0 || __builtin_mul_overflow(size, shape[i], &size)) fail("a reshaped tensor has another size");
+  if (tensor_bytes(x.type, shape, rank, MOST_STORED) != x.size() * element_bytes(x.type)) fail("a reshaped tensor has another size");
   std::copy_n(shape, rank, y.shape);
   y.rank = rank;
   y.data = x.data;
-  if (size != x.size()) fail("a reshaped tensor has another size");
 }
 
 void reshape(Node& node) {
@@ -262,10 +263,11 @@ void cast(Node& node) {
   }
   for (int64_t i = 0; i < count; ++i) {
     const double value = number_at(x, i);
-    if (y.type == ort::INT64 || y.type == INT32) {  // what does not fit has no defined value in ONNX
-      const double limit = y.type == INT32 ? 0x1p31 : 0x1p63;
+    if (y.type == ort::INT64 || y.type == INT32 || y.type == ort::INT8) {  // what does not fit has no defined value in ONNX
+      const double limit = y.type == ort::INT8 ? 0x1p7 : y.type == INT32 ? 0x1p31 : 0x1p63;
       const int64_t whole = value > -limit && value < limit ? static_cast<int64_t>(value) : 0;
-      if (y.type == INT32) y.as<int32_t>()[i] = static_cast<int32_t>(whole);
+      if (y.type == ort::INT8) y.as<int8_t>()[i] = static_cast<int8_t>(whole);
+      else if (y.type == INT32) y.as<int32_t>()[i] = static_cast<int32_t>(whole);
       else y.as<int64_t>()[i] = whole;
       continue;
     }
@@ -279,7 +281,7 @@ void cast(Node& node) {
 }
 void cast_checked(Node& node) {
   const int64_t to = node.integer("to", 0);
-  if (to != ort::FLOAT32 && to != ort::FLOAT16 && to != ort::INT64 && to != INT32 && to != BOOL)
+  if (to != ort::FLOAT32 && to != ort::FLOAT16 && to != ort::INT64 && to != INT32 && to != ort::INT8 && to != BOOL)
     fail("Cast to ONNX's type %lld", static_cast<long long>(to));
   node.out(0).set_type(static_cast<int>(to));
 }

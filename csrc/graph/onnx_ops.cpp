@@ -13,7 +13,7 @@
 namespace diffbit::graph {
 namespace {
 
-template <class T, class F>
+template <class T, class Result = T, class F>
 void binary_of(Node& node, const F& f) {
   const OrtValue &a = node.in(0), &b = node.in(1);
   OrtValue& y = node.out(0);
@@ -28,11 +28,11 @@ void binary_of(Node& node, const F& f) {
   strides_in(a, y, by_a);
   strides_in(b, y, by_b);
   const T *from_a = a.as<T>(), *from_b = b.as<T>();
-  T* to = y.as<T>();
+  Result* to = y.as<Result>();
   const bool one_a = !rank || !by_a[rank - 1], one_b = !rank || !by_b[rank - 1];
   each_row(y, by_a, by_b, [&](int64_t at, int64_t i, int64_t j, int64_t count) {
     const T *p = from_a + i, *q = from_b + j;
-    T* r = to + at;
+    Result* r = to + at;
     if (one_a && one_b)
       for (int64_t c = 0; c < count; ++c) r[c] = f(*p, *q);
     else if (one_a)
@@ -93,6 +93,58 @@ void each(Node& node) {
   for (int64_t i = 0, count = x.size(); i < count; ++i) to[i] = F(from[i]);
 }
 float positive(float x) { return x < 0 ? 0 : x; }
+float nearest(float x) { return __builtin_rintf(x); }  // halves to even
+
+void equal(Node& node) { binary_of<float, uint8_t>(node, [](float a, float b) -> uint8_t { return a == b; }); }
+void floats_to_bool(Node& node) {
+  if (node.in(0).type != ort::FLOAT32 || node.in(1).type != ort::FLOAT32) fail("%s of other numbers than float32", node.op.c_str());
+  node.out(0).set_type(BOOL);
+}
+
+/// Chooses one number or tensor where the condition holds, else another, of which each is repeated along dimensions of 1.
+void where(Node& node) {
+  const OrtValue* const inputs[] = {&node.in(0), &node.in(1), &node.in(2)};
+  OrtValue& y = node.out(0);
+  Shape shape = {}, strides[3];
+  int rank = 0;
+  for (const OrtValue* x : inputs) rank = std::max(rank, int{x->rank});
+  for (int i = 0; i < rank; ++i) {
+    shape[i] = 1;
+    for (const OrtValue* x : inputs)
+      if (const int j = i - rank + x->rank; j >= 0 && shape[i] == 1) shape[i] = x->shape[j];
+  }
+  y.resize(shape, rank);
+  for (int i = 0; i < 3; ++i) strides_in(*inputs[i], y, strides[i]);
+  for (int64_t at = 0, count = y.size(); at < count; ++at) {
+    int64_t from[3] = {}, rest = at;
+    for (int i = rank - 1; i >= 0; rest /= shape[i--])
+      for (int j = 0; j < 3; ++j) from[j] += rest % shape[i] * strides[j][i];
+    const int chosen = inputs[0]->as<uint8_t>()[from[0]] ? 1 : 2;
+    y.as<float>()[at] = inputs[chosen]->as<float>()[from[chosen]];
+  }
+}
+void where_checked(Node& node) {
+  if (node.in(0).type != BOOL || node.in(1).type != ort::FLOAT32 || node.in(2).type != ort::FLOAT32) fail("Where of other types than float32");
+  node.out(0).set_type(ort::FLOAT32);
+}
+
+void reduce_max(Node& node) {
+  const OrtValue &x = node.in(0), &axes = node.in(1);
+  if (axes.size() != 1 || axis_of(x, Integers(axes)[0]) != x.rank - 1 || !node.integer("keepdims", 1) || !x.shape[x.rank - 1])
+    fail("ReduceMax along another axis than the last");
+  const int64_t width = x.shape[x.rank - 1];
+  Shape shape;
+  std::copy_n(x.shape, x.rank, shape);
+  shape[x.rank - 1] = 1;
+  OrtValue& y = node.out(0);
+  y.resize(shape, x.rank);
+  const float* from = x.as<float>();
+  for (int64_t row = 0, rows = y.size(); row < rows; ++row, from += width) y.as<float>()[row] = *std::max_element(from, from + width);
+}
+void reduce_checked(Node& node) {
+  if (node.in(0).type != ort::FLOAT32) fail("%s of ONNX's type %d", node.op.c_str(), node.in(0).type);
+  node.out(0).set_type(ort::FLOAT32);
+}
 
 const GraphKernels& kernels() {
   static const GraphKernels* const chosen = DIFFBIT_PICK(graph_kernels);
@@ -181,10 +233,12 @@ void matmul(Node& node) {
 
 constexpr const char* MICROSOFT = "com.microsoft";
 constexpr OnnxOp OPS[] = {
+    {"", "Abs", each<std::fabs>, floats_only, false, true},
     {"", "Add", binary<Plus>, numbers, false, true},
     {"", "Cast", cast, cast_checked, false},
     {"", "Concat", concat, nullptr, false},
     {"", "Div", binary<Over>, numbers, false, true},
+    {"", "Equal", equal, floats_to_bool, false},
     {"", "Erf", each<std::erf>, floats_only, false, true},
     {"", "Exp", each<std::exp>, floats_only, false, true},
     {"", "Expand", expand, nullptr, false},
@@ -193,8 +247,10 @@ constexpr OnnxOp OPS[] = {
     {"", "LayerNormalization", norm<true>, floats_only, false, true},
     {"", "MatMul", matmul, floats_only, false, true},
     {"", "Mul", binary<Times>, numbers, false, true},
+    {"", "ReduceMax", reduce_max, reduce_checked, false, true},
     {"", "Relu", each<positive>, floats_only, false, true},
     {"", "Reshape", reshape, nullptr, true},
+    {"", "Round", each<nearest>, floats_only, false, true},
     {"", "Shape", shape_of, is_integers, false},
     {"", "Sigmoid", sigmoid, floats_only, false, true},
     {"", "SimplifiedLayerNormalization", norm<false>, floats_only, false, true},
@@ -206,6 +262,7 @@ constexpr OnnxOp OPS[] = {
     {"", "Tanh", each<std::tanh>, floats_only, false, true},
     {"", "Transpose", transpose, nullptr, false},
     {"", "Unsqueeze", unsqueeze, nullptr, true},
+    {"", "Where", where, where_checked, false},
     {MICROSOFT, "MatMulBnb4", bnb4, blocks_checked, false, true},
     {MICROSOFT, "MatMulNBits", nbits, blocks_checked, false, true},
     {MICROSOFT, "SkipLayerNormalization", skip_norm<true>, floats_only, false, true},

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "../ort/op.h"
+#include "chat.h"
 #include "diffbit.h"
 #include "sampler.h"
 #include "session.h"
@@ -23,8 +24,8 @@ struct diffbit_model {
   size_t prompt = 0;          // how many of them were given
   const float* logits = nullptr;
   Sampler sampler;
-  int64_t seed = -1;
   bool is_seeded = false;
+  int32_t end_of_answer = -1;
   std::string error;
   bool was_cancelled = false;
 
@@ -79,6 +80,13 @@ struct diffbit_model {
 };
 
 namespace {
+
+/// Writes as many values as there is room for; returns how many there are.
+template <class Values, class Value>
+int64_t copied(const Values& found, Value* to, size_t room) {
+  std::copy_n(found.begin(), std::min(room, found.size()), to);
+  return static_cast<int64_t>(found.size());
+}
 
 /// Runs body and returns what it does; -1, and the reason in the model, for an exception.
 template <class Body>
@@ -185,18 +193,19 @@ int diffbit_defaults(diffbit_model* model, diffbit_sampling* sampling) {
 }
 
 int64_t diffbit_encode(diffbit_model* model, const char* text, size_t bytes, int special, int32_t* ids, size_t room) {
-  return guarded(model, [&]() -> int64_t {
-    const std::vector<int32_t> found = model->tokens().encode({text, bytes}, special != 0);
-    std::copy_n(found.begin(), std::min(room, found.size()), ids);
-    return static_cast<int64_t>(found.size());
-  });
+  return guarded(model, [&] { return copied(model->tokens().encode({text, bytes}, special != 0), ids, room); });
 }
 
 int64_t diffbit_decode(diffbit_model* model, const int32_t* ids, size_t count, char* text, size_t room) {
-  return guarded(model, [&]() -> int64_t {
-    const std::string found = model->tokens().decode(ids, count);
-    std::copy_n(found.begin(), std::min(room, found.size()), text);
-    return static_cast<int64_t>(found.size());
+  return guarded(model, [&] { return copied(model->tokens().decode(ids, count), text, room); });
+}
+
+int64_t diffbit_chat(diffbit_model* model, const diffbit_message* messages, size_t count, int32_t* ids, size_t room) {
+  return guarded(model, [&] {
+    const JsonValue chat = model->session.chat();
+    const std::string text = conversation(chat, messages, count);
+    model->end_of_answer = model->tokens().id(chat["end"].text());
+    return copied(model->tokens().encode(text, false), ids, room);  // the template writes the special tokens itself
   });
 }
 
@@ -224,7 +233,9 @@ int32_t diffbit_next(diffbit_model* model, const diffbit_sampling* sampling) {
   return guarded(model, [&] { return model->next(sampling ? *sampling : model->defaults()); });
 }
 
-int diffbit_is_end(const diffbit_model* model, int32_t id) { return model->session.ends().count(id) != 0; }
+int diffbit_is_end(const diffbit_model* model, int32_t id) {
+  return id >= 0 && (id == model->end_of_answer || model->session.ends().count(id));
+}
 
 int diffbit_generate(diffbit_model* model, const int32_t* ids, size_t count, int64_t most_tokens, const diffbit_sampling* sampling,
                      diffbit_on_token on_token, void* data) {

@@ -9,7 +9,11 @@
 #include <stdint.h>
 
 #if defined(_WIN32)
+#ifdef DIFFBIT_BUILDS
 #define DIFFBIT_API __declspec(dllexport)
+#else
+#define DIFFBIT_API
+#endif
 #else
 #define DIFFBIT_API __attribute__((visibility("default")))
 #endif
@@ -54,6 +58,17 @@ DIFFBIT_API int diffbit_defaults(diffbit_model *model, diffbit_sampling *samplin
  * tokens or bytes there are, of which at most `room` are written; text is not ended by a zero. */
 DIFFBIT_API int64_t diffbit_encode(diffbit_model *model, const char *text, size_t bytes, int special, int32_t *ids, size_t room);
 DIFFBIT_API int64_t diffbit_decode(diffbit_model *model, const int32_t *ids, size_t count, char *text, size_t room);
+
+typedef struct diffbit_message {
+  const char *role; /* "system", "user" or "assistant" */
+  const char *content;
+  size_t bytes; /* of content */
+} diffbit_message;
+
+/* A conversation to tokens, as the model's chat template writes it, up to where the answer begins: maybe a system message, then user
+ * and assistant by turns, the user's last. Returns as diffbit_encode does; fails for a model whose template is more than fixed texts
+ * around messages (docs/c.md). From then on, the token that ends an answer ends a text, too. */
+DIFFBIT_API int64_t diffbit_chat(diffbit_model *model, const diffbit_message *messages, size_t count, int32_t *ids, size_t room);
 
 /* Begins a text: computes what the cache does not hold of it. */
 DIFFBIT_API int diffbit_prompt(diffbit_model *model, const int32_t *ids, size_t count);

@@ -17,6 +17,11 @@
 #endif
 
 namespace diffbit::runtime {
+namespace {
+
+constexpr char OUTSIDE[] = "%s: is a link to a file outside of the folder; copy the file here";
+
+}  // namespace
 
 #ifdef _WIN32
 
@@ -48,7 +53,20 @@ MappedFile::MappedFile(const std::string& path, uint64_t most) {
 
 MappedFile::~MappedFile() { UnmapViewOfFile(data_); }
 
-std::string path_within(const std::string& folder, const std::string& name) { return folder + "/" + name; }
+std::string path_within(const std::string& folder, const std::string& name) {
+  const auto real = [](const std::string& path) {
+    const HANDLE file = CreateFileW(wide(path).c_str(), 0, FILE_SHARE_READ | FILE_SHARE_WRITE, nullptr, OPEN_EXISTING, FILE_FLAG_BACKUP_SEMANTICS, nullptr);
+    if (file == INVALID_HANDLE_VALUE) throw Error("%s: cannot be read (error %lu)", path.c_str(), GetLastError());
+    std::wstring result(32768, 0);
+    result.resize(GetFinalPathNameByHandleW(file, result.data(), static_cast<DWORD>(result.size()), 0));
+    CloseHandle(file);
+    return result;
+  };
+  const std::string path = folder + "/" + name;
+  const std::wstring within = real(folder) + L"\\";
+  if (real(path).compare(0, within.size(), within) != 0) throw Error(OUTSIDE, path.c_str());
+  return path;
+}
 
 #else
 
@@ -80,8 +98,7 @@ std::string path_within(const std::string& folder, const std::string& name) {
     return result;
   };
   const std::string path = folder + "/" + name, within = real(folder) + "/";
-  if (real(path).compare(0, within.size(), within) != 0)
-    throw Error("%s: is a link to a file outside of the folder; copy the file here", path.c_str());
+  if (real(path).compare(0, within.size(), within) != 0) throw Error(OUTSIDE, path.c_str());
   return path;
 }
 

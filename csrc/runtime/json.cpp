@@ -1,5 +1,6 @@
 #include "json.h"
 
+#include <clocale>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -172,7 +173,10 @@ bool JsonValue::truth(bool otherwise) const { return is_bool() ? json_->entries_
 double JsonValue::number(double otherwise) const {
   if (!is_number()) return otherwise;
   const Json::Entry& entry = json_->entries_[index_];
-  return std::strtod(std::string(json_->text_, entry.begin, entry.size).c_str(), nullptr);
+  std::string digits(json_->text_, entry.begin, entry.size);
+  if (const size_t point = digits.find('.'); point != std::string::npos)
+    digits.replace(point, 1, std::localeconv()->decimal_point);  // strtod reads numbers as the program's locale writes them
+  return std::strtod(digits.c_str(), nullptr);
 }
 
 std::string_view JsonValue::text() const {

@@ -105,9 +105,8 @@ OnnxTensor tensor(std::string_view bytes) {
     }
   if (result.shape.size() > static_cast<size_t>(OrtValue::MOST_DIMENSIONS))
     throw Error("%.100s has %zu dimensions", result.name.c_str(), result.shape.size());
-  result.bytes = graph::element_bytes(result.type);
-  for (const int64_t size : result.shape)
-    if (size < 0 || __builtin_mul_overflow(result.bytes, size, &result.bytes)) throw Error("%.100s is too large", result.name.c_str());
+  result.bytes = graph::tensor_bytes(result.type, result.shape.data(), static_cast<int>(result.shape.size()), graph::MOST_STORED);
+  if (result.bytes < 0) throw Error("%.100s is too large", result.name.c_str());
   const bool has_length = is_external ? length.empty() || whole(length, result.name) == static_cast<uint64_t>(result.bytes)
                                       : static_cast<int64_t>(result.data.size()) == result.bytes;
   if (!has_length) throw Error("%.100s has another number of bytes than its shape", result.name.c_str());

@@ -13,7 +13,6 @@ namespace {
 constexpr uint32_t MANY = UINT32_MAX;  // repetitions
 constexpr int MOST_DEPTH = 16;         // of groups
 constexpr size_t MOST_STEPS = 4096, MOST_PATTERN = 4096;
-constexpr uint64_t MOST_WORK = 100'000'000;  // steps of a match: a second or so
 
 }  // namespace
 
@@ -266,11 +265,6 @@ Regex::Regex(std::string_view pattern) {
   parser.alternatives(0);
   if (parser.at != pattern.size()) parser.refuse();
   steps_.push_back({Step::END});
-}
-
-size_t Regex::match(std::string_view text, size_t at) const {
-  uint64_t left = MOST_WORK;
-  return run(text, at, 0, left);
 }
 
 size_t Regex::run(std::string_view text, size_t at, uint32_t step, uint64_t& left) const {

@@ -17,8 +17,10 @@ class Regex {
  public:
   /// Throws Error, which names the pattern, if it has what is not known here.
   explicit Regex(std::string_view pattern);
-  /// Returns the end of the match that begins at `at`; npos if there is none. Throws Error if it takes too long.
-  size_t match(std::string_view text, size_t at) const;
+  /// How many steps the matches in a text may take together: a second or so, and 1,000 for each byte.
+  static uint64_t work_for(std::string_view text) { return 100'000'000 + 1000 * static_cast<uint64_t>(text.size()); }
+  /// Returns the end of the match that begins at `at`; npos if there is none. Throws Error if there is no work left for it.
+  size_t match(std::string_view text, size_t at, uint64_t& work) const { return run(text, at, 0, work); }
 
  private:
   friend struct RegexParser;

@@ -73,10 +73,12 @@ int32_t Sampler::choose(const float* logits, int64_t count, const std::vector<in
   std::vector<Candidate> candidates;
   for (size_t i = 0; i < values.size(); ++i)
     candidates.push_back({static_cast<int32_t>(i), std::exp((values[i] - values[best]) / settings.temperature)});
-  std::stable_sort(candidates.begin(), candidates.end(), [&](const Candidate& a, const Candidate& b) {
-    return values[static_cast<size_t>(a.id)] > values[static_cast<size_t>(b.id)];
+  const size_t kept = settings.top_k > 0 ? std::min(candidates.size(), static_cast<size_t>(settings.top_k)) : candidates.size();
+  std::partial_sort(candidates.begin(), candidates.begin() + static_cast<std::ptrdiff_t>(kept), candidates.end(), [&](const Candidate& a, const Candidate& b) {
+    const double left = values[static_cast<size_t>(a.id)], right = values[static_cast<size_t>(b.id)];
+    return left != right ? left > right : a.id < b.id;
   });
-  if (settings.top_k > 0 && static_cast<size_t>(settings.top_k) < candidates.size()) candidates.resize(static_cast<size_t>(settings.top_k));
+  candidates.resize(kept);
   const auto total = [&] {
     double sum = 0;
     for (const Candidate& candidate : candidates) sum += candidate.probability;

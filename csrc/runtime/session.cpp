@@ -4,6 +4,7 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
+#include <utility>
 
 #include "../cpu/isa.h"
 #include "../ort/op.h"
@@ -46,10 +47,8 @@ int type_of(std::string_view dtype) {
 
 /// Returns the bytes of a tensor; throws Error if there are too many for memory.
 size_t bytes_of(int type, const std::vector<int64_t>& shape) {
-  int64_t bytes = graph::element_bytes(type);
-  for (const int64_t size : shape)
-    if (size < 0 || __builtin_mul_overflow(bytes, size, &bytes) || bytes > int64_t{1} << 46)
-      throw Error("the cache does not fit into memory; export the model with a shorter context_length");
+  const int64_t bytes = graph::tensor_bytes(type, shape.data(), static_cast<int>(shape.size()), graph::MOST_STORED);
+  if (bytes < 0) throw Error("the cache does not fit into memory; export the model with a shorter context_length");
   return static_cast<size_t>(bytes);
 }
 
@@ -431,6 +430,7 @@ void Session::run(const int32_t* ids, int64_t count) {
   const int64_t rows = logits_->rank == 3 ? logits_->shape[1] : 0;
   if (!logits_->data || logits_->rank != 3 || logits_->shape[0] != 1 || logits_->shape[2] != vocabulary_ || (rows != 1 && rows != count))
     throw Error("the graph computes logits of another shape");
+  std::vector<Zeroed> replaced;  // what the graph computes for one buffer may be in the memory of another
   for (Buffer& buffer : buffers_) {
     if (!buffer.present) continue;
     const OrtValue& present = *buffer.present;
@@ -441,11 +441,11 @@ void Session::run(const int32_t* ids, int64_t count) {
         throw Error("the graph computes a cache %.60s of another shape", buffer.name.c_str());
     const size_t bytes = bytes_of(buffer.type, shape);
     if (shape != buffer.shape) {
-      buffer.data = Zeroed(bytes);
+      replaced.push_back(std::exchange(buffer.data, Zeroed(bytes)));
       buffer.shape = shape;
       place(*buffer.past, shape, buffer.data.get());
     }
-    std::memcpy(buffer.data.get(), present.data, bytes);
+    std::memmove(buffer.data.get(), present.data, bytes);
   }
   cached_.insert(cached_.end(), ids, ids + count);
 }

@@ -39,6 +39,7 @@ class Session {
   int64_t vocabulary() const { return vocabulary_; }
   int64_t bos() const { return bos_; }  // -1: none
   const std::set<int32_t>& ends() const { return ends_; }
+  JsonValue chat() const { return manifest_.root()["chat"]; }  // the manifest's field (chat.h)
   int threads() const { return pool_.threads(); }
   /// Returns the path of a file that the manifest lists; empty if it lists none of this name. Throws Error if it is missing.
   std::string file(const std::string& name) const;

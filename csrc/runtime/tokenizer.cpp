@@ -13,6 +13,7 @@ namespace diffbit::runtime {
 namespace {
 
 constexpr int64_t MOST_ID = 1 << 24;
+constexpr size_t MOST_TEXT = 1 << 26;  // bytes
 constexpr const char* GPT2 = R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
 
 uint64_t hash(std::string_view text) {
@@ -46,12 +47,13 @@ const ByteCharacters BYTE_CHARACTERS;
 
 std::string type_of(JsonValue part) { return std::string(part["type"].text()); }
 
-/// Calls read(step) with the parts of a sequence, or the part itself; a null has none.
+/// Calls read(step, type) with the parts of a sequence, or the part itself; a null has none.
 template <class Read>
 void each_step(JsonValue part, const char* key, int depth, const Read& read) {
   if (part.is_null()) return;
   if (depth > 8) throw Error("a sequence in it is nested too deeply");
-  if (part["type"].text() != "Sequence") return read(part);
+  const std::string type = type_of(part);
+  if (type != "Sequence") return read(part, type);
   part[key].each([&](JsonValue step) { each_step(step, key, depth + 1, read); });
 }
 
@@ -72,16 +74,11 @@ bool is_word(uint32_t code) {  // \w of Unicode (UTS 18), which may not be besid
   return bits >> unicode::category(code) & 1;
 }
 
-uint32_t last_character(std::string_view text) {
-  size_t at = text.size() - 1;
-  while (at && (static_cast<uint8_t>(text[at]) & 0xc0) == 0x80) --at;
-  return next_utf8(text, at);
-}
-
 std::string replaced(std::string_view text, const std::string& from, const std::string& to) {
   std::string result;
   for (size_t at = 0;;) {
     const size_t found = text.find(from, at);
+    if (result.size() > MOST_TEXT) throw Error("a text becomes too long: its spaces or characters are replaced by longer ones again and again");
     if (found == std::string_view::npos) return result.append(text.substr(at));
     result.append(text.substr(at, found - at)).append(to);
     at = found + from.size();
@@ -227,8 +224,7 @@ void Tokenizer::read_added(JsonValue added) {
 }
 
 void Tokenizer::read_normalizer(JsonValue normalizer) {
-  each_step(normalizer, "normalizers", 0, [&](JsonValue step) {
-    const std::string type = type_of(step);
+  each_step(normalizer, "normalizers", 0, [&](JsonValue step, const std::string& type) {
     Normalizer one{Normalizer::NFC, "", ""};
     if (type == "NFC") {
     } else if (type == "Replace" && !step["pattern"]["String"].text().empty()) {
@@ -243,8 +239,7 @@ void Tokenizer::read_normalizer(JsonValue normalizer) {
 }
 
 void Tokenizer::read_splitter(JsonValue splitter) {
-  each_step(splitter, "pretokenizers", 0, [&](JsonValue step) {
-    const std::string type = type_of(step);
+  each_step(splitter, "pretokenizers", 0, [&](JsonValue step, const std::string& type) {
     Splitter one{};
     if (is_byte_level_) refuse("pre-tokenizer after ByteLevel", type);
     if (type == "Split") {
@@ -289,8 +284,7 @@ void Tokenizer::read_splitter(JsonValue splitter) {
 }
 
 void Tokenizer::read_processor(JsonValue processor) {
-  each_step(processor, "processors", 0, [&](JsonValue step) {
-    const std::string type = type_of(step);
+  each_step(processor, "processors", 0, [&](JsonValue step, const std::string& type) {
     if (type == "ByteLevel") return;  // it changes where tokens are said to begin
     if (type != "TemplateProcessing") refuse("post-processor", type);
     std::vector<int32_t> before, behind;
@@ -315,8 +309,7 @@ void Tokenizer::read_processor(JsonValue processor) {
 
 void Tokenizer::read_decoder(JsonValue decoder) {
   has_decoder_ = !decoder.is_null();
-  each_step(decoder, "decoders", 0, [&](JsonValue step) {
-    const std::string type = type_of(step);
+  each_step(decoder, "decoders", 0, [&](JsonValue step, const std::string& type) {
     Decoder one{};
     if (type == "ByteLevel") {
       one.kind = Decoder::BYTE_LEVEL;
@@ -393,11 +386,10 @@ void Tokenizer::split_added(const Finder& finder, const std::vector<std::string>
     at = end;
     if (found->single_word) {
       size_t behind = end;
-      if ((begin && is_word(last_character(text.substr(0, begin)))) || (end < text.size() && is_word(next_utf8(text, behind)))) continue;
+      if ((begin && is_word(last_utf8(text.substr(0, begin)))) || (end < text.size() && is_word(next_utf8(text, behind)))) continue;
     }
     if (found->left) {
-      while (begin && unicode::is_space(last_character(text.substr(0, begin))))
-        do --begin; while ((static_cast<uint8_t>(text[begin]) & 0xc0) == 0x80);
+      while (begin && unicode::is_space(last_utf8(text.substr(0, begin)))) begin -= last_utf8_length(text.substr(0, begin));
       begin = std::max(begin, done);
     }
     if (found->right)
@@ -437,13 +429,14 @@ void Tokenizer::split(const Splitter& splitter, std::vector<Piece>& pieces) cons
       if (begin < end) parts.push_back({begin, end, is_match != splitter.inverted});
     };
     size_t done = 0;
+    uint64_t work = Regex::work_for(text);
     for (size_t at = 0; at < text.size();) {
       size_t end = std::string_view::npos, next = at;
       const uint32_t code = next_utf8(text, next);
       if (splitter.kind == Splitter::DIGITS) {
         if (unicode::is_numeric(code)) end = next;
       } else if (splitter.regex) {
-        end = splitter.regex->match(text, at);
+        end = splitter.regex->match(text, at, work);
       } else if (!text.compare(at, splitter.text.size(), splitter.text)) {
         end = at + splitter.text.size();
       }
@@ -557,7 +550,7 @@ void Tokenizer::bpe(std::string_view word, std::vector<int32_t>& to) const {
 }
 
 std::vector<int32_t> Tokenizer::encode(std::string_view text, bool add_special) const {
-  if (text.size() > (1u << 30)) throw Error("a text of %zu bytes is too long", text.size());
+  if (text.size() > MOST_TEXT) throw Error("a text of %zu bytes is too long", text.size());
   for (size_t at = 0; at < text.size();) {
     const int size = utf8_length(text, at);
     if (!size) throw Error("the text to encode is not UTF-8 after %zu bytes", at);

@@ -53,6 +53,17 @@ inline uint32_t next_utf8(std::string_view text, size_t& at) {
   return code;
 }
 
+/// Returns how many bytes the last character of UTF-8 text has.
+inline size_t last_utf8_length(std::string_view text) {
+  size_t size = 1;
+  while (size < text.size() && (static_cast<uint8_t>(text[text.size() - size]) & 0xc0) == 0x80) ++size;
+  return size;
+}
+inline uint32_t last_utf8(std::string_view text) {
+  size_t at = text.size() - last_utf8_length(text);
+  return next_utf8(text, at);
+}
+
 inline bool is_utf8(std::string_view text) {
   for (size_t at = 0; at < text.size();) {
     if (static_cast<uint8_t>(text[at]) < 0x80) {

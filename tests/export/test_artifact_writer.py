@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -316,3 +318,21 @@ def test_a_tied_embedding_is_in_the_graphs_dtype(tmp_path: Path) -> None:
     artifact = export_artifact(checkpoint, tmp_path / "artifact")
     (table,) = (t for t in graph_of(artifact).graph.initializer if t.name == "embed_tokens.weight")
     assert table.data_type == onnx.TensorProto.FLOAT and runtime.verify(artifact).passed
+
+
+def test_the_manifest_has_the_texts_of_a_chat_template(checkpoint_of: Maker, tmp_path: Path) -> None:
+    source = shutil.copytree(checkpoint_of("softmax"), tmp_path / "source")
+    assert "chat" not in manifest_of(export_artifact(source, tmp_path / "plain"))
+    (source / "tokenizer_config.json").write_text('{"eos_token": "w3"}')
+    (source / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[a]")
+    slots = {name: {"text": f"[{name}]", "strip": ""} for name in ("user", "assistant", "system")}
+    assert manifest_of(export_artifact(source, tmp_path / "talks"))["chat"] == slots | {
+        "first": slots["user"], "after_system": slots["user"], "prompt": "[a]", "end": "w3",
+    }  # fmt: skip
+    (source / "chat_template.jinja").write_text("{% for m in messages %}{{ loop.index }}{{ m.content }}{% endfor %}")
+    assert "chat" not in manifest_of(export_artifact(source, tmp_path / "counts"))
+
+
+def manifest_of(artifact: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((artifact / "diffbit.json").read_text())
+    return manifest

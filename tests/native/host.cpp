@@ -35,7 +35,7 @@
 #include <thread>
 #include <vector>
 
-#include "../../csrc/ort/abi.h"
+#include "../../csrc/ort/host.h"
 
 #ifdef _WIN32  // of windows.h, whose macros would rename what abi.h declares
 extern "C" {
@@ -320,25 +320,7 @@ const OrtApi* api() {
     OrtApi filled{};
     for (void*& slot : filled.slot) slot = reinterpret_cast<void*>(missing);
     const auto set = [&](ort::Slot slot, auto function) { filled.slot[slot] = reinterpret_cast<void*>(function); };
-    set(ort::CreateStatus, create_status);
-    set(ort::GetErrorMessage, get_error_message);
-    set(ort::ReleaseStatus, release_status);
-    set(ort::CreateCustomOpDomain, create_domain);
-    set(ort::CustomOpDomain_Add, domain_add);
-    set(ort::AddCustomOpDomain, add_domain);
-    set(ort::GetTensorMutableData, get_data);
-    set(ort::GetTensorElementType, get_element_type);
-    set(ort::GetDimensionsCount, get_dimensions_count);
-    set(ort::GetDimensions, get_dimensions);
-    set(ort::GetTensorTypeAndShape, get_type_and_shape);
-    set(ort::ReleaseTensorTypeAndShapeInfo, release_type_and_shape);
-    set(ort::KernelInfoGetAttribute_float, get_float);
-    set(ort::KernelInfoGetAttribute_int64, get_int64);
-    set(ort::KernelContext_GetInputCount, get_input_count);
-    set(ort::KernelContext_GetOutputCount, get_output_count);
-    set(ort::KernelContext_GetInput, get_input);
-    set(ort::KernelContext_GetOutput, get_output);
-    set(ort::KernelContext_ParallelFor, parallel_for);
+    DIFFBIT_HOST_FUNCTIONS(set)
     set(ort::KernelContext_GetGPUComputeStream, get_stream);
     set(ort::GetTensorMemoryInfo, get_memory_info);
     set(ort::KernelContext_GetAllocator, get_allocator);
