@@ -204,18 +204,21 @@ def _gguf_type(checkpoint: Checkpoint) -> tuple[str, int, float] | None:
     file = find_gguf(checkpoint.path)
     if file is None:
         return None
-    header = read_gguf(file)
+    headers = read_gguf(file).parts()
     weights: Counter[int] = Counter()
-    for info in header.tensors.values():
+    for info in (info for header in headers for info in header.tensors.values()):
         weights[info.type if len(info.shape) > 1 else GGUF_FLOATS[0]] += prod(info.shape)
     ((type, _),) = weights.most_common(1)
     if type in GGUF_FLOATS:
         return None
-    nbytes = header.status.st_size
-    bits = 8 * (nbytes - min(info.begin for info in header.tensors.values())) / weights.total()
+    nbytes = sum(header.status.st_size for header in headers)
+    begins = (
+        min((info.begin for info in header.tensors.values()), default=header.status.st_size) for header in headers
+    )
+    bits = 8 * (nbytes - sum(begins)) / weights.total()
     from gguf.constants import GGMLQuantizationType, LlamaFileType
 
-    number = header.get("general.file_type", int)
+    number = headers[0].get("general.file_type", int)
     named = {member.value: member.name.removeprefix("MOSTLY_") for member in LlamaFileType}
     types = {member.value: member.name for member in GGMLQuantizationType}
     return named.get(number, types.get(type, "low-bit GGUF")), nbytes, bits

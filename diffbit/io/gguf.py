@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ from .errors import DiffbitError
 from .fields import FieldError, bounds, located, read, shown
 
 SUFFIX, MAGIC = ".gguf", b"GGUF"
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)  # the name of one file of several
+MOST_PARTS = 10_000
 VERSIONS = (2, 3)
 NUMBERS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "bool", 10: "u8", 11: "i8", 12: "f8"}
 FLOAT32, STRING, ARRAY = 6, 8, 9
@@ -50,6 +53,32 @@ class GGUF:
     status: os.stat_result  # of the file when its header was read
     tensors: Mapping[str, TensorInfo]
     _metadata: Mapping[str, Any]  # numbers, strings, numpy arrays of numbers, lists of strings: see `get` and `array`
+
+    def parts(self) -> list[GGUF]:
+        """Return the headers of all files that llama-gguf-split made of a model, NAME-00001-of-00003.gguf first, whose
+        metadata is the model's; of a whole file, its own. Raises DiffbitError if one is missing or of another model."""
+        with located(self.file):
+            count = self.get("split.count", Annotated[int, bounds(0, MOST_PARTS)], 1)
+        if count <= 1:
+            return [self]
+        name = PART.fullmatch(self.file.name)
+        if name is None or int(name[3]) != count:
+            raise DiffbitError(
+                f"{self.file}: is one of {count} parts of a model, wanted a name such as "
+                f"model-00001-of-{count:05}.gguf; give all parts their names again"
+            )
+        files = [self.file.with_name(f"{name[1]}-{number:05}-of-{name[3]}{name[4]}") for number in range(1, count + 1)]
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise DiffbitError(f"{self.file}: is one of {count} parts of a model, and {missing[0]} is missing")
+        headers = [read_gguf(file) for file in files]
+        for number, header in enumerate(headers):
+            with located(header.file):
+                found = header.get("split.no", int, -1), header.get("split.count", int, 1)
+            if found != (number, count):
+                raise DiffbitError(
+                    f"{header.file}: says that it is part {found[0] + 1} of {found[1]}, wanted {number + 1} of {count}"
+                )
+        return headers
 
     def get(self, key: str, kind: Any, default: Any = None) -> Any:
         """Return metadata as a type (fields.py). Raises DiffbitError, without the file's name, if it is of another."""
@@ -80,15 +109,21 @@ def _plain(value: Any) -> Any:
 
 def find_gguf(path: Path) -> Path | None:
     """`path` itself if it is named *.gguf or begins as such a file does (ollama's have no ending), or the only file of
-    that name in a folder without safetensors; otherwise None."""
+    that name in a folder without safetensors; otherwise None. Of a model in several parts, return the first."""
     if not path.is_dir() and (path.suffix.lower() == SUFFIX or _begins_as_gguf(path)):
-        return path
+        return _first_part(path)
     if not path.is_dir() or any(path.glob("*.safetensors")) or (path / "diffbit.json").exists():
         return None
-    files = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)
+    files = sorted({_first_part(file) for file in path.iterdir() if file.suffix.lower() == SUFFIX})
     if len(files) > 1:
         raise DiffbitError(f"{path}: holds {len(files)} GGUF files; name one of them, such as {files[0]}")
     return files[0] if files else None
+
+
+def _first_part(file: Path) -> Path:
+    name = PART.fullmatch(file.name)
+    first = file if name is None else file.with_name(f"{name[1]}-00001-of-{name[3]}{name[4]}")
+    return first if first.is_file() else file
 
 
 def _begins_as_gguf(path: Path) -> bool:
@@ -150,11 +185,7 @@ class _Reader:
             metadata[key] = self.value(self.number("I"))
         header = GGUF(self.file, self.status, {}, metadata)
         with located(self.file):
-            count, alignment = header.get("split.count", int, 1), header.get("general.alignment", ALIGNMENT, 32)
-        if count > 1:
-            raise DiffbitError(
-                f"{self.file}: is one of {count} parts of a model; join them with llama-gguf-split --merge"
-            )
+            alignment = header.get("general.alignment", ALIGNMENT, 32)
         relative: dict[str, TensorInfo] = {}
         for _ in range(self.limited(self.fitting(tensors, 32), MOST_TENSORS, "tensors")):
             name = self.string()

@@ -69,17 +69,24 @@ def _dequantize(rows: np.ndarray, type: int, weights: int) -> np.ndarray:
 
 
 def open_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
-    """Return the fields of a config.json, and the tensors by their names in the file.
+    """Return the fields of a config.json, and the tensors by their names in the file and the other parts of the model.
 
     Raises DiffbitError for an unsupported model, a type that cannot be dequantized, and data beyond the file's end.
     """
-    header = read_gguf(file)
-    block = _block_of_q2(header)
-    entries: dict[str, Entry] = {name: _entry(header, name, block) for name in header.tensors}
-    in_order = sorted(entries.items(), key=lambda item: item[1].begin)
-    for (name, entry), (other, following) in pairwise(in_order):
-        if following.begin < entry.end:
-            raise DiffbitError(f"{file}: the bytes of tensor {other} are also those of {name}; copy the file again")
+    headers = read_gguf(file).parts()
+    header, entries = headers[0], dict[str, Entry]()
+    for part in headers:
+        block = _block_of_q2(part)
+        own: dict[str, Entry] = {name: _entry(part, name, block) for name in part.tensors}
+        in_order = sorted(own.items(), key=lambda item: item[1].begin)
+        for (name, entry), (other, following) in pairwise(in_order):
+            if following.begin < entry.end:
+                raise DiffbitError(
+                    f"{part.file}: the bytes of tensor {other} are also those of {name}; copy the file again"
+                )
+        if twice := entries.keys() & own.keys():
+            raise DiffbitError(f"{part.file}: holds tensor {min(twice)}, which an earlier part of the model holds, too")
+        entries |= own
     factors = entries.pop(ROPE_FREQS, None)
     with located(file):
         return fields(header, None if factors is None else factors.read().numpy()), entries

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,45 @@ def test_every_gguf_type_is_read_as_the_gguf_package_reads_it(type: str, tmp_pat
         if "q_proj" in name or "k_proj" in name:
             mine = llama_cpp_rows(mine, HEADS if "q_proj" in name else KV)
         np.testing.assert_array_equal(mine, there.reshape(mine.shape))
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """A model in parts, as the package writes them."""
+    monkeypatch.setattr(gguf, "GGUFWriter", partial(gguf.GGUFWriter, split_max_tensors=6))
+    write(tmp_path / "parts" / "m.gguf", TYPES.Q8_0, tied=False)
+    return sorted((tmp_path / "parts").iterdir())
+
+
+def test_a_model_in_parts_is_that_of_one_file(parts: list[Path], tmp_path: Path) -> None:
+    assert [part.name for part in parts] == [f"m-{number:05}-of-00004.gguf" for number in range(1, 5)]
+    whole = tmp_path / "whole.gguf"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFWriter", gguf.GGUFWriter.func)  # type: ignore[attr-defined]
+        write(whole, TYPES.Q8_0, tied=False)
+    expected = Checkpoint(whole)
+    for path in (parts[0], parts[2], parts[0].parent):
+        checkpoint = Checkpoint(path)
+        assert checkpoint.names == expected.names and checkpoint.config == expected.config
+        for name in expected.names:
+            assert torch.equal(checkpoint.read(name), expected.read(name))
+    digest = checkpoint.sha256()
+    data = bytearray(parts[3].read_bytes())
+    data[-1] ^= 1
+    parts[3].write_bytes(data)
+    assert Checkpoint(parts[0]).sha256() != digest  # of all parts
+
+
+def test_missing_and_foreign_parts_are_one_sentence(parts: list[Path], tmp_path: Path) -> None:
+    first = parts[0]
+    (first.parent / "m-00003-of-00004.gguf").rename(tmp_path / "elsewhere.gguf")
+    with pytest.raises(DiffbitError, match=r"is one of 4 parts of a model, and m-00003-of-00004.gguf is missing"):
+        Checkpoint(first)
+    with pytest.raises(DiffbitError, match=r"wanted a name such as model-00001-of-00004.gguf"):
+        Checkpoint(tmp_path / "elsewhere.gguf")
+    (first.parent / "m-00003-of-00004.gguf").write_bytes(parts[1].read_bytes())
+    with pytest.raises(DiffbitError, match=r"m-00003-of-00004.gguf: says that it is part 2 of 4, wanted 3 of 4"):
+        Checkpoint(first)
 
 
 def test_codes_of_one_and_two_bits(tmp_path: Path) -> None:
