@@ -24,12 +24,12 @@ diffbit_sampling sampling_of(JsonValue config) {
   return settings;
 }
 
-void Sampler::seed(int64_t seed) {
-  state_ = seed < 0 ? static_cast<uint64_t>(std::random_device()()) << 32 ^ std::random_device()() : static_cast<uint64_t>(seed);
-}
+void Sampler::seed(int64_t seed) { state_ = static_cast<uint64_t>(seed), is_random_ = seed < 0; }
 
 /// Weyl's sequence through a 64-bit mix (splitmix64, doi 10.1145/2660193.2660195).
 double Sampler::draw() {
+  if (is_random_) state_ = static_cast<uint64_t>(std::random_device()()) << 32 ^ std::random_device()();
+  is_random_ = false;
   uint64_t mixed = state_ += 0x9e3779b97f4a7c15;
   mixed = (mixed ^ mixed >> 30) * 0xbf58476d1ce4e5b9;
   mixed = (mixed ^ mixed >> 27) * 0x94d049bb133111eb;

@@ -14,7 +14,7 @@ diffbit_sampling sampling_of(JsonValue config);
 
 class Sampler {
  public:
-  /// Begins to draw with a seed; negative: a random one.
+  /// Begins to draw with a seed; negative: a random one, which the system is asked for at the first draw.
   void seed(int64_t seed);
   /// Returns a token. ids: those so far, of which the first `prompt` were given. Throws Error for settings out of range, and for
   /// logits that are not finite.
@@ -23,6 +23,7 @@ class Sampler {
  private:
   double draw();  // in [0, 1)
   uint64_t state_ = 0;
+  bool is_random_ = false;
 };
 
 }  // namespace diffbit::runtime

@@ -170,7 +170,8 @@ void Session::read_inputs(const OnnxGraph& graph) {
     if (values_.count(name)) continue;
     constexpr std::string_view PAST = "past_key_values.";
     if (name.compare(0, PAST.size(), PAST) == 0) {
-      const auto buffer = std::find_if(buffers_.begin(), buffers_.end(), [&](const Buffer& one) { return PAST.size() + one.name.size() == name.size() && name.compare(PAST.size(), std::string::npos, one.name) == 0; });
+      const std::string_view past = std::string_view(name).substr(PAST.size());
+      const auto buffer = std::find_if(buffers_.begin(), buffers_.end(), [&](const Buffer& one) { return one.name == past; });
       bool fits = buffer != buffers_.end() && buffer->type == type && buffer->sizes.size() + 1 == shape.size();
       for (size_t i = 1; fits && i < shape.size(); ++i) {
         const int64_t size = buffer->sizes[i - 1];
@@ -181,7 +182,8 @@ void Session::read_inputs(const OnnxGraph& graph) {
       continue;
     }
     const auto size = room.find(name);
-    const bool is_default = std::any_of(graph.initializers.begin(), graph.initializers.end(), [&](const OnnxTensor& one) { return one.name == name; });
+    const auto is_input = [&name = name](const OnnxTensor& one) { return one.name == name; };
+    const bool is_default = std::any_of(graph.initializers.begin(), graph.initializers.end(), is_input);
     if (size == room.end() && is_default) continue;
     if (size == room.end() || type != ort::INT64) throw Error("this runtime has no input %.100s", name.c_str());
     auto* numbers = static_cast<int64_t*>(allocate(static_cast<size_t>(size->second) * sizeof(int64_t)));

@@ -184,7 +184,7 @@ def build(kind: str) -> Build:
     if kind == "aarch64-musl" and not (ARM64 / "lib" / "ld-musl-aarch64.so.1").exists():
         skip("needs make arm64, after rm -r build/native/arm64 if that is there")
     library = "diffbit_ops_emulated" if kind == "emulated" else "diffbit_ops"
-    folder = _built(kind, options, library, "diffbit_host")
+    folder = build_in(kind, options, library, "diffbit_host")
     names = (f"{library}.dll", "diffbit_host.exe") if "wine" in runner else (f"lib{library}.so", "diffbit_host")
     return Build(folder, tuple(runner), *(folder / name for name in names))
 
@@ -204,11 +204,11 @@ def emulated() -> Path:
     options, _, tools = KINDS["emulated"]
     if not shutil.which("c++"):
         skip(f"needs apt-get install --no-install-recommends {tools['c++']}")
-    return _built("emulated", options, "diffbit_cuda_emulated") / "libdiffbit_cuda_emulated.so"
+    return build_in("emulated", options, "diffbit_cuda_emulated") / "libdiffbit_cuda_emulated.so"
 
 
-def _built(name: str, options: list[str], *targets: str) -> Path:
-    """The folder of a build, brought up to date."""
+def build_in(name: str, options: list[str], *targets: str) -> Path:
+    """The folder of a build, brought up to date; a test in another process waits."""
     folder = ROOT / "build" / "native" / name
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as lock:

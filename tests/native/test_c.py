@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import platform
 import random
 import shutil
 import subprocess
@@ -42,26 +43,23 @@ from ..models.test_phi4flash import write as write_phi
 from ..runtime.test_chat_form import FORMS, random_content
 from ..runtime.test_template import TOKENS as CHAT_TOKENS
 from ..runtime.toy import seal
-from .host import ROOT, skip
+from .host import ROOT, build_in, skip
 
 NANO = ROOT / "runtime" / "nano"
 TOKENS = 24
 
 
-def built(folder: Path, *options: str) -> Path:
-    """Build libdiffbit and diffbit-c in a folder, which keeps its objects; return where they are."""
+def built(name: str, *options: str) -> Path:
+    """Build libdiffbit and diffbit-c; return the folder where they are."""
     if not shutil.which("cmake") or not shutil.which("c++"):
         skip("needs CMake and a C++ compiler")
-    configure = ["cmake", "-S", str(ROOT / "csrc"), "-B", str(folder), "-DDIFFBIT_C=ON", "-DDIFFBIT_CUDA=OFF", *options]
-    for command in (configure, ["cmake", "--build", str(folder), "--target", "diffbit-c", "-j2"]):
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr
-    return folder / "runtime"
+    return build_in(name, ["-DDIFFBIT_C=ON", "-DDIFFBIT_CUDA=OFF", *options], "diffbit-c") / "runtime"
 
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    return built(ROOT / "build" / "c")
+    # kernels of other instruction sets give the same bits (tests/ops), and would take most of the time
+    return built("c", *(["-DDIFFBIT_INSTRUCTION_SETS=avx2"] if platform.machine() == "x86_64" else []))
 
 
 class Message(ctypes.Structure):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .host import KINDS, ROOT, skip
+from .host import KINDS, skip
 from .test_c import NANO, TOKENS, built, check_tokens, largest_difference
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,7 @@ def program() -> list[str]:
     if missing := [package for tool, package in tools.items() if not shutil.which(tool)]:
         skip(f"needs Debian's packages {' '.join(missing)}")
     compiler = "-DCMAKE_C_COMPILER=aarch64-linux-gnu-gcc"
-    return [*runner, str(built(ROOT / "build" / "native" / "c-aarch64", *options, compiler) / "diffbit-c")]
+    return [*runner, str(built("c-aarch64", *options, compiler) / "diffbit-c")]
 
 
 def run(program: list[str], *arguments: str | Path) -> subprocess.CompletedProcess[str]:
