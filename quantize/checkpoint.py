@@ -28,6 +28,7 @@ from .layer import Round, assemble
 from .layerwise import Finished, plan_for, quantize_layers, tokens_for
 from .layouts import Weights
 from .methods import parse_recipe
+from .on_grid import ROUNDING
 from .plan import Plan, resolve
 from .report import REPORT_FILE, Report, WeightReport
 from .resume import StoredLayer, Unfinished, run
@@ -111,7 +112,9 @@ def quantize_checkpoint(
         deque(layers_after(None), maxlen=0)
 
     def report(rows: list[WeightReport]) -> Report:
-        warnings = [format.warning() for format in plan.formats.values()] + recipe.warnings(config)
+        changed = {row.format for row in rows if row.weight_error > ROUNDING}
+        warned = [format for format in plan.formats.values() if not format.trained or format.name in changed]
+        warnings = [format.warning() for format in warned] + recipe.warnings(config)
         warnings += [_biased_keys(checkpoint, scheme)]
         if tokens is not None and recipe.calibrated:
             warnings.append(tokens.unlike())

@@ -99,7 +99,7 @@ def model(
 
 def test_quantize_keeps_every_weight_and_the_artifact_computes_the_same(model: Path, tmp_path: Path) -> None:
     done = quantize_model(model, tmp_path / "low", measure=False)
-    assert done.report.method == "rtn"
+    assert done.report.method == "rtn" and not any("destroys" in warning for warning in done.report.warnings)
     layers = {row.name: row for row in done.report.weights if row.name.endswith("_proj")}
     assert len(layers) == sum(map(is_linear, Checkpoint(model).names))
     assert {row.format for row in layers.values()} == {f"{model.name}_g128"}
@@ -138,6 +138,12 @@ def test_another_format_says_first_what_it_loses(
         folder, tmp_path / "low", SchemeOptions(weights="int4_g64"), MethodOptions(method="rtn"), overwrite=True
     )
     assert "have the values" not in capsys.readouterr().err  # which int4 keeps, too
+
+
+def test_weights_on_no_grid_are_warned_about(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    options, rounding = SchemeOptions(weights="bin_g128"), MethodOptions(method="rtn")
+    (warning,) = quantize_model(trained("softmax"), tmp_path / "low", options, rounding, measure=False).report.warnings
+    assert warning.startswith("rounding to bin_g128 destroys a model that was not trained with such weights")
 
 
 def test_a_mixed_model_has_int8_where_it_lies_on_no_grid(trained: Callable[[str], Path], tmp_path: Path) -> None:
