@@ -8,6 +8,7 @@ It also says how runs with less ended.
 
 from __future__ import annotations
 
+import argparse
 import os
 import resource
 import subprocess
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 
 MIB = 1 << 20
 STEP = 32 * MIB
+MOST = 1 << 40  # a run that fails with so much fails for another reason
 OPTIONS = ["--max-tokens", "64", "--temperature", "0"]
 
 
@@ -33,11 +35,17 @@ def run(command: Sequence[str], limit: int) -> tuple[int, int, str]:
 
 
 def main() -> None:
-    artifact, program = sys.argv[1], sys.argv[2:] or [sys.executable, "-m", "diffbit", "run"]
-    command = [*program, artifact, "def main(", *OPTIONS, *([] if sys.argv[2:] else ["--allow-loops"])]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("artifact", help="a folder that `diffbit export` wrote")
+    parser.add_argument("program", nargs="?", help="diffbit-c; default: diffbit run")
+    arguments = parser.parse_args()
+    program = [arguments.program] if arguments.program else [sys.executable, "-m", "diffbit", "run"]
+    command = [*program, arguments.artifact, "def main(", *OPTIONS, *([] if arguments.program else ["--allow-loops"])]
     failed, enough = 0, 128  # in steps
     ends: dict[tuple[int, str], int] = {}  # of runs with too little: the most that they had
     while (result := run(command, enough * STEP))[0]:
+        if enough * STEP > MOST:
+            raise SystemExit(f"fails with {enough * STEP // MIB} MiB, too: {result[2]}")
         ends[result[0], result[2]] = failed = enough
         enough *= 2
     while enough - failed > 1:

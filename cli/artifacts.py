@@ -126,9 +126,8 @@ def recipe(checkpoint: Checkpoint, format: str, target: str) -> dict[str, Any]:
     """Return the arguments of `quantize_model` for a model that is about to be run: what to do unasked.
 
     format: auto, or that of the weights. auto is what `diffbit quantize --fast` does, because somebody waits: it keeps
-    a model of one or two bits. With a
-    format, a small model is rounded by the best method, one for which that would take longer than PATIENCE in one pass
-    over a little text, and one for which even this would, without text.
+    a model of one or two bits. With a format, a small model is rounded by the best method, one for which that would
+    take longer than PATIENCE in one pass over a little text, and one for which even this would, without text.
     """
     from ..quantize.forecast import quantize_seconds
     from ..quantize.methods import parse_recipe

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..io.errors import DiffbitError
@@ -46,7 +47,6 @@ TEXT = "mix"
 PLAIN_BITS = 8  # from which on rounding to nearest suffices
 ESTIMATE = (16, 256)  # windows of text for the choice of formats, and their length
 WORTH_SAYING = 5  # seconds
-KEPT = 2**-9  # relative error of weights that a format keeps, but for the rounding of its scales
 HELD_OUT = (8, 256)  # the same for measuring the result
 
 
@@ -122,8 +122,8 @@ def quantize_model(
         rounding = _fast(rounding, checkpoint)
     grids = workers.on_first(partial(find_grids, checkpoint))
     if options == SchemeOptions() and bits is None and size is None:
-        if grids:
-            options, rounding = _keeping(rounding, checkpoint, grids)
+        if grids and rounding.method in (AUTO, "rtn"):
+            options = _keeping(checkpoint, grids)
         elif fast or not can_mix(checkpoint, limit):
             options = replace(options, weights=FAST if fast else UNIFORM)
         else:
@@ -135,9 +135,9 @@ def quantize_model(
             f"{given} and {'--bits' if size is None else '--size'} both choose formats; pass one of them"
         )
     scheme = options.scheme(weights_later=is_mix)
+    method = resolve_method(checkpoint, scheme, rounding, limit, is_mix, grids)
     if workers.first:
-        _say_what_is_lost(checkpoint, grids, scheme, is_mix)
-    method = resolve_method(checkpoint, scheme, rounding, limit, is_mix)
+        _say_what_is_lost(checkpoint, grids, scheme, None if is_mix else method)
     recipe = parse_recipe(method)
     about = f"{_formats(scheme, bits, size)}, method {method}"
     if recipe.calibrated or rounding.calibrate is not None:
@@ -169,10 +169,11 @@ def resolve_method(
     rounding: MethodOptions,
     max_memory: int | None = None,
     is_mix: bool = False,
+    grids: Mapping[str, Format] = MappingProxyType({}),
 ) -> str:
     """Return the method to use: that of the options, or the best for the scheme that fits in memory.
 
-    is_mix: the formats are chosen later.
+    is_mix: the formats are chosen later. grids: the weights that a format keeps (quantize/on_grid.py).
     """
     from ..formats import parse_format
     from ..quantize import resolve
@@ -184,7 +185,8 @@ def resolve_method(
     if is_mix:
         scheme = replace(scheme, weights=parse_format(UNIFORM))
     plan = resolve(checkpoint.config, scheme)
-    if scheme.activations == "int4" or not any(format.bits < PLAIN_BITS for format in plan.formats.values()):
+    changed = (format for name, format in plan.formats.items() if grids.get(name) != format)
+    if scheme.activations == "int4" or not any(format.bits < PLAIN_BITS for format in changed):
         return "rtn"
     if not checkpoint.tokenizer_files:
         remark(f"{checkpoint.path}: has no tokenizer for calibration text, so the weights are rounded to nearest")
@@ -213,29 +215,26 @@ def can_mix(checkpoint: Checkpoint, max_memory: int | None) -> bool:
     return free is None or allocation_demand(checkpoint.config, *_short(checkpoint, ESTIMATE)) < free
 
 
-def _keeping(
-    rounding: MethodOptions, checkpoint: Checkpoint, grids: Mapping[str, Format]
-) -> tuple[SchemeOptions, MethodOptions]:
-    """Return options that keep each weight on a grid: its format, and rounding to nearest. Layers that are on none get
-    int8, as the tables do."""
+def _keeping(checkpoint: Checkpoint, grids: Mapping[str, Format]) -> SchemeOptions:
+    """Return options with the format of each weight on a grid. Layers that are on none get int8, as the tables do."""
     from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE, TABLE_FORMAT, TABLES, float_linears, linear_shapes
 
     floats = float_linears(checkpoint.config)
     layers = [name for name in linear_shapes(checkpoint.config) if name not in (*TABLES, *floats)]
     formats = {name: str(grids.get(name, TABLE_FORMAT)) for name in (*layers, *(floats & grids.keys()))}
     usual = Counter(formats.values()).most_common(1)[0][0]
-    options = SchemeOptions(
+    return SchemeOptions(
         weights=usual,
         embedding=str(grids.get(EMBEDDING_MODULE, TABLE_FORMAT)),
         head=str(grids.get(HEAD_MODULE, TABLE_FORMAT)),
         override=[f"{name}={format}" for name, format in formats.items() if format != usual or name in floats],
     )
-    return options, replace(rounding, method="rtn") if rounding.method == AUTO else rounding
 
 
-def _say_what_is_lost(checkpoint: Checkpoint, grids: Mapping[str, Format], scheme: Scheme, is_mix: bool) -> None:
-    """Say that weights lie on a grid: what it keeps, or what the scheme's formats change."""
-    from ..quantize.on_grid import loss_of
+def _say_what_is_lost(checkpoint: Checkpoint, grids: Mapping[str, Format], scheme: Scheme, method: str | None) -> None:
+    """Say that weights lie on a grid: what it keeps, or what the scheme's formats (method None: a mix of them) or the
+    method change."""
+    from ..quantize.on_grid import ROUNDING, loss_of
     from ..quantize.scheme import TABLES
 
     layers = [name for name in grids if name not in TABLES] or list(grids)
@@ -243,16 +242,16 @@ def _say_what_is_lost(checkpoint: Checkpoint, grids: Mapping[str, Format], schem
         return
     grid = Counter(str(grids[name]) for name in layers).most_common(1)[0][0]
     name = next(name for name in layers if str(grids[name]) == grid)
-    about = f"{checkpoint.path}: {len(layers)} weights have the values of {grid}"
+    about = f"{checkpoint.path}: {len(layers)} weights have the values of {grid}, which rounding to nearest keeps"
     format = scheme.chosen(checkpoint.config).get(name)
-    if is_mix:
-        remark(f"{about}, which keeps them; a mix of formats changes them: leave out --bits and --size")
-    elif format is not None and str(format) != grid:
-        lost = loss_of(checkpoint.read(f"{name}.weight"), format)
-        if lost > KEPT:
-            remark(f"{about}, which keeps them; {format} changes them by {lost:.1%}: leave out --weights")
+    if method is None:
+        remark(f"{about}; a mix of formats changes them: leave out --bits, --size and --method")
+    elif format is not None and (lost := loss_of(checkpoint.read(f"{name}.weight"), format)) > ROUNDING:
+        remark(f"{about}; {format} changes them by {lost:.1%}: leave out --weights and --scheme")
+    elif format is not None and method != "rtn":
+        remark(f"{about}; method {method} may change them: leave out --method")
     elif format is not None:
-        remark(f"{about}, which keeps them")
+        remark(about)
 
 
 def _fast(rounding: MethodOptions, checkpoint: Checkpoint) -> MethodOptions:

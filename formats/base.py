@@ -110,6 +110,11 @@ class Format(ABC):
         return f"{self} has codes of {self.bits} bits, and takes {self.device_bits} bits a code on a device"
 
     @property
+    def is_grid(self) -> bool:
+        """Whether models are trained in the few values of this format and stored as floats, which it gives back."""
+        return False
+
+    @property
     def better(self) -> Format | None:
         """Return the format to choose in place of this one, which is only read where a published checkpoint has it;
         None: this one can be chosen."""

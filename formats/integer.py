@@ -94,6 +94,10 @@ class IntFormat(Format):
         return ()
 
     @property
+    def is_grid(self) -> bool:
+        return self.bits <= 2 and self.symmetric and self.group_size > 0 and not self.row_nbytes
+
+    @property
     def has_table(self) -> bool:
         """Whether a device looks the levels up: they are not integers of `bits` bits."""
         return not self._holds(self.bits)

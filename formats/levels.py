@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .base import Format, chosen, divisor
 
-if TYPE_CHECKING:
-    _Base = Format
-else:
-    _Base = object
 
-
-class Levels(_Base):
+class Levels(Format):
     """A format, listed before its other base, whose codes are the indices of `levels`."""
 
     @property
@@ -41,7 +35,7 @@ class Levels(_Base):
         return self.levels[0], self.levels[-1]
 
     def bounds(self, zero: Tensor | None) -> tuple[float, float]:
-        return self.levels[0], self.levels[-1]
+        return self.value_range
 
     def encode_each(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         # the middles between levels are multiples of one half, so the half below a number decides its code

@@ -10,17 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..formats import Format, parse_format
+from ..formats import Format, names, parse_format
+from ..formats.grid import ROUNDING
 from ..io.progress import track
 from ..models import Checkpoint
 from ..models.checkpoint.names import layer_of
 from .methods.rtn import quantize
 from .scheme import EMBEDDING_MODULE, HEAD_MODULE, weight_shapes
 
-FORMATS = tuple(
-    parse_format(f"{kind}_g{size}") for size in (128, 64, 32) for kind in ("bin", "ternary", "balanced2", "int2")
-)
-ROUNDING = 2**-8  # largest relative error of a number in bfloat16
+__all__ = ["ROUNDING", "grid_of", "grids", "loss_of"]
+
+FORMATS = tuple(format for format in map(parse_format, names()) if format.is_grid)
 FEW_ROWS = 8  # that refuse most weights, without the others
 
 

@@ -26,6 +26,7 @@ std::string conversation(JsonValue chat, const diffbit_message* messages, size_t
   std::string text;
   std::string_view before;  // role
   for (size_t i = 0; i < count; ++i) {
+    if (!messages[i].role || !messages[i].content) throw Error("message %zu of the conversation has no role or no content", i + 1);
     const std::string_view role = messages[i].role, content(messages[i].content, messages[i].bytes);
     const bool is_next = role == "system" ? !i : role == "user" ? before != role : role == "assistant" && before == "user";
     if (!is_next)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,9 +21,9 @@ import numpy as np
 
 from .errors import DiffbitError
 from .fields import FieldError, bounds, located, read, shown
+from .model_files import PART, part_named
 
 SUFFIX, MAGIC = ".gguf", b"GGUF"
-PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)  # the name of one file of several
 MOST_PARTS = 10_000
 VERSIONS = (2, 3)
 NUMBERS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "bool", 10: "u8", 11: "i8", 12: "f8"}
@@ -67,7 +66,7 @@ class GGUF:
                 f"{self.file}: is one of {count} parts of a model, wanted a name such as "
                 f"model-00001-of-{count:05}.gguf; give all parts their names again"
             )
-        files = [self.file.with_name(f"{name[1]}-{number:05}-of-{name[3]}{name[4]}") for number in range(1, count + 1)]
+        files = [self.file.with_name(part_named(self.file.name, f"{number:05}")) for number in range(1, count + 1)]
         if missing := [file.name for file in files if not file.is_file()]:
             raise DiffbitError(f"{self.file}: is one of {count} parts of a model, and {missing[0]} is missing")
         headers = [read_gguf(file) for file in files]
@@ -121,8 +120,7 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def _first_part(file: Path) -> Path:
-    name = PART.fullmatch(file.name)
-    first = file if name is None else file.with_name(f"{name[1]}-00001-of-{name[3]}{name[4]}")
+    first = file.with_name(part_named(file.name, "00001"))
     return first if first.is_file() else file
 
 

@@ -18,7 +18,7 @@ from types import ModuleType
 
 from .errors import DiffbitError, needs
 from .files import read_json
-from .model_files import DEEPER
+from .model_files import DEEPER, part_named
 from .progress import is_quiet
 
 PREFIX = "hf:"
@@ -95,7 +95,8 @@ def download(path: str | Path) -> Path:
 
 
 def _gguf(hub: ModuleType, name: HubName, file: str) -> Path:
-    path = Path(hub.snapshot_download(name.repo, revision=name.revision, allow_patterns=[file]), file)
+    parts = part_named(file, "?????")  # all of them
+    path = Path(hub.snapshot_download(name.repo, revision=name.revision, allow_patterns=[parts]), file)
     if not path.is_file():
         raise DiffbitError(f"{name}: has no file {file}; check its name")
     return path
@@ -109,6 +110,7 @@ def _only_gguf(hub: ModuleType, name: HubName, folder: Path) -> str:
     else:
         listed = hub.HfApi().list_repo_files(name.repo, revision=name.revision)
         names = sorted(file for file in listed if file.lower().endswith(".gguf") and file.startswith(within))
+    names = sorted({part_named(file, "00001") for file in names})
     if len(names) > 1:
         raise DiffbitError(f"{name}: has {len(names)} GGUF files; name one of them, such as hf:{name.repo}/{names[0]}")
     if not names:

@@ -23,6 +23,13 @@ WEIGHTS = re.compile(
     r"|model\.onnx(\.data(_\d+)?)?|onnx/model\.onnx(_data(_\d+)?)?",
     re.ASCII,
 )
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)$", re.IGNORECASE)  # the name of one file of several
+
+
+def part_named(name: str, number: str) -> str:
+    """Return the name of a model's part, "00001" the first, or a pattern for several, by that of another; a file that
+    is no part has its own name."""
+    return PART.sub(rf"\g<1>-{number}-of-\g<3>\g<4>", name)
 
 
 def is_of_a_model(name: str) -> bool:

@@ -21,6 +21,7 @@ from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint
 from diffbit.quantize import as_exported, load
+from diffbit.quantize.methods import rtn
 from diffbit.quantize.on_grid import grid_of, grids
 from diffbit.runtime import Session
 
@@ -47,9 +48,7 @@ def test_a_grid_is_found_and_kept(kind: str, group: int, dtype: torch.dtype) -> 
     format = grid_of(weight)
     assert str(format) == f"{kind}_g{min(group or 128, 128)}"
     assert format is not None
-    kept = format.nearest(weight, *format.fit(weight)) if kind != "int2" else None
-    if kept is not None:
-        assert torch.equal(kept.dequantize().to(dtype), weight)
+    assert torch.equal(rtn.quantize(weight, format).dequantize().to(dtype), weight)
 
 
 @pytest.mark.parametrize("name", ["normal", "one weight off", "five values", "int4", "zeros", "constant groups"])
@@ -126,18 +125,24 @@ def test_another_format_says_first_what_it_loses(
     folder = with_weights(trained("softmax"), tmp_path / "grid", change)
     assert len(grids(Checkpoint(folder))) == sum(map(is_linear, Checkpoint(folder).names))
     for options, bits, told in (
-        (SchemeOptions(weights="int2_g64"), None, "which keeps them; int2_g64 changes them by "),
-        (SchemeOptions(), 5.0, "which keeps them; a mix of formats changes them: leave out --bits and --size"),
-        (SchemeOptions(weights="balanced2_g64"), None, "weights have the values of balanced2_g64, which keeps them\n"),
+        (SchemeOptions(weights="int2_g64"), None, "which rounding to nearest keeps; int2_g64 changes them by "),
+        (SchemeOptions(), 5.0, "keeps; a mix of formats changes them: leave out --bits, --size and --method"),
+        (SchemeOptions(weights="balanced2_g64"), None, "values of balanced2_g64, which rounding to nearest keeps\n"),
     ):
         quantize_model(
             folder, tmp_path / "low", options, MethodOptions(method="rtn"), bits=bits, measure=False, overwrite=True
         )
         assert told in capsys.readouterr().err
-    quantize_model(
-        folder, tmp_path / "low", SchemeOptions(weights="int4_g64"), MethodOptions(method="rtn"), overwrite=True
-    )
-    assert "have the values" not in capsys.readouterr().err  # which int4 keeps, too
+    rotated = quantize_model(
+        folder, tmp_path / "low", SchemeOptions(weights="balanced2_g64"), MethodOptions(method="rotate"), measure=False,
+        overwrite=True,
+    )  # fmt: skip
+    assert "keeps; method rotate may change them: leave out --method" in capsys.readouterr().err
+    assert any("destroys" in warning for warning in rotated.report.warnings)
+    report = quantize_model(
+        folder, tmp_path / "low", SchemeOptions(weights="balanced2_g64"), measure=False, overwrite=True
+    ).report
+    assert report.method == "rtn"
 
 
 def test_weights_on_no_grid_are_warned_about(trained: Callable[[str], Path], tmp_path: Path) -> None:

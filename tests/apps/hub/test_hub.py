@@ -181,6 +181,19 @@ def test_folders_in_a_repository(artifact: Path, stand_in: Hub, monkeypatch: pyt
         assert (folder_name(gguf), gguf.read_bytes()) == ("m-Q4.gguf", b"q/m-Q4.gguf")
 
 
+def test_all_parts_of_a_gguf_model_are_downloaded(stand_in: Hub) -> None:
+    parts = [f"m-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
+    stand_in.add("me/parts", {name: name.encode() for name in parts} | {"README.md": b""})
+    stand_in.add("me/others", {name: b"" for name in (*parts, "m-00001-of-00002.gguf", "n.gguf")})
+    for name in ("hf:me/parts", f"hf:me/parts/{parts[1]}"):
+        path = hub.download(name)
+        assert path.name in parts[:2] and sorted(file.name for file in path.parent.glob("*.gguf")) == parts
+    path = hub.download(f"hf:me/others/{parts[2]}")
+    assert sorted(file.name for file in path.parent.glob("*.gguf")) == parts
+    with pytest.raises(DiffbitError, match="has 3 GGUF files; name one of them"):
+        hub.download("hf:me/others")
+
+
 def test_gguf_files(stand_in: Hub) -> None:
     stand_in.add("me/one", {"README.md": b"", "m-Q4.gguf": b"GGUF"})
     stand_in.add("me/two", {"a.gguf": b"GGUF", "deep/b.gguf": b"GGUF2"})
