@@ -3,6 +3,8 @@
 #ifndef DIFFBIT_OPS_H
 #define DIFFBIT_OPS_H
 
+#include <stdint.h>
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -29,6 +31,13 @@ const char* diffbit_isas(void);
 
 /* The NVIDIA GPUs that this build has kernels for, as in "80 90a" of sm_80 and sm_90a; empty where it has none. */
 const char* diffbit_cuda_architectures(void);
+
+/* Encodes a weight [rows, columns], rows a multiple of 64, by the trellis of ops/trellis.py: finds the indices of levels, of which
+ * each ring of 64 rows can be coded, near `targets`, which are weights over their scales; an error's square counts `weights`
+ * times. subsets: uint8 [256], x of each window; levels: [2^(bits - 1 + subset_bits)]; apart: numbers from one row to the next.
+ * Returns 0; 1 for no memory, or if DIFFBIT_ISA names an instruction set that this CPU does not have. */
+int diffbit_trellis_encode(int64_t bits, int64_t subset_bits, const uint8_t* subsets, const float* levels, const float* targets,
+                           const float* weights, int64_t rows, int64_t columns, int64_t apart, uint8_t* indices);
 
 #ifdef __cplusplus
 }

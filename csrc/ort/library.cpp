@@ -8,6 +8,7 @@
 
 #include "../cpu/isa.h"
 #include "../cpu/ops.h"
+#include "../cpu/trellis/kernels.h"
 #include "diffbit_ops.h"
 #include "op.h"
 #if DIFFBIT_HAS_CUDA
@@ -168,6 +169,18 @@ DIFFBIT_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const Or
 DIFFBIT_EXPORT const char* diffbit_isas() {
   static const std::string text = diffbit::available_isas(" ");
   return text.c_str();
+}
+
+DIFFBIT_EXPORT int diffbit_trellis_encode(int64_t bits, int64_t subset_bits, const uint8_t* subsets, const float* levels,
+                                          const float* targets, const float* weights, int64_t rows, int64_t columns,
+                                          int64_t apart, uint8_t* indices) {
+  using namespace diffbit;
+  try {
+    DIFFBIT_PICK(trellis)->encode({bits, subset_bits, subsets, levels}, targets, weights, rows, columns, apart, indices);
+    return 0;
+  } catch (const std::exception&) {
+    return 1;  // no memory, or DIFFBIT_ISA names a set that this CPU does not have
+  }
 }
 
 DIFFBIT_EXPORT const char* diffbit_cuda_architectures() {

@@ -84,7 +84,7 @@ def round_columns(
 
     encode: rounds a column, by default to the nearest codes.
     """
-    encode = encode or format.encode_each
+    encode = encode or format.encode_column
     rows, columns = weight.shape
     order, factor = feedback.order, feedback.factor
     group = (order // (format.group_size or columns)).tolist()
@@ -118,7 +118,7 @@ def descend(
 
     q_k + sum_j (w_j - q_j) H_jk / H_kk
     """
-    encode = encode or format.encode_each
+    encode = encode or format.encode_column
     rows, columns = weight.shape
     added = damping(gram)
     width = format.group_size or columns

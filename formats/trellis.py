@@ -1,0 +1,204 @@
+"""Trellis codes: a weight's value depends on its own code and on one bit of each of the seven weights before it.
+
+    tcq4_g32_s8    row_scale * step / 128 * level        1 to 6 bits; scales as those of lowbit.py
+
+Trellis coded quantization (Marcellin & Fischer, 1990; QTIP, arXiv 2406.11235) chooses among more levels than a code of
+its bits could name, 64 at up to 4 bits. The codes before say which of them a code means. For normally distributed
+weights with a scale for 32, the squared error is 15 to 30 % less than that of tables of levels in as many bits. ops/trellis.py
+defines the codes. They run down a column, so methods that round columns in turn work as with any other format.
+
+`QTensor.codes` holds the indices of levels; only packing knows of the trellis. A weight has a multiple of 64 rows.
+
+The masks were found by a random search, and the levels by Lloyd's algorithm, for normally distributed weights in groups
+of 32 with scales of least squares.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..io.errors import DiffbitError
+from ..ops import int4_matmul, lowbit_matmul, trellis
+from ..runtime import native
+from .base import QTensor, by_group, finite
+from .levels import Levels
+from .lowbit import LowBitFormat
+from .packing import pack_bits, unpack_bits
+
+MASKS: dict[int, tuple[int, ...]] = {1: (184, 107, 108, 154, 18, 251), 2: (171, 206, 6, 239, 122), 3: (44, 78, 6, 223), 4: (32, 73, 250)}
+LEVELS: dict[int, tuple[int, ...]] = {1: (-107, -109, -116, -89, -80, -127, -83, -47, -72, -29, -63, -31, -43, -44, -30, -49, -15, -49, -29, -60, -23, -30, -10, -42, -20, -25, -23, -38, -13, -36, -20, -44, 44, 20, 36, 13, 38, 23, 25, 20, 42, 10, 30, 23, 60, 29, 49, 15, 49, 30, 44, 43, 31, 63, 29, 72, 47, 83, 127, 80, 89, 116, 109, 107), 2: (-127, -98, -86, -91, -67, -69, -68, -73, -40, -44, -42, -43, -27, -23, -22, -20, -49, -57, -46, -46, -31, -26, -28, -35, -10, -11, -10, -11, 4, 6, 6, 8, -8, -6, -6, -4, 11, 10, 11, 10, 35, 28, 26, 31, 46, 46, 57, 49, 20, 22, 23, 27, 43, 42, 44, 40, 73, 68, 69, 67, 91, 86, 98, 127), 3: (-127, -102, -88, -78, -74, -66, -60, -62, -52, -49, -53, -44, -42, -37, -37, -39, -29, -27, -32, -26, -20, -18, -22, -22, -11, -10, -14, -10, -6, -3, -4, -4, 4, 4, 3, 6, 10, 14, 10, 11, 22, 22, 18, 20, 26, 32, 27, 29, 39, 37, 37, 42, 44, 53, 49, 52, 62, 60, 66, 74, 78, 88, 102, 127), 4: (-127, -104, -89, -78, -70, -63, -58, -54, -49, -47, -43, -41, -38, -36, -32, -32, -28, -28, -24, -23, -20, -20, -16, -15, -13, -12, -9, -8, -6, -5, -2, -1, 1, 2, 5, 6, 8, 9, 12, 13, 15, 16, 20, 20, 23, 24, 28, 28, 32, 32, 36, 38, 41, 43, 47, 49, 54, 58, 63, 70, 78, 89, 104, 127)}
+UNITS: dict[int, float] = {1: 0.01485, 2: 0.02034, 3: 0.02267, 4: 0.02477}  # of the levels, for weights of variance 1
+AHEAD = 32  # steps before a ring's first weight, after which the best path hardly depends on its start
+GRAMMAR = "tcq1 ... tcq6, each with _g32_s8, _g64_s8 or _g128_s8"
+
+
+@dataclass(frozen=True)
+class TrellisFormat(Levels, LowBitFormat):
+    """Levels that are chosen by a trellis across rows, with a scale of 8 bits a group."""
+
+    by_columns = True
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        return LEVELS[self.bits] if self.bits <= trellis.TABLE_BITS else trellis.uniform_levels(self.bits)
+
+    @property
+    def has_table(self) -> bool:
+        return True
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        super().check(shape)
+        if shape[0] % trellis.ROWS:
+            raise DiffbitError(
+                f"a weight of shape {tuple(shape)} cannot be {self}: out_features must be a multiple of "
+                f"{trellis.ROWS}; use nl4_g32_s8, which takes any number"
+            )
+
+    def fit(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        self.check(tuple(weight.shape))
+        counts = by_group(self, torch.ones_like(weight[:1]), lambda group: group.sum(-1))
+        squares = by_group(self, weight, lambda group: group.square().sum(-1, dtype=torch.float64))
+        return self.stored((squares / counts).sqrt().float() * UNITS[self.bits]), None
+
+    def candidates(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
+        return iter(())
+
+    few_candidates = candidates  # the error of a scale is known only when its codes are
+
+    def encode(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """Return the indices uint8 [N, K] of the best sequence of each ring, for given scales."""
+        self.check(tuple(weight.shape))
+        columns = weight.shape[1]
+        indices = torch.empty(weight.shape, dtype=torch.uint8)
+        width = self.group_size
+
+        def group(g: int) -> None:
+            part = slice(g * width, min((g + 1) * width, columns))
+            indices[:, part] = self.encode_columns(weight[:, part].float(), scale[:, g : g + 1])
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            list(pool.map(group, range(self.groups(columns))))
+        return indices
+
+    def encode_column(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        return self.encode_columns(weight[:, None], scale[:, None])[:, 0]
+
+    def encode_columns(self, weight: Tensor, scale: Tensor) -> Tensor:
+        """Return indices uint8 [N, n] of columns fp32 [N, n] for scales [N, 1] of the rows.
+
+        Where a scale is 0, all levels are as good.
+        """
+        safe = scale.masked_fill(scale == 0, 1)
+        targets = (weight / safe).masked_fill(scale == 0, 0).nan_to_num_(0)
+        # errors in units of the largest scale, so that sums stay in fp32's range
+        weights = (scale / scale.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)).square().expand_as(weight)
+        library = native.library()
+        encode = viterbi if library is None else _native(str(library))
+        return encode(targets.contiguous(), weights.contiguous(), self)
+
+    def pack(self, codes: Tensor) -> Tensor:
+        return pack_bits(trellis.codes_of(codes, MASKS[self.bits], self.bits), self.bits)
+
+    def unpack(self, packed: Tensor, columns: int) -> Tensor:
+        table = torch.tensor(trellis.map_of(MASKS[self.bits]), dtype=torch.uint8)
+        return trellis.indices(unpack_bits(packed, self.bits, columns), table, self.bits)
+
+
+def subsets(bits: int) -> Tensor:
+    """Return x uint8 [256] of each window."""
+    table = torch.tensor(trellis.map_of(MASKS[bits]), dtype=torch.uint8)
+    window = torch.arange(256)
+    return table[window & 15] ^ table[16 + (window >> 4)]
+
+
+def viterbi(targets: Tensor, weights: Tensor, format: TrellisFormat) -> Tensor:
+    """Find the indices of the nearest sequences to targets [N, n], at scale 1; squared errors count `weights` times.
+
+    In torch, which the library does a hundred times faster.
+    """
+    s = trellis.subset_bits(format.bits)
+    levels = torch.tensor(format.levels, dtype=torch.float32).view(-1, 2**s)
+    rings, weighting = trellis.ring(targets), trellis.ring(weights)  # [R, 64, n]
+    errors, nearest = [], []
+    for p in range(trellis.ROWS):
+        lost = (rings[:, p, :, None, None] - levels).square() * weighting[:, p, :, None, None]  # [R, n, choices, subsets]
+        least = lost.min(-2)
+        errors.append(least.values)
+        nearest.append(least.indices)
+    x = subsets(format.bits).int().view(trellis.STATES, 2)
+    after = torch.arange(trellis.STATES)
+    u, low = after & 1, after >> 1
+    before = torch.stack((low, low + trellis.STATES // 2))  # [2, states]
+    subset = x[before, u]
+
+    def step(costs: Tensor, p: int) -> tuple[Tensor, Tensor]:
+        paths = costs[..., before] + errors[p][..., subset]  # [R, n, 2, states]
+        best = paths[..., 1, :] < paths[..., 0, :]
+        return torch.where(best, paths[..., 1, :], paths[..., 0, :]), best
+
+    def run(costs: Tensor) -> tuple[Tensor, list[Tensor]]:
+        choices = []
+        for p in range(trellis.ROWS):
+            costs, best = step(costs, p)
+            choices.append(best)
+        return costs, choices
+
+    def trace(state: Tensor, choices: list[Tensor]) -> tuple[Tensor, Tensor]:
+        found = []
+        for p in reversed(range(trellis.ROWS)):
+            choice = choices[p].gather(-1, state[..., None])[..., 0].long()
+            q = subset[choice, state].long()
+            found.append(nearest[p].gather(-1, q[..., None])[..., 0] * 2**s + q)
+            state = before[choice, state]
+        return state, torch.stack(found[::-1], 1)
+
+    costs = torch.zeros(*errors[0].shape[:-1], trellis.STATES)
+    for p in range(trellis.ROWS - AHEAD, trellis.ROWS):
+        costs, _ = step(costs, p)
+    costs, choices = run(costs)
+    first, _ = trace(costs.argmin(-1), choices)
+    start = torch.full_like(costs, 1e30).scatter_(-1, first[..., None], 0)  # the best path that begins and ends there
+    _, choices = run(start)
+    return trellis.unring(trace(first, choices)[1].to(torch.uint8))
+
+
+@cache
+def _native(path: str):  # type: ignore[no-untyped-def]
+    encode = ctypes.CDLL(path).diffbit_trellis_encode
+
+    def call(targets: Tensor, weights: Tensor, format: TrellisFormat) -> Tensor:
+        (rows, columns), result = targets.shape, torch.empty(targets.shape, dtype=torch.uint8)
+        table, levels = subsets(format.bits), torch.tensor(format.levels, dtype=torch.float32)
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (table, levels, targets, weights)]
+        sizes = [ctypes.c_int64(size) for size in (rows, columns, columns)]
+        bits = [ctypes.c_int64(format.bits), ctypes.c_int64(trellis.subset_bits(format.bits))]
+        if encode(*bits, *pointers, *sizes, ctypes.c_void_p(result.data_ptr())):
+            raise DiffbitError("the library cannot encode: no memory, or DIFFBIT_ISA names what this CPU does not have")
+        return result
+
+    return call
+
+
+def parse(name: str) -> TrellisFormat | None:
+    match = re.fullmatch(r"tcq(\d{1,9})_g(\d{1,9})_s8", name)
+    if match is None:
+        return None
+    bits, group_size = int(match[1]), int(match[2])
+    if bits not in UNITS:
+        raise DiffbitError(f"format {name!r} has {bits} bits, wanted {min(UNITS)} to {max(UNITS)}")
+    if group_size not in int4_matmul.GROUP_SIZES:
+        sizes = ", ".join(map(str, int4_matmul.GROUP_SIZES))
+        raise DiffbitError(f"format {name!r} has groups of {group_size}, wanted one of {sizes}")
+    return TrellisFormat(name, bits, group_size, True)
+
+
+def names() -> list[str]:
+    return [f"tcq{bits}_g{size}_s8" for bits in UNITS for size in int4_matmul.GROUP_SIZES]

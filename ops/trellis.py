@@ -1,0 +1,106 @@
+"""Trellis codes of `diffbit.LowBitMatMul`: a weight's value depends on one bit of each of the seven weights before it.
+
+A code c of `bits` bits is (a << 1) | u. In each column, every 64 rows are a ring, in the order p = 4 (row % 16) + row / 16
+of the row within the 64: the rows of four tiles, lane by lane. The bits u of a weight and of those before it are
+
+    w_p = sum_{j=0..7} u_{(p - j) mod 64} << j                                                   its window
+    x_p = map[w_p & 15] ^ map[16 + (w_p >> 4)]                                                   linear in the window
+    i_p = a_p << s | x_p,    s = max(7 - bits, 3)                                                the index of a level
+    v_p = levels[i_p] - 128                for 1 to 4 bits, 64 levels
+    v_p = max(i_p << 6 - bits, 1) - 128 + (1 if bits is 5)    for 5 and 6 bits, 128 and 256 levels equally far apart
+
+So two neighbours never choose freely: a change of u changes the levels of eight weights. Of all such sequences an
+encoder finds the nearest (Viterbi). Codes of this kind are those of trellis coded quantization (Marcellin & Fischer,
+1990; QTIP, arXiv 2406.11235), whose trellis runs along a row and whose levels are computed or looked up in large tables.
+Here it runs across rows, so a method that rounds columns in turn can round each at once, and four rotations and
+shifts give the windows of a whole vector.
+
+The operator's input `levels` has, for such a weight, the levels, if there are any, and then `map`, 32 numbers.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+ROWS, LANES, TILES = 64, 16, 4  # of a ring
+STATES = 128
+MAP = 32  # numbers
+TABLE_BITS = 4  # up to which levels are those of a table
+
+
+def subset_bits(bits: int) -> int:
+    """Return s, the bits of an index that the window decides."""
+    return max(7 - bits, 3)
+
+
+def index_bits(bits: int) -> int:
+    return bits - 1 + subset_bits(bits)
+
+
+def levels_size(bits: int) -> int:
+    """Return the size of the operator's input `levels` for such a weight."""
+    return MAP + (2 ** index_bits(bits) if bits <= TABLE_BITS else 0)
+
+
+def uniform_levels(bits: int) -> tuple[int, ...]:
+    """Return the values of all indices, for 5 and 6 bits."""
+    return tuple(max(index << 6 - bits, 1) - 128 + (bits == 5) for index in range(2 ** index_bits(bits)))
+
+
+def map_of(masks: tuple[int, ...]) -> tuple[int, ...]:
+    """Return `map` of the trellis in which bit b of x is the parity of w & masks[b]."""
+
+    def x(window: int) -> int:
+        return sum((window & mask).bit_count() % 2 << bit for bit, mask in enumerate(masks))
+
+    return (*map(x, range(16)), *(x(high << 4) for high in range(16)))
+
+
+def ring(values: torch.Tensor) -> torch.Tensor:
+    """[N, K] -> [N / 64, 64, K], each ring in its order."""
+    return values.unflatten(0, (-1, TILES, LANES)).transpose(1, 2).flatten(1, 2)
+
+
+def unring(values: torch.Tensor) -> torch.Tensor:
+    """Invert `ring`."""
+    return values.unflatten(1, (LANES, TILES)).transpose(1, 2).flatten(0, 2)
+
+
+def indices(codes: torch.Tensor, map: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return i uint8 [N, K] of codes uint8 [N, K], N a multiple of 64; map: uint8 [32]."""
+    ordered = ring(codes)
+    u = ordered & 1
+    window = reduce(lambda sum, j: sum | u.roll(j, 1) << j, range(1, 8), u).int()
+    return unring(ordered >> 1 << subset_bits(bits) | map[window & 15] ^ map[16 + (window >> 4)])
+
+
+def codes_of(indices: torch.Tensor, masks: tuple[int, ...], bits: int) -> torch.Tensor:
+    """Invert `indices`: codes uint8 [N, K] of indices that an encoder found.
+
+    Some sum x' of bits of x is the parity of an odd number of bits of the window: u times a polynomial g in a delay D of
+    one weight, modulo D^64 - 1 over GF(2). There g^64 = g(D^64) = 1, so u is x' times g^63.
+    """
+    chosen, polynomial = next(
+        (subset, mask)
+        for subset in range(1, 2 ** len(masks))
+        if (mask := reduce(int.__xor__, (m for b, m in enumerate(masks) if subset >> b & 1), 0)).bit_count() % 2
+    )
+    inverse = reduce(_product, [polynomial] * 63, 1)
+    ordered, s = ring(indices), subset_bits(bits)
+    bits_of = [ordered >> b & 1 for b in range(s) if chosen >> b & 1]
+    sums = reduce(lambda a, b: a ^ b, bits_of)
+    u = reduce(lambda a, b: a ^ b, (sums.roll(j, 1) for j in range(ROWS) if inverse >> j & 1))
+    return unring(ordered >> s << 1 | u)
+
+
+def _product(a: int, b: int) -> int:
+    """Multiply polynomials over GF(2) modulo D^64 - 1."""
+    result = 0
+    for j in range(ROWS):
+        if b >> j & 1:
+            result ^= a << j
+    return result & 2**ROWS - 1 ^ result >> ROWS
