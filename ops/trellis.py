@@ -6,8 +6,8 @@ of the row within the 64: the rows of four tiles, lane by lane. The bits u of a 
     w_p = sum_{j=0..7} u_{(p - j) mod 64} << j                                                   its window
     x_p = map[w_p & 15] ^ map[16 + (w_p >> 4)]                                                   linear in the window
     i_p = a_p << s | x_p,    s = max(7 - bits, 3)                                                the index of a level
-    v_p = levels[i_p] - 128                for 1 to 4 bits, 64 levels
-    v_p = max(i_p << 6 - bits, 1) - 128 + (1 if bits is 5)    for 5 and 6 bits, 128 and 256 levels equally far apart
+    v_p = m[i_p - H] if i_p >= H else -m[H - 1 - i_p]    for 1 to 5 bits; H is half the number of indices, 32 or 64
+    v_p = max(i_p, 1) - 128                              for 6 bits: 255 levels equally far apart
 
 So two neighbours never choose freely: a change of u changes the levels of eight weights. Of all such sequences an
 encoder finds the nearest (Viterbi). Codes of this kind are those of trellis coded quantization (Marcellin & Fischer,
@@ -15,7 +15,8 @@ encoder finds the nearest (Viterbi). Codes of this kind are those of trellis cod
 Here it runs across rows, so a method that rounds columns in turn can round each at once, and four rotations and
 shifts give the windows of a whole vector.
 
-The operator's input `levels` has, for such a weight, the levels, if there are any, and then `map`, 32 numbers.
+The operator's input `levels` has, for such a weight, m as int8 in its bytes (32 for 1 to 4 bits, 64 for 5, none for 6), and
+then `map`, 32 numbers: in all 64, 96 or 32. Tables of symmetric levels are half as large, and a lookup half as long.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 ROWS, LANES, TILES = 64, 16, 4  # of a ring
 STATES = 128
 MAP = 32  # numbers
-TABLE_BITS = 4  # up to which levels are those of a table
+TABLE_BITS = 5  # up to which levels are those of a table
 
 
 def subset_bits(bits: int) -> int:
@@ -43,12 +44,12 @@ def index_bits(bits: int) -> int:
 
 def levels_size(bits: int) -> int:
     """Return the size of the operator's input `levels` for such a weight."""
-    return MAP + (2 ** index_bits(bits) if bits <= TABLE_BITS else 0)
+    return MAP + (2 ** index_bits(bits) // 2 if bits <= TABLE_BITS else 0)
 
 
-def uniform_levels(bits: int) -> tuple[int, ...]:
-    """Return the values of all indices, for 5 and 6 bits."""
-    return tuple(max(index << 6 - bits, 1) - 128 + (bits == 5) for index in range(2 ** index_bits(bits)))
+def levels_of(upper: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the values of all indices; upper: m, or () for levels equally far apart."""
+    return (*(-m for m in reversed(upper)), *upper) if upper else tuple(max(index, 1) - 128 for index in range(256))
 
 
 def map_of(masks: tuple[int, ...]) -> tuple[int, ...]:
