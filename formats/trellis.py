@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,14 +31,45 @@ from ..ops import int4_matmul, lowbit_matmul, trellis
 from ..runtime import native
 from .base import QTensor, by_group, finite
 from .levels import Levels
-from .lowbit import LowBitFormat
+from .lowbit import STEPS, LowBitFormat
 from .packing import pack_bits, unpack_bits
 
-MASKS: dict[int, tuple[int, ...]] = {1: (184, 107, 108, 154, 18, 251), 2: (171, 206, 6, 239, 122), 3: (44, 78, 6, 223), 4: (32, 73, 250)}
-LEVELS: dict[int, tuple[int, ...]] = {1: (-107, -109, -116, -89, -80, -127, -83, -47, -72, -29, -63, -31, -43, -44, -30, -49, -15, -49, -29, -60, -23, -30, -10, -42, -20, -25, -23, -38, -13, -36, -20, -44, 44, 20, 36, 13, 38, 23, 25, 20, 42, 10, 30, 23, 60, 29, 49, 15, 49, 30, 44, 43, 31, 63, 29, 72, 47, 83, 127, 80, 89, 116, 109, 107), 2: (-127, -98, -86, -91, -67, -69, -68, -73, -40, -44, -42, -43, -27, -23, -22, -20, -49, -57, -46, -46, -31, -26, -28, -35, -10, -11, -10, -11, 4, 6, 6, 8, -8, -6, -6, -4, 11, 10, 11, 10, 35, 28, 26, 31, 46, 46, 57, 49, 20, 22, 23, 27, 43, 42, 44, 40, 73, 68, 69, 67, 91, 86, 98, 127), 3: (-127, -102, -88, -78, -74, -66, -60, -62, -52, -49, -53, -44, -42, -37, -37, -39, -29, -27, -32, -26, -20, -18, -22, -22, -11, -10, -14, -10, -6, -3, -4, -4, 4, 4, 3, 6, 10, 14, 10, 11, 22, 22, 18, 20, 26, 32, 27, 29, 39, 37, 37, 42, 44, 53, 49, 52, 62, 60, 66, 74, 78, 88, 102, 127), 4: (-127, -104, -89, -78, -70, -63, -58, -54, -49, -47, -43, -41, -38, -36, -32, -32, -28, -28, -24, -23, -20, -20, -16, -15, -13, -12, -9, -8, -6, -5, -2, -1, 1, 2, 5, 6, 8, 9, 12, 13, 15, 16, 20, 20, 23, 24, 28, 28, 32, 32, 36, 38, 41, 43, 47, 49, 54, 58, 63, 70, 78, 89, 104, 127)}
-UNITS: dict[int, float] = {1: 0.01485, 2: 0.02034, 3: 0.02267, 4: 0.02477}  # of the levels, for weights of variance 1
 AHEAD = 32  # steps before a ring's first weight, after which the best path hardly depends on its start
 GRAMMAR = "tcq1 ... tcq6, each with _g32_s8, _g64_s8 or _g128_s8"
+
+
+class Trellis(NamedTuple):
+    """masks: of the window, for each bit of x; unit: the scale of weights of variance 1; upper: m of ops/trellis.py."""
+
+    masks: tuple[int, ...]
+    unit: float
+    upper: tuple[int, ...]
+
+
+TRELLISES = {
+    1: Trellis((184, 107, 108, 154, 18, 251), 0.0149, (
+        44, 20, 36, 13, 38, 23, 25, 20, 42, 10, 30, 23, 60, 29, 49, 15, 49, 30, 44, 43, 31, 63, 29, 72, 47, 83, 127,
+        80, 89, 116, 109, 107,
+    )),
+    2: Trellis((171, 206, 6, 239, 122), 0.0203, (
+        -8, -6, -6, -4, 11, 10, 11, 10, 35, 28, 26, 31, 46, 46, 57, 49, 20, 22, 23, 27, 43, 42, 44, 40, 73, 68, 69,
+        67, 91, 86, 98, 127,
+    )),
+    3: Trellis((44, 78, 6, 223), 0.0227, (
+        4, 4, 3, 6, 10, 14, 10, 11, 22, 22, 18, 20, 26, 32, 27, 29, 39, 37, 37, 42, 44, 53, 49, 52, 62, 60, 66, 74,
+        78, 88, 102, 127,
+    )),
+    4: Trellis((32, 73, 250), 0.0248, (
+        1, 2, 5, 6, 8, 9, 12, 13, 15, 16, 20, 20, 23, 24, 28, 28, 32, 32, 36, 38, 41, 43, 47, 49, 54, 58, 63, 70, 78,
+        89, 104, 127,
+    )),
+    5: Trellis((37, 16, 125), 0.0228, (
+        1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 18, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29,
+        31, 31, 33, 34, 35, 36, 38, 39, 40, 42, 43, 44, 46, 47, 49, 51, 52, 54, 56, 58, 60, 62, 64, 66, 69, 72, 75,
+        78, 82, 87, 92, 99, 109, 127,
+    )),
+    6: Trellis((126, 85, 173), 0.0, ()),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,8 +79,12 @@ class TrellisFormat(Levels, LowBitFormat):
     by_columns = True
 
     @property
+    def trellis(self) -> Trellis:
+        return TRELLISES[self.bits]
+
+    @property
     def levels(self) -> tuple[int, ...]:
-        return LEVELS[self.bits] if self.bits <= trellis.TABLE_BITS else trellis.uniform_levels(self.bits)
+        return trellis.levels_of(self.trellis.upper)
 
     @property
     def has_table(self) -> bool:
@@ -66,7 +102,9 @@ class TrellisFormat(Levels, LowBitFormat):
         self.check(tuple(weight.shape))
         counts = by_group(self, torch.ones_like(weight[:1]), lambda group: group.sum(-1))
         squares = by_group(self, weight, lambda group: group.square().sum(-1, dtype=torch.float64))
-        return self.stored((squares / counts).sqrt().float() * UNITS[self.bits]), None
+        largest = by_group(self, weight, lambda group: group.abs().amax(-1))
+        spread = (squares / counts).sqrt().float() * self.trellis.unit
+        return self.stored(torch.maximum(spread, largest / STEPS)), None
 
     def candidates(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
         return iter(())
@@ -105,16 +143,16 @@ class TrellisFormat(Levels, LowBitFormat):
         return encode(targets.contiguous(), weights.contiguous(), self)
 
     def pack(self, codes: Tensor) -> Tensor:
-        return pack_bits(trellis.codes_of(codes, MASKS[self.bits], self.bits), self.bits)
+        return pack_bits(trellis.codes_of(codes, self.trellis.masks, self.bits), self.bits)
 
     def unpack(self, packed: Tensor, columns: int) -> Tensor:
-        table = torch.tensor(trellis.map_of(MASKS[self.bits]), dtype=torch.uint8)
+        table = torch.tensor(trellis.map_of(self.trellis.masks), dtype=torch.uint8)
         return trellis.indices(unpack_bits(packed, self.bits, columns), table, self.bits)
 
 
 def subsets(bits: int) -> Tensor:
     """Return x uint8 [256] of each window."""
-    table = torch.tensor(trellis.map_of(MASKS[bits]), dtype=torch.uint8)
+    table = torch.tensor(trellis.map_of(TRELLISES[bits].masks), dtype=torch.uint8)
     window = torch.arange(256)
     return table[window & 15] ^ table[16 + (window >> 4)]
 
@@ -192,8 +230,8 @@ def parse(name: str) -> TrellisFormat | None:
     if match is None:
         return None
     bits, group_size = int(match[1]), int(match[2])
-    if bits not in UNITS:
-        raise DiffbitError(f"format {name!r} has {bits} bits, wanted {min(UNITS)} to {max(UNITS)}")
+    if bits not in TRELLISES:
+        raise DiffbitError(f"format {name!r} has {bits} bits, wanted {min(TRELLISES)} to {max(TRELLISES)}")
     if group_size not in int4_matmul.GROUP_SIZES:
         sizes = ", ".join(map(str, int4_matmul.GROUP_SIZES))
         raise DiffbitError(f"format {name!r} has groups of {group_size}, wanted one of {sizes}")
@@ -201,4 +239,4 @@ def parse(name: str) -> TrellisFormat | None:
 
 
 def names() -> list[str]:
-    return [f"tcq{bits}_g{size}_s8" for bits in UNITS for size in int4_matmul.GROUP_SIZES]
+    return [f"tcq{bits}_g{size}_s8" for bits in TRELLISES for size in int4_matmul.GROUP_SIZES]

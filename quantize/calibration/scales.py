@@ -41,6 +41,7 @@ from ...formats import Format, divisor, row_blocks
 
 FINE = (0.98, 1.02)  # factors of the best candidate, half a step of `Format.factors`
 REFITS = 2  # of a quick search
+CODED_REFITS = 4  # where only codes tell a scale's error
 ALIVE = 1e-3  # smallest importance, relative to the mean, so that a group of unused channels has a scale too
 
 
@@ -49,12 +50,14 @@ def search(weight: Tensor, format: Format, importance: Tensor | None = None) -> 
     if importance is None:
         importance = torch.ones(weight.shape[1], device=weight.device)
     weighting = _weighting(format, importance)
+    if format.by_columns:
+        return _coded_search(weight.float(), format, weighting), None
     return least(weight, format, lambda lost: (lost.square_() * weighting).sum(-1))
 
 
 def quick_search(weight: Tensor, format: Format, importance: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Return scales and zero points, shaped as `search`'s; no row has a larger error than with `format.fit`'s."""
-    if format.per_tensor:
+    if format.per_tensor or format.by_columns:
         return search(weight, format, importance)
     rows, columns = weight.shape
     format.check((rows, columns))
@@ -72,6 +75,25 @@ def quick_search(weight: Tensor, format: Format, importance: Tensor | None = Non
             if zero is not None and points is not None:
                 zero[block] = points
     return scale, zero
+
+
+def _coded_search(weight: Tensor, format: Format, weighting: Tensor) -> Tensor:
+    """Search where only codes tell the error of a scale: encode and solve for the scales in turn, and keep each group's
+    best; weighting [G, group]."""
+    scale, _ = format.fit(weight)
+    best, least_loss = scale, torch.full_like(scale, torch.inf)
+    for turn in range(CODED_REFITS + 1):
+        unit = format.decode(format.encode(weight, scale, None), torch.ones_like(scale), None)
+        along, norm, loss = torch.empty_like(scale), torch.empty_like(scale), torch.empty_like(scale)
+        for rows in row_blocks(weight):
+            w, q = format.grouped(weight[rows]), format.grouped(unit[rows])
+            along[rows], norm[rows] = (weighting * w * q).sum(-1), (weighting * q * q).sum(-1)
+            loss[rows] = ((w - q * scale[rows, :, None]).square_() * weighting).sum(-1)
+        better = loss < least_loss
+        best, least_loss = torch.where(better, scale, best), torch.where(better, loss, least_loss)
+        if turn < CODED_REFITS:
+            scale = format.stored(torch.where(along > 0, along / norm, scale))
+    return format.stored(best)
 
 
 def _quick_search(
