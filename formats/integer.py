@@ -102,6 +102,11 @@ class IntFormat(Format):
         """Whether a device looks the levels up: they are not integers of `bits` bits."""
         return not self._holds(self.bits)
 
+    @property
+    def body_kind(self) -> tuple[int, bool, bool]:
+        """Return what `lowbit_matmul.function` takes."""
+        return self.bits, self.has_table, self.by_columns
+
     def _holds(self, bits: int) -> bool:
         """Whether integers of so many bits have all levels."""
         return all(-(2 ** (bits - 1)) <= level < 2 ** (bits - 1) for level in self.levels)
@@ -253,14 +258,16 @@ class IntFormat(Format):
     def device_rounding(self, rounding: Rounding | None) -> Rounding | None:
         return Rounding(block=self.storage.block)
 
+    def device_codes(self, weight: QTensor) -> tuple[Tensor, Tensor | None]:
+        """Return codes uint8 [N, K] and the input `levels` of LowBitMatMul, or None for integers."""
+        if self.has_table:
+            return weight.codes, torch.tensor(self.levels).add(lowbit_matmul.MIDDLE).to(torch.uint8)
+        return self._shifted(weight.codes, self.storage.bits) if self.levels else weight.codes, None
+
     def store(self, g: Builder, weight: QTensor) -> StoredWeight:
         operator, bits, block, _ = self.storage
         if operator is lowbit_matmul:
-            codes, levels = weight.codes, None
-            if self.has_table:
-                levels = torch.tensor(self.levels).add(lowbit_matmul.MIDDLE).to(torch.uint8)
-            elif self.levels:
-                codes = self._shifted(codes, bits)
+            codes, levels = self.device_codes(weight)
             low = lowbit_matmul.pack(codes, *self.scale_parts(weight.scale), levels, block, bits)
             rows = low.row_scales.numpy()
             return (
@@ -281,7 +288,7 @@ class IntFormat(Format):
         (rows, columns), (operator, bits, block, _) = shape, self.storage
         is_packed = operator is lowbit_matmul
         op = gather_lowbit if is_packed else gather_quantized
-        kind = (bits, self.has_table) if is_packed else (bits,)
+        kind = self.body_kind if is_packed else (bits,)
         inputs = [ids, *stored, g.const([self.scale_unit], g.dtype)]
         attributes = {"K": columns, "N": rows, "group_size": block, "bits": bits}
         (y,) = g.customs(op, inputs, 1, lambda name: op.function(*kind), **attributes)
@@ -294,9 +301,8 @@ class IntFormat(Format):
         assert operator is not None
         if operator is not lowbit_matmul:
             return g.custom(operator, inputs, **attributes)
-        kind = bits, self.has_table
-        body = partial(lowbit_matmul.function, *kind)
-        (y,) = g.customs(lowbit_matmul, inputs, 1, body, variant=kind, bits=bits, **attributes)
+        body = partial(lowbit_matmul.function, *self.body_kind)
+        (y,) = g.customs(lowbit_matmul, inputs, 1, body, variant=self.body_kind, bits=bits, **attributes)
         return y
 
     def _shifted(self, codes: Tensor, bits: int) -> Tensor:

@@ -142,6 +142,11 @@ class TrellisFormat(Levels, LowBitFormat):
         encode = viterbi if library is None else _native(str(library))
         return encode(targets.contiguous(), weights.contiguous(), self)
 
+    def device_codes(self, weight: QTensor) -> tuple[Tensor, Tensor | None]:
+        masks, _, upper = self.trellis
+        levels = torch.tensor(trellis.input_levels(masks, upper), dtype=torch.uint8)
+        return trellis.codes_of(weight.codes, masks, self.bits), levels
+
     def pack(self, codes: Tensor) -> Tensor:
         return pack_bits(trellis.codes_of(codes, self.trellis.masks, self.bits), self.bits)
 

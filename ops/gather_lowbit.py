@@ -10,7 +10,8 @@ Output
     Y                                   T [..., K]
 Attributes: K, N, group_size, bits, spec_version.
 
-A tied table is stored once. The body gathers whole tiles and picks one row of each.
+A tied table is stored once. The body gathers whole tiles and picks one row of each; of trellis codes it decodes the
+whole table, which ONNX Runtime does once, at load.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 from . import schema
 from .body import Nodes, Value
 from .int4_matmul import TILE
-from .lowbit_matmul import MIDDLE, LowBitWeight, unpack, unpacked, values
+from .lowbit_matmul import MIDDLE, LowBitWeight, bytes_of, unpack, values
 from .signature import Type
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 OP = schema.GATHER_LOWBIT
 
 
-def body(op: Nodes, bits: int, table: bool) -> Value:
+def body(op: Nodes, bits: int, table: bool, ring: bool) -> Value:
     ids, planes, scales, row_scales, levels, factor = op.inputs
     K, flat = op.dim("K"), ids.reshape(-1)
     tile, row = flat / TILE, op("Mod", flat, TILE).unsqueeze(1)
@@ -39,8 +40,10 @@ def body(op: Nodes, bits: int, table: bool) -> Value:
     def rows(tiles: Value, *row_first: int) -> Value:  # its rows to the front, one of each tile: [m, ...]
         return op("GatherND", op("Gather", tiles, tile, axis=0).transpose(*row_first), row, batch_dims=1)
 
-    codes = unpacked(op, rows(planes, 0, 4, 1, 2, 3, 5).unsqueeze(4), bits)  # [m, G, group_size]
-    v = op("Gather", levels, codes.cast(Type.INT32)) if table else codes
+    if ring:
+        v = op("Gather", bytes_of(op, planes, levels, bits, table, ring), flat, axis=0)
+    else:
+        v = bytes_of(op, rows(planes, 0, 4, 1, 2, 3, 5).unsqueeze(4), levels, bits, table, ring)  # [m, G, group_size]
     v = v.cast(Type.FLOAT32) - float(MIDDLE if table else 2 ** (bits - 1))
     row_scale = op("Gather", row_scales.expand(planes.size(0), TILE).reshape(-1), flat).reshape(-1, 1, 1)
     row_factor = row_scale.cast(Type.FLOAT32) * factor.cast(Type.FLOAT32)
@@ -48,9 +51,9 @@ def body(op: Nodes, bits: int, table: bool) -> Value:
     return y.reshape([0, -1]).slice(0, K, 1).reshape(op("Shape", ids), K).like(factor)
 
 
-def function(bits: int, table: bool = False) -> onnx_ir.Function:
+def function(bits: int, table: bool = False, ring: bool = False) -> onnx_ir.Function:
     """Return the body for a table of `bits`; a model has only one embedding."""
-    return OP.function(partial(body, bits=bits, table=table))
+    return OP.function(partial(body, bits=bits, table=table, ring=ring))
 
 
 def reference(ids: torch.Tensor, packed: LowBitWeight, factor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -58,5 +61,5 @@ def reference(ids: torch.Tensor, packed: LowBitWeight, factor: torch.Tensor, row
     group_size = packed.codes.shape[2] * 32
     codes, scales, row_scales = unpack(packed, rows, columns)
     scales = scales.float().repeat_interleave(group_size, 1)[:, :columns]
-    table = values(codes, packed.levels).float() * scales * (row_scales.float() * factor.float())
+    table = values(codes, packed.levels, packed.codes.shape[3]).float() * scales * (row_scales.float() * factor.float())
     return table[ids].to(factor.dtype)

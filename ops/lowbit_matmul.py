@@ -6,14 +6,16 @@ Activations are rounded as in int4_matmul.py, to q with one scale a_g per row an
     s_n = 0; for g in order: s_n = fma(float32(sum_k q_k v_nk), float32(d_ng) * a_g, s_n)    the sum in int32, exact
     y_n = s_n * (float32(r_n) * factor)
 
-all in float32, each operation rounded once and in this order: the same bits everywhere.
+all in float32, each operation rounded once and in this order: the same bits everywhere. v of a weight of trellis codes
+also depends on other rows' codes: trellis.py.
 
 Inputs
     A           T [..., K]                                      float32 or float16; computed in float32
     codes       uint8 [N/16, G, group_size/32, bits, 16, 4]     c, in planes; all quotients here are rounded up
     scales      float16 or int8 [N/16, G, 16]                   d
     row_scales  float16 [N/16, 16], or [1, 1]: a single 1       r
-    levels      uint8 [2^bits] for 1 to 4 bits, or [1]: a single 2^(bits - 1) for integers of 2 to 6 bits
+    levels      uint8 [2^bits] for 1 to 4 bits, or [1]: a single 2^(bits - 1) for integers of 2 to 6 bits, or what
+                trellis.py says
     factor      float [1]
 Output
     Y           T [..., N]
@@ -44,7 +46,7 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from . import schema
+from . import schema, trellis
 from .body import Nodes, Value
 from .int4_matmul import ROWS_AT_A_TIME, TILE, sums_of
 from .signature import Type
@@ -89,13 +91,19 @@ def unpacked(op: Nodes, planes: Value, bits: int) -> Value:
     return steps.reshape(-1, planes.size(1), op.dim("group_size"))
 
 
-def body(op: Nodes, bits: int, table: bool) -> Value:
+def bytes_of(op: Nodes, planes: Value, levels: Value, bits: int, table: bool, ring: bool) -> Value:
+    """Return v + MIDDLE of a weight with levels, else codes: uint8 [tiles * rows, G, group_size]."""
+    codes = unpacked(op, planes, bits)
+    if ring:
+        return trellis.body(op, codes, levels, bits)
+    return op("Gather", levels, codes.cast(Type.INT32)) if table else codes
+
+
+def body(op: Nodes, bits: int, table: bool, ring: bool) -> Value:
     A, planes, scales, row_scales, levels, factor = op.inputs
     N, groups = op.dim("N"), planes.size(1)
     container, zero = 8 if table or bits > 4 else 4, MIDDLE if table else 2 ** (bits - 1)
-    B = unpacked(op, planes, bits).slice(0, N, 0)  # [N, G, group_size]
-    if table:
-        B = op("Gather", levels, B.cast(Type.INT32))
+    B = bytes_of(op, planes, levels, bits, table, ring).slice(0, N, 0)  # [N, G, group_size]
     zeros = op.ints(zero).cast(Type.UINT8).expand(N, groups)
     if container == 4:  # two to a byte
         low, high = (part.squeeze(-1) for part in op.split(B.reshape([0, 0, -1, 2]), -1, 2))
@@ -108,9 +116,10 @@ def body(op: Nodes, bits: int, table: bool) -> Value:
     return op("com.microsoft.MatMulNBits", *inputs, **attributes, bits=container, accuracy_level=4)
 
 
-def function(bits: int, table: bool = False, name: str | None = None) -> onnx_ir.Function:
-    """Return the body for weights of `bits`, with a table of levels or without. name: one of the op's names."""
-    return OP.function(partial(body, bits=bits, table=table), name=name)
+def function(bits: int, table: bool = False, ring: bool = False, name: str | None = None) -> onnx_ir.Function:
+    """Return the body for weights of `bits`, with a table of levels or without, or (table and ring) of trellis codes.
+    name: one of the op's names."""
+    return OP.function(partial(body, bits=bits, table=table, ring=ring), name=name)
 
 
 def pack(
@@ -122,7 +131,7 @@ def pack(
     bits: int,
 ) -> LowBitWeight:
     """Pack codes uint8 [N, K] below 2^bits, scales [N, G], int8 or representable in float16, scales of rows [N] or
-    [N, 1] representable in float16 (None: 1), and levels uint8 [2^bits] (None: integers)."""
+    [N, 1] representable in float16 (None: 1), and the op's levels (None: integers)."""
     import torch
     import torch.nn.functional as F
 
@@ -170,13 +179,15 @@ def unpack(packed: LowBitWeight, rows: int, columns: int) -> tuple[torch.Tensor,
     return codes[:rows, :columns], packed.scales.transpose(1, 2).flatten(0, 1)[:rows], row_scales[:rows]
 
 
-def values(codes: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-    """Return v int16, shaped as the codes."""
+def values(codes: torch.Tensor, levels: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return v int16, shaped as the codes [N, K]."""
+    if len(levels) == trellis.levels_size(bits):
+        return trellis.values(codes, levels, bits)
     return codes.short() - levels.short() if len(levels) == 1 else levels.short()[codes.long()] - MIDDLE
 
 
 def reference(a: torch.Tensor, packed: LowBitWeight, factor: torch.Tensor, rows: int, group_size: int) -> torch.Tensor:
     """Compute the op in torch, bit for bit: A [..., K] float, a weight of N = `rows` rows -> [..., N] in A's dtype."""
     codes, scales, row_scales = unpack(packed, rows, packed.codes.shape[1] * group_size)
-    sums = sums_of(a, values(codes, packed.levels), scales, group_size)
+    sums = sums_of(a, values(codes, packed.levels, packed.codes.shape[3]), scales, group_size)
     return (sums * (row_scales[:, 0].float() * factor.float())).to(a.dtype)

@@ -7,7 +7,7 @@ of the row within the 64: the rows of four tiles, lane by lane. The bits u of a 
     x_p = map[w_p & 15] ^ map[16 + (w_p >> 4)]                                                   linear in the window
     i_p = a_p << s | x_p,    s = max(7 - bits, 3)                                                the index of a level
     v_p = m[i_p - H] if i_p >= H else -m[H - 1 - i_p]    for 1 to 5 bits; H is half the number of indices, 32 or 64
-    v_p = max(i_p, 1) - 128                              for 6 bits: 255 levels equally far apart
+    v_p = i_p - 128                                      for 6 bits: 256 levels equally far apart
 
 So two neighbours never choose freely: a change of u changes the levels of eight weights. Of all such sequences an
 encoder finds the nearest (Viterbi). Codes of this kind are those of trellis coded quantization (Marcellin & Fischer,
@@ -24,8 +24,12 @@ from __future__ import annotations
 from functools import reduce
 from typing import TYPE_CHECKING
 
+from .signature import Type
+
 if TYPE_CHECKING:
     import torch
+
+    from .body import Nodes, Value
 
 ROWS, LANES, TILES = 64, 16, 4  # of a ring
 STATES = 128
@@ -49,7 +53,7 @@ def levels_size(bits: int) -> int:
 
 def levels_of(upper: tuple[int, ...]) -> tuple[int, ...]:
     """Return the values of all indices; upper: m, or () for levels equally far apart."""
-    return (*(-m for m in reversed(upper)), *upper) if upper else tuple(max(index, 1) - 128 for index in range(256))
+    return (*(-m for m in reversed(upper)), *upper) if upper else tuple(range(-128, 128))
 
 
 def map_of(masks: tuple[int, ...]) -> tuple[int, ...]:
@@ -77,6 +81,49 @@ def indices(codes: torch.Tensor, map: torch.Tensor, bits: int) -> torch.Tensor:
     u = ordered & 1
     window = reduce(lambda sum, j: sum | u.roll(j, 1) << j, range(1, 8), u).int()
     return unring(ordered >> 1 << subset_bits(bits) | map[window & 15] ^ map[16 + (window >> 4)])
+
+
+def values(codes: torch.Tensor, levels: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return v int16 [N, K] of codes uint8 [N, K]; levels: the operator's input."""
+    upper = tuple(m - 256 * (m > 127) for m in levels[:-MAP].tolist())
+    return codes.short().new_tensor(levels_of(upper))[indices(codes, levels[-MAP:], bits).long()]
+
+
+def input_levels(masks: tuple[int, ...], upper: tuple[int, ...]) -> list[int]:
+    """Return the operator's input `levels`."""
+    return [*(m % 256 for m in upper), *map_of(masks)]
+
+
+def body(op: Nodes, codes: Value, levels: Value, bits: int) -> Value:
+    """Return v + 128 uint8 [N, G, group_size] of codes uint8 [N, G, group_size], N a multiple of 64."""
+
+    def shift(x: Value, by: int, direction: str = "LEFT") -> Value:
+        return op("BitShift", x, op.ints(by).cast(Type.UINT8), direction=direction)
+
+    def rolled(x: Value, by: int) -> Value:
+        return op("Concat", x.slice(ROWS - by, ROWS, 1), x.slice(0, ROWS - by, 1), axis=1)
+
+    shape = op("Shape", codes)
+    columns = codes.size(1) * codes.size(2)
+    ordered = codes.reshape(-1, TILES, LANES, columns).transpose(0, 2, 1, 3).reshape(-1, ROWS, columns)
+    window = op("BitwiseAnd", ordered, op.ints(1).cast(Type.UINT8))
+    for by in (1, 2, 4):
+        window = op("BitwiseOr", window, shift(rolled(window, by), by))
+    size = levels_size(bits)
+    low, high = levels.slice(size - MAP, size - 16, 0), levels.slice(size - 16, size, 0)
+    map = op("BitwiseXor", high.unsqueeze(1), low).reshape(-1)
+    x = op("Gather", map, window.cast(Type.INT32))
+    index = op("BitwiseOr", shift(shift(ordered, 1, "RIGHT"), subset_bits(bits)), x)
+    if bits > TABLE_BITS:
+        found = index
+    else:
+        upper = levels.slice(0, size - MAP, 0).cast(Type.INT32)
+        negative = op("Greater", upper, op.ints(127).cast(Type.INT32)).cast(Type.INT32)
+        upper = upper - negative * op.ints(256).cast(Type.INT32)
+        middle = op.ints(128).cast(Type.INT32)
+        lower = upper.slice(-1, -(2**62), 0, -1)
+        found = op("Gather", op("Concat", middle - lower, middle + upper, axis=0).cast(Type.UINT8), index.cast(Type.INT32))
+    return found.reshape(-1, LANES, TILES, columns).transpose(0, 2, 1, 3).reshape(shape)
 
 
 def codes_of(indices: torch.Tensor, masks: tuple[int, ...], bits: int) -> torch.Tensor:

@@ -17,6 +17,10 @@ constexpr int64_t LOWBIT_RUN = 32;    // weights of a row in a run
 constexpr int64_t LOWBIT_QUADS = 8;   // of a run: four weights whose bits are fields of the same four bytes
 constexpr int64_t LOWBIT_PLANE = 64;  // bytes: four for each row of a tile; a run has as many planes as a weight has bits
 
+constexpr int64_t TRELLIS_ROWS = 64;       // of a ring of trellis codes
+constexpr int64_t TRELLIS_MAP = 32;        // numbers, of windows
+constexpr int64_t TRELLIS_TABLE_BITS = 5;  // of codes up to which there is a table of levels
+
 constexpr int64_t CONV_MOST_WIDTH = 64;  // limit, because a thread's stack holds the addresses of that many rows
 
 constexpr int64_t SCAN_MOST_STATES = 256;  // limit, because a GPU thread keeps a channel's states

@@ -142,6 +142,11 @@ GatherQuantizedNode::Tensors GatherQuantizedNode::tensors(Context& context) cons
 
 namespace {
 
+/// Returns the size of the input `levels` of trellis codes (ops/trellis.py).
+int64_t trellis_levels(int64_t bits) {
+  return TRELLIS_MAP + (bits > TRELLIS_TABLE_BITS ? 0 : bits == TRELLIS_TABLE_BITS ? 64 : 32);
+}
+
 /// Reads the inputs that LowBitMatMul and GatherLowBit share; throws if they do not fit together.
 template <class Node_>
 LowBitTensors expect_planes(const Node_& node, Context& context) {
@@ -159,7 +164,11 @@ LowBitTensors expect_planes(const Node_& node, Context& context) {
   } else {
     tensors.row_scales.expect({tiles, INT4_TILE});
   }
-  if (node.bits > 4 || (node.bits > 1 && tensors.levels.size() == 1)) {
+  if (tensors.levels.size() == trellis_levels(node.bits)) {
+    tensors.levels.expect({tensors.levels.size()});
+    if (node.n % TRELLIS_ROWS) throw Error("N is %lld, wanted a multiple of %lld of trellis codes", number(node.n), number(TRELLIS_ROWS));
+    tensors.map = static_cast<const uint8_t*>(tensors.levels.data) + tensors.levels.size() - TRELLIS_MAP;
+  } else if (node.bits > 4 || (node.bits > 1 && tensors.levels.size() == 1)) {
     tensors.levels.expect({1});
     tensors.level = static_cast<const uint8_t*>(std::exchange(tensors.levels.data, nullptr));
   } else {

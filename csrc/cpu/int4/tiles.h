@@ -16,11 +16,12 @@ inline const ManyRowsKernels* pick_many_rows(const Node& node) {
 
 /// Computes y = a times `weight`, whose codes have `bits` bits, with `kernels.multiply`; `quantize` takes `minus`. With more than
 /// `few_rows` rows, a tile is multiplied by many blocks of them: by the kernels `many` if the set has them for so many rows, else
-/// by `kernels.multiply` with the weight that prepare(tile) returns.
+/// by `kernels.multiply` with the weight that prepare(tile) returns. With few rows, so many tiles as `adjacent` says are multiplied
+/// at once; 0: as many as kernels.streams says, far apart.
 template <class Weight, class Kernels, class Prepare>
 void multiply_tiles(Context& context, const Tensor& a, const Tensor& y, int64_t k, int64_t bits, const Weight& weight,
                     int32_t minus, decltype(Int4Kernels::quantize) quantize, const Kernels& kernels,
-                    const ManyRowsKernels& many, int64_t few_rows, const Prepare& prepare) {
+                    const ManyRowsKernels& many, int64_t few_rows, const Prepare& prepare, int64_t adjacent = 0) {
   enum Scratch { QUANTIZED, OFFSETS, ROW_SCALES, VALUES = 4, SCALES, ZEROS, WIDE };  // from VALUES on, the workers'
 #if defined(__wasm__)
   constexpr int64_t BYTES_PER_TASK = 32 << 10;  // of codes, for few rows; the module's threads take tasks at little cost
@@ -53,11 +54,11 @@ void multiply_tiles(Context& context, const Tensor& a, const Tensor& y, int64_t 
   });
 
   if (rows <= few_rows) {  // bound by memory: several distant tiles at once, then the remaining ones
-    const int64_t streams = kernels.streams[rows], apart = tiles / streams;
+    const int64_t streams = adjacent ? adjacent : kernels.streams[rows], apart = tiles / streams;
     const int64_t tasks = std::max<int64_t>(1, std::min(apart, streams * apart * INT4_TILE * width * bits / 8 / BYTES_PER_TASK));
     context.parallel(tasks, [&](int64_t task) {
       for (int64_t tile = apart * task / tasks; tile < apart * (task + 1) / tasks; ++tile)
-        kernels.multiply(block(0), weight, tile, apart, streams, output(0), half);
+        kernels.multiply(block(0), weight, adjacent ? tile * adjacent : tile, adjacent ? 1 : apart, streams, output(0), half);
       if (task == tasks - 1)
         for (int64_t tile = streams * apart; tile < tiles; ++tile)
           kernels.multiply(block(0), weight, tile, 1, 1, output(0), half);

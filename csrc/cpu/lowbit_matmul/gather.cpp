@@ -15,8 +15,9 @@ void row(const LowBitWeight& weight, int64_t id, int64_t k, bool half, void* y, 
     const int64_t group = tile * weight.groups + i / weight.group_size, run = i % weight.group_size / LOWBIT_RUN;
     const int64_t quad = i % LOWBIT_RUN / INT4_STEP * 2 + i % 2, byte = i % INT4_STEP / 2;
     const uint8_t* planes = weight.codes + (group * runs + run) * weight.bits * LOWBIT_PLANE + lane * 4;
-    const int32_t code = code_at(planes, weight.bits, quad, byte);
-    const float value = static_cast<float>((weight.levels ? weight.levels[code] : code) - middle);
+    const int32_t code = weight.map ? trellis_byte_at(weight, id, i / LOWBIT_RUN, quad, byte)
+                                    : code_at(planes, weight.bits, quad, byte);
+    const float value = static_cast<float>((weight.levels && !weight.map ? weight.levels[code] : code) - middle);
     put(y, half, at + i, value * scale_at(weight, group * INT4_TILE + lane) * row_factor);
   }
 }

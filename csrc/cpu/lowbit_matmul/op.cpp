@@ -23,11 +23,11 @@ void LowBitMatMul::compute(Context& context) const {
   const int32_t minus = weight.levels ? level : -(1 << (bits - 1));
   const auto unpack = [&](int64_t tile) {
     LowBitWeight unpacked = weight;
-    kernels->unpack(unpacked, tile, scratch<uint8_t>(UNPACKED, weight.groups * weight.group_size * INT4_TILE));
+    kernels->unpack(unpacked, tile, scratch<uint8_t>(UNPACKED, weight.groups * weight.group_size * INT4_TILE * (weight.map ? LOWBIT_RING : 1)));
     return unpacked;
   };
   multiply_tiles(context, tensors.a, tensors.y, k, bits, weight, minus, rounding->quantize, *kernels, *many, LOWBIT_FEW_ROWS,
-                 unpack);
+                 unpack, weight.map ? LOWBIT_RING : 0);
 }
 
 }  // namespace

@@ -1,6 +1,8 @@
 // The weight of LowBitMatMul and GatherLowBit, read one code at a time.
 #pragma once
 
+#include <algorithm>
+
 #include "../../ort/layouts.h"
 #include "../../ort/nodes.h"
 #include "../half.h"
@@ -17,10 +19,10 @@ LowBitWeight planes_of(const Node_& node, const LowBitTensors& tensors, float fa
   if (tensors.level && *tensors.level != middle)
     throw Error("%s is one %d, wanted one %lld for integers", tensors.levels.name, int{*tensors.level}, number(middle));
   const uint8_t* levels = tensors.levels.as<uint8_t>();
-  bool doubled = levels && node.bits < 4;
+  bool doubled = levels && !tensors.map && node.bits < 4;
   for (int64_t i = 1; doubled && i < int64_t{1} << node.bits; ++i) doubled = levels[i] == levels[0] + 2 * i;
   return {tensors.codes.as<uint8_t>(), tensors.scales.data, tensors.scales.type == ort::INT8, tensors.row_scales.as<uint16_t>(),
-          levels, doubled, factor, node.n, divide_up(node.k, node.group_size), node.group_size, node.bits};
+          levels, tensors.map, doubled, factor, node.n, divide_up(node.k, node.group_size), node.group_size, node.bits};
 }
 
 /// Returns the code of a row's weight in a run; `run` is the row's first byte in it.
@@ -30,6 +32,26 @@ inline int32_t code_at(const uint8_t* run, int64_t bits, int64_t quad, int64_t b
   };
   const int64_t low = bits == 1 ? 1 : bits < 4 ? 2 : 4;
   return bits == low ? field(0, low) : field(0, low) | field(low, bits - low) << low;
+}
+
+/// Returns a weight of trellis codes, plus 128 (ops/trellis.py).
+inline int32_t trellis_byte_at(const LowBitWeight& weight, int64_t row, int64_t run, int64_t quad, int64_t byte) {
+  constexpr int64_t LANES = INT4_TILE, TILES = LOWBIT_RING, RING = LANES * TILES;
+  const int64_t runs = weight.groups * weight.group_size / LOWBIT_RUN, first = row / RING * TILES;
+  const int64_t place = row % LANES * TILES + row % RING / LANES;
+  int32_t code = 0, window = 0;
+  for (int64_t j = 7; j >= 0; --j) {
+    const int64_t p = (place - j + RING) % RING;
+    const uint8_t* planes = weight.codes + ((first + p % TILES) * runs + run) * weight.bits * LOWBIT_PLANE + p / TILES * 4;
+    code = code_at(planes, weight.bits, quad, byte);
+    window = window << 1 | (code & 1);
+  }
+  const int64_t subset_bits = std::max<int64_t>(7 - weight.bits, 3);
+  const int32_t index = code >> 1 << subset_bits | (weight.map[window & 15] ^ weight.map[16 + (window >> 4)]);
+  const int32_t half = 1 << (weight.bits - 2 + subset_bits);
+  if (weight.bits > TRELLIS_TABLE_BITS) return index;
+  const int32_t upper = static_cast<int8_t>(weight.levels[index < half ? half - 1 - index : (index - half) & (half - 1)]);
+  return 128 + (index < half ? -upper : upper);
 }
 
 inline float scale_at(const LowBitWeight& weight, int64_t at) {

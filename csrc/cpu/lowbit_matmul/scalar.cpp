@@ -26,9 +26,10 @@ void multiply(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, i
           for (int64_t i = 0; i < runs * LOWBIT_QUADS * 4; ++i) {
             const int64_t run = i / LOWBIT_RUN, quad = i % LOWBIT_RUN / 4, byte = i % 4;
             const uint8_t* planes = weight.codes + (group * runs + run) * weight.bits * LOWBIT_PLANE + lane * 4;
-            const int32_t code = code_at(planes, weight.bits, quad, byte);
+            const int32_t code = weight.map ? trellis_byte_at(weight, n, g * runs + run, quad, byte)
+                                            : code_at(planes, weight.bits, quad, byte);
             const int8_t q = rows.q[(((g * runs + run) * LOWBIT_QUADS + quad) * rows.count + row) * 4 + byte];
-            sum += (weight.levels && !weight.doubled ? weight.levels[code] : code) * q;
+            sum += (weight.levels && !weight.map && !weight.doubled ? weight.levels[code] : code) * q;
           }
           if (weight.doubled) sum = 2 * sum - offset;
           const float scale = scale_at(weight, group * INT4_TILE + lane) * rows.scales[g * rows.count + row];

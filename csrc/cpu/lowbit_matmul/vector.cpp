@@ -4,6 +4,9 @@
 // byte for each code or level.
 #include "kernels.h"
 
+#include <cstring>
+#include <vector>
+
 #include "../simd/vectors.h"
 
 namespace diffbit::DIFFBIT_ISA {
@@ -205,6 +208,180 @@ void multiply_rows_of(const Int4Rows& rows, const LowBitWeight& weight, int64_t 
   multiply_rows<Kind, UNPACKED, ROWS>(rows, weight, first, apart, count, y, half);
 }
 
+/// The tables of trellis codes, as `lookup` takes them. Levels are a polynomial of the index's bits from the fifth on, over GF(2):
+/// level = P[0] ^ (b4 & P[1]) ^ (b5 & P[2]) ^ (b4 & b5 & P[3]) and so on, where each P is a table of the lowest four.
+template <int BITS>
+struct Trellis {
+  static constexpr int SUBSET_BITS = BITS < 4 ? 7 - BITS : 3, HIGH = BITS - 5 + SUBSET_BITS;
+  static constexpr bool TABLE = BITS <= TRELLIS_TABLE_BITS;
+  Bytes low, high, pieces[TABLE ? 1 << HIGH : 1], bits[TABLE ? HIGH : 1];
+
+  explicit Trellis(const LowBitWeight& weight) : low(load_table(weight.map)), high(load_table(weight.map + 16)) {
+    if constexpr (TABLE) {
+      constexpr int HALF = 8 << HIGH;
+      uint8_t levels[2 * HALF];
+      for (int i = 0; i < HALF; ++i) {
+        levels[HALF + i] = static_cast<uint8_t>(128 + weight.levels[i]) ^ BYTE_MIDDLE;
+        levels[HALF - 1 - i] = static_cast<uint8_t>(128 - weight.levels[i]) ^ BYTE_MIDDLE;
+      }
+      for (int bit = 16; bit < 2 * HALF; bit *= 2)
+        for (int i = 0; i < 2 * HALF; ++i)
+          if (i & bit) levels[i] ^= levels[i ^ bit];
+      for (int i = 0; i < 1 << HIGH; ++i) pieces[i] = load_table(levels + 16 * i);
+      for (int bit = 0; bit < HIGH; ++bit) {
+        uint8_t mask[16];
+        for (int i = 0; i < 16; ++i) mask[i] = i >> bit & 1 ? 255 : 0;
+        bits[bit] = load_table(mask);
+      }
+    }
+  }
+
+  template <int FIRST, int COUNT>
+  DIFFBIT_INLINE Bytes level(Bytes index, const Bytes (&mask)[HIGH]) const {
+    if constexpr (COUNT == 1)
+      return lookup(pieces[FIRST], index);
+    else {
+      constexpr int REST = COUNT / 2, BIT = REST == 1 ? 0 : REST == 2 ? 1 : 2;
+      return level<FIRST, REST>(index, mask) ^ (mask[BIT] & level<FIRST + REST, REST>(index, mask));
+    }
+  }
+
+  /// Returns levels ^ BYTE_MIDDLE of codes and their windows.
+  DIFFBIT_INLINE Bytes operator()(Bytes codes, Bytes windows) const {
+    const Bytes nibble = splat(uint8_t{15});
+    Bytes index = lookup(low, windows & nibble) ^ lookup(high, shift<4>(windows) & nibble);
+    if constexpr (BITS > 1)
+      index = index | shift<1 - SUBSET_BITS>(codes & splat(static_cast<uint8_t>((1 << BITS) - 2)));
+    if constexpr (TABLE) {
+      const Bytes above = shift<4>(index) & nibble;
+      Bytes mask[HIGH];
+      DIFFBIT_UNROLL
+      for (int bit = 0; bit < HIGH; ++bit) mask[bit] = lookup(bits[bit], above);
+      return level<0, 1 << HIGH>(index & nibble, mask);
+    } else {
+      return index ^ splat(static_cast<uint8_t>(BYTE_MIDDLE));
+    }
+  }
+};
+
+constexpr int RUN_BYTES = LOWBIT_QUADS * LOWBIT_PLANE;
+
+/// Decodes a run of a ring, whose tiles begin at codes + tile * apart, to levels ^ BYTE_MIDDLE, a byte each, to + tile * to_apart.
+template <int BITS>
+[[gnu::noinline]] void decode_run(const Trellis<BITS>& trellis, const uint8_t* codes, int64_t apart, uint8_t* to,
+                                  int64_t to_apart) {
+  constexpr int WRAP = 8;  // bytes of two rows
+  uint8_t before[LOWBIT_QUADS][WRAP + LOWBIT_PLANE];  // the bits u of the four tiles, of each row; the last rows are first, too
+  const Bytes one = splat(uint8_t{1});
+  DIFFBIT_UNROLL
+  for (int quad = 0; quad < LOWBIT_QUADS; ++quad) {
+    for (int v = 0; v < VECTORS; ++v) {
+      Bytes bits = codes_of<BITS>(codes + v * WIDTH, quad) & one;
+      for (int tile = 1; tile < LOWBIT_RING; ++tile)
+        bits = shift<-1>(bits) | (codes_of<BITS>(codes + tile * apart + v * WIDTH, quad) & one);
+      store(before[quad] + WRAP + v * WIDTH, bits);
+    }
+    std::memcpy(before[quad], before[quad] + LOWBIT_PLANE, WRAP);
+  }
+  DIFFBIT_UNROLL
+  for (int quad = 0; quad < LOWBIT_QUADS; ++quad)
+    for (int v = 0; v < VECTORS; ++v) {
+      const Bytes last = load_bytes(before[quad] + WRAP / 2 + v * WIDTH), older = load_bytes(before[quad] + v * WIDTH);
+      Bytes windows = last | shift<-4>(older & splat(uint8_t{7}));
+      for (int tile = 0; tile < LOWBIT_RING; ++tile) {
+        const Bytes four = codes_of<BITS>(codes + tile * apart + v * WIDTH, quad);
+        windows = shift<-1>(windows & splat(uint8_t{127})) | (four & one);
+        store(to + tile * to_apart + quad * LOWBIT_PLANE + v * WIDTH, trellis(four, windows));
+      }
+    }
+}
+
+/// Multiplies a ring whose first tile is `first`.
+template <int BITS, int ROWS>
+void multiply_ring(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, void* y, bool half) {
+  const Trellis<BITS> trellis(weight);
+  const int64_t runs = weight.group_size / LOWBIT_RUN, apart = weight.groups * runs * BITS * LOWBIT_PLANE;
+  const uint8_t* codes = weight.codes + first * apart;
+  alignas(64) uint8_t bytes[LOWBIT_RING][RUN_BYTES];
+  F32 results[LOWBIT_RING][ROWS][VECTORS];
+  for (auto& tile : results)
+    for (auto& row : tile)
+      for (F32& result : row) result = splat(0.0f);
+  const int8_t* q = rows.q;
+  for (int64_t g = 0; g < weight.groups; ++g) {
+    Ints sums[LOWBIT_RING][ROWS][VECTORS];
+    for (auto& tile : sums)
+      for (int r = 0; r < ROWS; ++r)
+        for (Ints& sum : tile[r]) sum = splat_int(rows.offsets[g * ROWS + r]);
+    for (int64_t run = 0; run < runs; ++run, codes += BITS * LOWBIT_PLANE, q += LOWBIT_RUN * ROWS) {
+      DIFFBIT_UNROLL
+      for (int tile = 0; tile < LOWBIT_RING; ++tile)
+        DIFFBIT_UNROLL
+        for (int plane = 0; plane < BITS; ++plane) prefetch(codes + tile * apart + plane * LOWBIT_PLANE + AHEAD / 4);
+      decode_run<BITS>(trellis, codes, apart, bytes[0], RUN_BYTES);
+      for (int tile = 0; tile < LOWBIT_RING; ++tile)
+        DIFFBIT_UNROLL
+        for (int quad = 0; quad < LOWBIT_QUADS; ++quad) {
+          Bytes values[VECTORS];
+          DIFFBIT_UNROLL
+          for (int v = 0; v < VECTORS; ++v) values[v] = load_bytes(bytes[tile] + quad * LOWBIT_PLANE + v * WIDTH);
+          DIFFBIT_UNROLL
+          for (int r = 0; r < ROWS; ++r) {
+            const auto four = splat4(q + (quad * ROWS + r) * 4);
+            DIFFBIT_UNROLL
+            for (int v = 0; v < VECTORS; ++v) sums[tile][r][v] = dot_centered(sums[tile][r][v], values[v], four);
+          }
+        }
+    }
+    for (int tile = 0; tile < LOWBIT_RING; ++tile) {
+      const int64_t at = ((first + tile) * weight.groups + g) * INT4_TILE;
+      for (int v = 0; v < VECTORS; ++v) {
+        const F32 scale = weight.int8_scales ? load(static_cast<const int8_t*>(weight.scales) + at + v * F32_LANES)
+                                             : load(static_cast<const uint16_t*>(weight.scales) + at + v * F32_LANES);
+        for (int r = 0; r < ROWS; ++r)
+          results[tile][r][v] =
+              fma(to_floats(sums[tile][r][v]), scale * splat(rows.scales[g * ROWS + r]), results[tile][r][v]);
+      }
+    }
+  }
+  for (int tile = 0; tile < LOWBIT_RING; ++tile)
+    for (int v = 0; v < VECTORS; ++v) {
+      const int64_t column = (first + tile) * INT4_TILE + v * F32_LANES;
+      const F32 row_scale = weight.row_scales ? load(weight.row_scales + column) : splat(1.0f);
+      for (int r = 0; r < ROWS; ++r) {
+        const F32 values = results[tile][r][v] * (row_scale * splat(weight.factor));
+        if (half)
+          store(static_cast<uint16_t*>(y) + r * weight.n + column, values);
+        else
+          store(static_cast<float*>(y) + r * weight.n + column, values);
+      }
+    }
+}
+
+template <int BITS>
+void multiply_ring_of(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, void* y, bool half) {
+  static_assert(LOWBIT_FEW_ROWS == 4);
+  constexpr decltype(&multiply_ring<BITS, 1>) by_rows[] = {multiply_ring<BITS, 1>, multiply_ring<BITS, 2>, multiply_ring<BITS, 3>,
+                                                      multiply_ring<BITS, 4>};
+  by_rows[rows.count - 1](rows, weight, first, y, half);
+}
+
+/// Decodes the ring of a tile.
+template <int BITS>
+void decode_ring_of(const LowBitWeight& weight, int64_t tile, uint8_t* to, int64_t to_apart) {
+  const Trellis<BITS> trellis(weight);
+  const int64_t runs = weight.groups * weight.group_size / LOWBIT_RUN, apart = runs * BITS * LOWBIT_PLANE;
+  const uint8_t* codes = weight.codes + tile / LOWBIT_RING * LOWBIT_RING * apart;
+  for (int64_t run = 0; run < runs; ++run, codes += BITS * LOWBIT_PLANE, to += RUN_BYTES)
+    decode_run<BITS>(trellis, codes, apart, to, to_apart);
+}
+
+void decode_ring(const LowBitWeight& weight, int64_t tile, uint8_t* to, int64_t to_apart) {
+  constexpr decltype(&decode_ring) by_bits[] = {decode_ring_of<1>, decode_ring_of<2>, decode_ring_of<3>,
+                                            decode_ring_of<4>, decode_ring_of<5>, decode_ring_of<6>};
+  by_bits[weight.bits - 1](weight, tile, to, to_apart);
+}
+
 using Multiply = decltype(LowBitMatMulKernels::multiply);
 template <int BITS, int TOP, bool DOUBLED = false>
 constexpr Multiply FEW = multiply_rows_of<Kind<BITS, TOP, DOUBLED>, false, LOWBIT_FEW_ROWS>;
@@ -214,10 +391,14 @@ constexpr Multiply MANY = multiply_rows_of<Kind<BITS, BITS == 8 && PARTIAL_IS_IN
 
 void multiply(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, int64_t apart, int64_t count, void* y,
               bool half) {
+  constexpr decltype(&multiply_ring_of<1>) of_ring[] = {multiply_ring_of<1>, multiply_ring_of<2>, multiply_ring_of<3>,
+                                                   multiply_ring_of<4>, multiply_ring_of<5>, multiply_ring_of<6>};
+  if (weight.map && !weight.unpacked) return of_ring[weight.bits - 1](rows, weight, first, y, half);
   constexpr Multiply of_few[2][6] = {{nullptr, FEW<2, 2>, FEW<3, 3>, FEW<4, 4>, FEW<5, 5>, FEW<6, 6>},
                                      {FEW<1, LEVELS>, FEW<2, LEVELS>, FEW<3, LEVELS>, FEW<4, LEVELS>}};
   constexpr Multiply of_many[2][6] = {{nullptr, MANY<4, 4>, MANY<4, 4>, MANY<4, 4>, MANY<8, 5>, MANY<8, 6>},
-                                      {MANY<8, LEVELS>, MANY<8, LEVELS>, MANY<8, LEVELS>, MANY<8, LEVELS>}};
+                                      {MANY<8, LEVELS>, MANY<8, LEVELS>, MANY<8, LEVELS>, MANY<8, LEVELS>, MANY<8, LEVELS>,
+                                       MANY<8, LEVELS>}};
   constexpr Multiply few_doubled[3] = {FEW<1, 1, true>, FEW<2, 2, true>, FEW<3, 3, true>};
   constexpr Multiply many_doubled = multiply_rows_of<Kind<4, 4, true>, true, MOST_ROWS>;
   Multiply chosen = (weight.unpacked ? of_many : of_few)[weight.levels != nullptr][weight.bits - 1];
@@ -251,6 +432,12 @@ void unpack_planes(const uint8_t* run, int64_t runs, const uint8_t* levels, uint
 }
 
 void unpack(LowBitWeight& weight, int64_t tile, uint8_t* to) {
+  if (weight.map) {  // tiles come in order, and `to` still has what the ring's first was decoded to
+    const int64_t size = weight.groups * weight.group_size * INT4_TILE;
+    if (tile % LOWBIT_RING == 0) decode_ring(weight, tile, to, size);
+    weight.unpacked = to + tile % LOWBIT_RING * size;
+    return;
+  }
   using Unpack = decltype(&unpack_planes<2, false>);
   constexpr Unpack by_bits[2][6] = {{unpack_planes<1, false>, unpack_planes<2, false>, unpack_planes<3, false>, nullptr, unpack_planes<5, false>,
                                 unpack_planes<6, false>},
@@ -288,7 +475,16 @@ void unpack_values(const LowBitWeight& weight, int64_t tile, UnpackedTile& to) {
                                {unpack_runs<1, true>, unpack_runs<2, true>, unpack_runs<3, true>, unpack_runs<4, true>}};
   const int64_t runs = weight.groups * weight.group_size / LOWBIT_RUN, first = tile * weight.groups * INT4_TILE;
   const uint8_t* codes = weight.codes + tile * runs * weight.bits * LOWBIT_PLANE;
-  by_bits[weight.levels != nullptr][weight.bits - 1](codes, runs, weight.levels, to.values);
+  if (weight.map) {
+    const int64_t size = weight.groups * weight.group_size * INT4_TILE;
+    std::vector<uint8_t> ring(LOWBIT_RING * size);
+    decode_ring(weight, tile, ring.data(), size);
+    const uint8_t* values = ring.data() + tile % LOWBIT_RING * size;
+    for (int64_t i = 0; i < size; i += WIDTH)
+      store(to.values + i, load_bytes(values + i) ^ splat(static_cast<uint8_t>(BYTE_MIDDLE ^ 128)));
+  } else {
+    by_bits[weight.levels != nullptr][weight.bits - 1](codes, runs, weight.levels, to.values);
+  }
   for (int64_t i = 0; i < weight.groups * INT4_TILE; i += F32_LANES)
     store(to.scales + i, weight.int8_scales ? load(static_cast<const int8_t*>(weight.scales) + first + i)
                                             : load(static_cast<const uint16_t*>(weight.scales) + first + i));

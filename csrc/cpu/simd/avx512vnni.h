@@ -88,6 +88,7 @@ DIFFBIT_INLINE Bytes splat4(const void* from) {
 }
 DIFFBIT_INLINE Bytes operator&(Bytes a, Bytes b) { return {_mm512_and_si512(a.v, b.v)}; }
 DIFFBIT_INLINE Bytes operator|(Bytes a, Bytes b) { return {_mm512_or_si512(a.v, b.v)}; }
+DIFFBIT_INLINE Bytes operator^(Bytes a, Bytes b) { return {_mm512_xor_si512(a.v, b.v)}; }
 /// Shifts each byte's bits down by BY, or up by -BY; bits from beyond are the neighbour's or zeros, so mask the required field.
 template <int BY>
 DIFFBIT_INLINE Bytes shift(Bytes a) {

@@ -69,6 +69,7 @@ DIFFBIT_INLINE Bytes splat4(const void* from) {
 }
 DIFFBIT_INLINE Bytes operator&(Bytes a, Bytes b) { return {vandq_u8(a.v, b.v)}; }
 DIFFBIT_INLINE Bytes operator|(Bytes a, Bytes b) { return {vorrq_u8(a.v, b.v)}; }
+DIFFBIT_INLINE Bytes operator^(Bytes a, Bytes b) { return {veorq_u8(a.v, b.v)}; }
 template <int BY>
 DIFFBIT_INLINE Bytes shift(Bytes a) {
   return BY > 0 ? Bytes{vshrq_n_u8(a.v, BY > 0 ? BY : 1)} : BY < 0 ? Bytes{vshlq_n_u8(a.v, BY < 0 ? -BY : 0)} : a;

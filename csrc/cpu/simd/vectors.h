@@ -7,7 +7,7 @@
 //                      zero_below, sum, largest, store_sums (to[i] = the sum of vector i, its
 //                      lanes added 1, 2, 4 and 8 apart), partners (each lane's, APART
 //                      lanes away), in_lanes
-//   Bytes              WIDTH bytes: load_bytes, store, splat, splat4 (four bytes in every lane of an Ints), &, |, shift (each
+//   Bytes              WIDTH bytes: load_bytes, store, splat, splat4 (four bytes in every lane of an Ints), &, |, ^, shift (each
 //                      byte's bits down, or up; bits of its neighbour or zeros come in, so the caller masks them), once,
 //                      rounded_bytes (of four F32), store_parted, lookup (of indices 0..15 in a table of load_table)
 //   Ints               WIDTH / 4 int32 lanes; arithmetic wraps: zero, splat_int, +, shift (arithmetic), store, to_floats,

@@ -86,6 +86,7 @@ DIFFBIT_INLINE Bytes splat4(const void* from) {
 }
 DIFFBIT_INLINE Bytes operator&(Bytes a, Bytes b) { return {_mm256_and_si256(a.v, b.v)}; }
 DIFFBIT_INLINE Bytes operator|(Bytes a, Bytes b) { return {_mm256_or_si256(a.v, b.v)}; }
+DIFFBIT_INLINE Bytes operator^(Bytes a, Bytes b) { return {_mm256_xor_si256(a.v, b.v)}; }
 template <int BY>
 DIFFBIT_INLINE Bytes shift(Bytes a) {
   return {BY > 0 ? _mm256_srli_epi16(a.v, BY) : BY < 0 ? _mm256_slli_epi16(a.v, -BY) : a.v};

@@ -85,6 +85,7 @@ DIFFBIT_INLINE Bytes splat(uint8_t byte) { return {wasm_u8x16_splat(byte)}; }
 DIFFBIT_INLINE Bytes splat4(const void* from) { return {wasm_v128_load32_splat(from)}; }
 DIFFBIT_INLINE Bytes operator&(Bytes a, Bytes b) { return {wasm_v128_and(a.v, b.v)}; }
 DIFFBIT_INLINE Bytes operator|(Bytes a, Bytes b) { return {wasm_v128_or(a.v, b.v)}; }
+DIFFBIT_INLINE Bytes operator^(Bytes a, Bytes b) { return {wasm_v128_xor(a.v, b.v)}; }
 template <int BY>
 DIFFBIT_INLINE Bytes shift(Bytes a) {
   return {BY > 0 ? wasm_u16x8_shr(a.v, BY > 0 ? BY : 0) : BY < 0 ? wasm_i16x8_shl(a.v, BY < 0 ? -BY : 0) : a.v};
