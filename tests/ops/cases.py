@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from diffbit.ops import causal_conv, diff_attention, int4_matmul, int8_matmul, lowbit_matmul, selective_scan
+from diffbit.ops import causal_conv, diff_attention, int4_matmul, int8_matmul, lowbit_matmul, selective_scan, trellis
 
 DRAW = int(os.environ.get("DIFFBIT_TEST_DRAW", "0"))  # another one: other random numbers in all cases
 
@@ -811,6 +811,7 @@ class LowBitCase(Int4Case):
     table: bool = False
     int8_scales: bool = True
     doubled: bool = False  # levels are odd numbers
+    trellis: bool = False  # trellis codes of any map and levels
 
     def packed(self) -> lowbit_matmul.LowBitWeight:
         return lowbit_matmul.pack(*self.weight(), self.group, self.bits)
@@ -820,11 +821,15 @@ class LowBitCase(Int4Case):
         return lowbit_matmul.OP.attributes_of(values)
 
     def weight(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Codes uint8 [N, K], scales [N, G], scales of rows [N, 1] or None, levels uint8 [2^bits] or None."""
+        """Codes uint8 [N, K], scales [N, G], scales of rows [N, 1] or None, the operator's levels or None."""
         _, codes, scale, _, _ = self.inputs()
         g = generator(self.seed + 1)
         levels = torch.randint(256, (2**self.bits,), generator=g, dtype=torch.uint8)
         levels[0], levels[-1] = 0, 255
+        if self.trellis:
+            levels = torch.randint(256, (trellis.levels_size(self.bits),), generator=g, dtype=torch.uint8)
+            levels[: -trellis.MAP][levels[: -trellis.MAP] == 128] = 129  # -128 has no opposite
+            levels[-trellis.MAP :] &= 2 ** trellis.subset_bits(self.bits) - 1
         if self.doubled:
             levels = (128 + 1 - 2**self.bits + 2 * torch.arange(2**self.bits)).to(torch.uint8)
         row_scale = None
@@ -861,6 +866,20 @@ LOWBIT_CASES += [
     if case.table and case.bits < 4
 ]
 
+TRELLIS_CASES = [
+    LowBitCase(f"trellis_{bits}_bits_{name}", bits=bits, table=True, trellis=True, seed=bits + len(name), **more)
+    for bits in range(1, 7)
+    for name, more in (
+        ("one_row", {"lead": (1,), "k": 96, "n": 64}),
+        ("ragged", {"lead": (2, 2), "k": 201, "n": 192, "group": 64, "factor": 0.9}),
+        ("short", {"lead": (2,), "k": 5, "n": 64, "group": 128, "int8_scales": False}),
+        ("fp16", {"lead": (3,), "k": 160, "n": 128, "dtype": torch.float16}),
+        ("five_rows", {"lead": (5,), "k": 64, "n": 192}),
+        ("many_rows", {"lead": (65,), "k": 160, "n": 320}),
+    )
+]
+LOWBIT_CASES += TRELLIS_CASES
+
 for _cases in (INT4_CASES, INT8_CASES, LOWBIT_CASES):  # the same with as many rows as matrix instructions are used for
     _few = [case for case in _cases if math.prod(case.lead) in (5, 6, 9)]
     _cases += [replace(case, name=f"{case.name}_25_and_more", lead=(5 * case.lead[0], *case.lead[1:])) for case in _few]
@@ -875,6 +894,10 @@ LOWBIT_TABLE_CASES = [  # of GatherLowBit
         (201, 33, 64, {"factor": 1.5}),
         (130, 17, 128, {"dtype": torch.float16}),
     )
+]
+LOWBIT_TABLE_CASES += [
+    LowBitCase(f"trellis_{bits}_bits_table", (2, 3), 201, 192, 32, seed=bits, bits=bits, table=True, trellis=True)
+    for bits in range(1, 7)
 ]
 
 

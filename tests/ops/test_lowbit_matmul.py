@@ -23,9 +23,29 @@ CONSTANTS = ("codes", "scales", "row_scales", "levels", "factor")
 def weights(case: LowBitCase) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """v int64 [N, K], d float32 [N, G] and r float32 [N] by the docstring."""
     codes, scale, row_scale, levels = (None if x is None else x.numpy() for x in case.weight())
-    v = codes.astype(np.int64) - 2 ** (case.bits - 1) if levels is None else levels[codes].astype(np.int64) - 128
+    if case.trellis:
+        v = trellis_values(codes, levels, case.bits)
+    else:
+        v = codes.astype(np.int64) - 2 ** (case.bits - 1) if levels is None else levels[codes].astype(np.int64) - 128
     row = np.ones(case.n, np.float32) if row_scale is None else row_scale[:, 0].astype(np.float32)
     return v, scale.astype(np.float32), row
+
+
+def trellis_values(codes: np.ndarray, levels: np.ndarray, bits: int) -> np.ndarray:
+    """v int64 [N, K] by the docstring of ops/trellis.py, one weight at a time."""
+    half, s = {5: 64, 6: 128}.get(bits, 32), max(7 - bits, 3)
+    table, upper = levels[-32:].astype(int), levels[:-32].view(np.int8).astype(int)
+    v = np.empty(codes.shape, np.int64)
+    for n, k in np.ndindex(codes.shape):
+        ring, row = divmod(n, 64)
+        place = 4 * (row % 16) + row // 16
+        window = 0
+        for j in range(8):
+            p = (place - j) % 64
+            window |= (int(codes[64 * ring + p % 4 * 16 + p // 4, k]) & 1) << j
+        index = (int(codes[n, k]) >> 1) << s | table[window & 15] ^ table[16 + (window >> 4)]
+        v[n, k] = index - 128 if bits == 6 else upper[index - half] if index >= half else -upper[half - 1 - index]
+    return v
 
 
 def by_the_book(case: LowBitCase) -> np.ndarray:
@@ -67,7 +87,7 @@ def test_reference_is_exact(case: LowBitCase) -> None:
 @pytest.mark.parametrize("case", [case for case in LOWBIT_CASES if case.fill != "wild"], ids=lambda case: case.name)
 def test_body_is_the_reference(case: LowBitCase) -> None:
     inputs, attributes = node(case)
-    body = body_of(lowbit_matmul.function, case.bits, case.table)
+    body = body_of(lowbit_matmul.function, case.bits, case.table, case.trellis)
     (got,) = run_node(body, inputs, attributes, {"Y": inputs["A"].ndim}, constants=CONSTANTS)
     expected = reference(case)
     assert got.dtype == expected.dtype and got.shape == expected.shape
@@ -80,7 +100,7 @@ def test_body_is_the_reference(case: LowBitCase) -> None:
 
 def run(case: LowBitCase, isa: str, threads: int = 1) -> np.ndarray:
     inputs, attributes = node(case)
-    body = body_of(lowbit_matmul.function, case.bits, case.table)
+    body = body_of(lowbit_matmul.function, case.bits, case.table, case.trellis)
     (got,) = run_node(body, inputs, attributes, {"Y": inputs["A"].ndim}, CONSTANTS, isa, threads)
     return got
 
