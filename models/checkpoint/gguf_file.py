@@ -8,7 +8,7 @@ the tensor itself.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,7 @@ from ...io.errors import DiffbitError, needs
 from ...io.fields import located
 from ...io.gguf import GGUF, read_gguf
 from ...io.safetensors import Entry, stamp
-from ..families._gguf import ROPE_FREQS, fields, pooling
+from ..families._gguf import CONVOLUTION, FACTORS, fields, pooling
 
 FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml's type numbers
 CHUNK = 8 << 20  # bytes of float32
@@ -87,9 +87,12 @@ def open_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
         if twice := entries.keys() & own.keys():
             raise DiffbitError(f"{part.file}: holds tensor {min(twice)}, which an earlier part of the model holds, too")
         entries |= own
-    factors = entries.pop(ROPE_FREQS, None)
+    for name, entry in entries.items():
+        if name.endswith(CONVOLUTION) and len(entry.shape) == 2:
+            entries[name] = replace(entry, shape=(entry.shape[0], 1, entry.shape[1]))
+    factors = {name: entries.pop(name).read().float().numpy() for name in FACTORS & entries.keys()}
     with located(file):
-        return fields(header, None if factors is None else factors.read().numpy()), entries
+        return fields(header, factors), entries
 
 
 def open_pooling(file: Path) -> str | None:

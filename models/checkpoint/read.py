@@ -29,7 +29,7 @@ from ..config import ModelConfig
 from ..decoder import Block, Decoder, check_derived
 from ..families import family_of
 from ..families._family import Stored
-from ..families._gguf import GGUFFamily
+from ..families._gguf import ARCHITECTURE, ARCHITECTURES, GGUFFamily
 from ..families._huggingface import special_tokens
 from .adapter import Adapter, LowRank, merged
 from .folder import (
@@ -79,7 +79,9 @@ class Checkpoint:
         with located(source):
             self.quantization: dict[str, Any] | None = find_quantization(self.path, values) if gguf is None else None
             family = family.opened(values, stored)
-            self._family = family if gguf is None else GGUFFamily(family.model_type, family)
+            self._family = family
+            if gguf is not None:
+                self._family = GGUFFamily(family.model_type, family, ARCHITECTURES[values[ARCHITECTURE]])
             self.config: ModelConfig = self._family.read(values)
             if self.config.pooling is None:
                 pooled = find_pooling(self.path) if gguf is None else open_pooling(gguf)
