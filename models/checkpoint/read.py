@@ -42,7 +42,7 @@ from .folder import (
     find_tensors,
     inside,
 )
-from .gguf_file import open_gguf, open_pooling
+from .gguf_file import Ternary, open_gguf, open_pooling
 from .names import EMBEDDING, FLOATS, HEAD, layer_of, linear_of, reorder, shapes, stays_float32
 
 BODY = "model."  # of the names of all tensors but the head's
@@ -267,6 +267,10 @@ class Checkpoint:
         if place.folded is None:
             return None
         return self._stored[place.folded].read().float().repeat(self.shape(name)[1] // place.folded_width)
+
+    def is_ternary(self, name: str) -> bool:
+        """Whether a parameter is stored as codes of -1, 0 and 1 and one scale."""
+        return isinstance(self._entries[name], Ternary) and not self.is_adapted(name)
 
     def is_adapted(self, name: str) -> bool:
         """Whether the adapter adds something to this parameter, which is then read as float32."""
