@@ -149,7 +149,7 @@ def _block_of_q2(header: GGUF) -> int:
     """Return the weights in a block of a file's Q2_0 tensors: PrismML's, if llama.cpp's need more bytes than there are
     before the next tensor."""
     infos = sorted(header.tensors.values(), key=lambda info: info.begin)
-    ends = [*(info.begin for info in infos[1:]), header.status.st_size]
+    ends = [*(info.begin for info in infos), header.status.st_size][1:]
     block, nbytes = LEVELS[Q2_0][0], _block(Q2_0, "")[1]
     overflows = []
     for info, end in zip(infos, ends, strict=True):

@@ -666,6 +666,14 @@ def test_tokenizers_that_are_refused(tmp_path: Path) -> None:
             load_tokenizer(write(tmp_path / "m.gguf", tokenizer=good | changes))
 
 
+def test_a_file_without_tensors(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("general.architecture") + struct.pack("<I", 8))
+    file.write_bytes(file.read_bytes() + text("llama"))
+    with pytest.raises(DiffbitError, match=r"m\.gguf: holds no tensor token_embd\.weight"):
+        Checkpoint(file)
+
+
 def test_damaged_files(tmp_path: Path) -> None:
     file = write(tmp_path / "m.gguf", TYPES.Q4_0)
     data = file.read_bytes()
