@@ -30,7 +30,7 @@ from ..config import ModelConfig
 from ..layers.rope import interleaved
 from ..mixers import short_conv
 from ._family import Family, Stored, parts
-from ._gguf_architectures import ARCHITECTURES, LONG, SHORT, Architecture
+from ._gguf_architectures import ARCHITECTURES, LONG, SHORT, Architecture, rope_factor
 from ._huggingface import attention_of, changed
 
 ROPE_FREQS = "rope_freqs.weight"
@@ -217,8 +217,7 @@ def _ratio(total: Any, count: Any) -> int:
 def _scaling(
     kind: str, get: Callable[[str], Any], values: Mapping[str, Any], factors: np.ndarray | None
 ) -> dict[str, Any] | None:
-    factor = get("rope.scaling.factor")
-    factor = (get("rope.scale_linear") if factor is None else factor) or 1
+    factor = rope_factor(get)
     attention = 1 if (stored := get("rope.scaling.attn_factor")) is None else stored
     if kind == "none":
         factor = 1

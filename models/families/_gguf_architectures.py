@@ -46,11 +46,18 @@ class Architecture:
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
+def rope_factor(get: Callable[..., Any]) -> Any:
+    """Return the factor that divides all angles of rotary embedding."""
+    factor = get("rope.scaling.factor")
+    return (get("rope.scale_linear") if factor is None else factor) or 1
+
+
 def _gemma3(get: Callable[..., Any], values: Mapping[str, Any], factors: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Only the model of 27 billion parameters scales its logits by another width than a head's; no key says so. Without
     a window all layers are alike."""
-    is_27b, heads = values["num_hidden_layers"] == LAYERS_OF_27B, values["num_attention_heads"]
-    scalar = values["hidden_size"] // heads if is_27b and heads else values["head_dim"]
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
+    is_27b = values["num_hidden_layers"] == LAYERS_OF_27B and hidden and heads
+    scalar = hidden // heads if is_27b else values["head_dim"]
     window = get("attention.sliding_window")
     pattern = get("attention.sliding_window_pattern", EVERY_SIXTH, int | tuple[bool | int, ...]) if window else 1
     kinds: dict[str, Any] = {"sliding_window_pattern": pattern}
@@ -103,8 +110,8 @@ def _phi3(get: Callable[..., Any], values: Mapping[str, Any], factors: Mapping[s
     if factors:
         if factors.keys() != {LONG, SHORT}:
             raise DiffbitError(f"holds {' and '.join(sorted(factors))}, wanted {LONG} and {SHORT}")
-        if (factor := get("rope.scaling.factor", 1) or 1) != 1:
-            raise DiffbitError(f"scales RoPE by {factor} and by the tensor {SHORT}, wanted one of them")
+        if (factor := rope_factor(get)) != 1 or get("rope.scaling.type", "", str) == "yarn":
+            raise DiffbitError(f"scales RoPE by {factor} or yarn and by the tensor {SHORT}, wanted one of them")
         fields["rope_scaling"] = {
             "rope_type": "longrope",
             "short_factor": factors[SHORT].tolist(),
