@@ -2,6 +2,8 @@
 
     scale = max(mean|W|, 1e-5)          absmean, eq. 1-3
 
+Weights that are ternary already, of a single magnitude beside 0, keep it as their scale.
+
 Checkpoints and artifacts pack them in the layout of the op diffbit.TernaryMatMul (ops/ternary_matmul.py): 128 weights
 in 32 bytes. That op rounds its input to int8, with one scale per token, and sums integers. If the scheme's activations
 are int4, it rounds to 4 bits, after a Hadamard transform in the layers whose inputs have outliers, o_proj and down_proj
@@ -43,6 +45,8 @@ class TernaryFormat(Format):
 
     def fit(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         self.check(tuple(weight.shape))
+        if (own := _magnitude(weight)) is not None:
+            return own.view(1, 1), None
         total = sum(weight[rows].float().abs().sum(dtype=torch.float64) for rows in row_blocks(weight))
         mean = torch.as_tensor(total / weight.numel(), dtype=torch.float32, device=weight.device)
         return finite(mean.clamp(min=1e-5).view(1, 1)), None
@@ -132,6 +136,17 @@ class StackedTernaryFormat(TernaryFormat):
             for i, (value, count) in enumerate(scales)
         ]
         return g.op("Concat", parts, axis=0)
+
+
+def _magnitude(weight: Tensor) -> Tensor | None:
+    """Return the only magnitude, fp32, that weights have beside 0; None: there are several, or none."""
+    magnitude = weight.new_zeros(())
+    for rows in row_blocks(weight):
+        sizes = weight[rows].detach().abs()
+        magnitude = torch.where(magnitude == 0, sizes.amax(), magnitude)
+        if not ((sizes == magnitude) | (sizes == 0)).all():
+            return None
+    return finite(magnitude.float()) if magnitude > 0 else None
 
 
 FORMAT = TernaryFormat("ternary", 2, 0, True)

@@ -29,7 +29,7 @@ from .layerwise import Finished, plan_for, quantize_layers, tokens_for
 from .layouts import Weights
 from .methods import parse_recipe
 from .on_grid import ROUNDING
-from .plan import Plan, resolve
+from .plan import Plan, check_float, resolve
 from .report import REPORT_FILE, Report, WeightReport
 from .resume import StoredLayer, Unfinished, run
 from .scheme import KV, Scheme
@@ -189,8 +189,7 @@ def open_float(source: str | Path | Checkpoint, output: str | Path | None, overw
     if output is not None:
         files.check_apart(output, checkpoint.path, *(() if checkpoint.adapter is None else (checkpoint.adapter.path,)))
         files.check_place(output, overwrite=overwrite)
-    if checkpoint.quantization is not None:
-        raise DiffbitError(f"{checkpoint.path}: is quantized already; start from the float checkpoint it was made from")
+    check_float(checkpoint)
     _ = checkpoint.tokenizer_files  # raises an error about a damaged tokenizer now, not at the end
     return checkpoint
 

@@ -2,7 +2,8 @@
 floats. That format keeps each of them; any other would round them a second time.
 
 A grid is at most four values in each group of 128, 64 or 32 weights of a row, each within half a unit of bfloat16,
-because a file may hold the products of scale and level in 16 bits.
+because a file may hold the products of scale and level in 16 bits. What a file stores as ternary codes with one scale
+(bitnet.cpp's I2_S) is `ternary`, whose layers round their inputs to int8 as that program does.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from .scheme import EMBEDDING_MODULE, HEAD_MODULE, weight_shapes
 __all__ = ["ROUNDING", "grid_of", "grids", "loss_of"]
 
 FORMATS = tuple(format for format in map(parse_format, names()) if format.is_grid)
+TERNARY = parse_format("ternary")
 FEW_ROWS = 8  # that refuse most weights, without the others
 
 
@@ -46,6 +48,9 @@ def grids(checkpoint: Checkpoint) -> dict[str, Format]:
     first = [module for module in modules if layer_of(module) == 0]
 
     def look(module: str) -> None:
+        if checkpoint.is_ternary(f"{module}.weight"):
+            found[module] = TERNARY
+            return
         weight = checkpoint.read(f"{module}.weight")
         if weight.isfinite().all() and (format := grid_of(weight)) is not None:
             found[module] = format

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..formats import Format
-from ..models import ModelConfig
+from ..io.errors import DiffbitError
+from ..models import Checkpoint, ModelConfig
 from .scheme import Scheme
 
 
@@ -29,3 +30,12 @@ def resolve(config: ModelConfig, scheme: Scheme | None = None) -> Plan:
     scheme = scheme or Scheme()
     config = replace(config, tie_embeddings=scheme.keeps_tied(config))
     return Plan(config, scheme, scheme.formats(config))
+
+
+def check_float(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that is quantized already."""
+    if checkpoint.quantization is not None:
+        raise DiffbitError(
+            f"{checkpoint.path}: is quantized already, and `diffbit export` takes it as it is; for other formats, "
+            "start from the float checkpoint it was made from"
+        )

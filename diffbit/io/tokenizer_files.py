@@ -38,18 +38,22 @@ LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+CAPITALIZED = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+SIGNS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+TEKKEN = CAPITALIZED + "|" + UPPER + r"|\p{N}" + SIGNS
+O200K = CAPITALIZED + SHORT + "|" + UPPER + SHORT + r"|\p{N}{1,3}" + SIGNS
+LLAMA3_BOS = 128000, "<|begin_of_text|>"  # (id, text) of the first token that Llama 3 adds to its vocabulary
 # tokenizer.ggml.pre: (regular expressions, in order; whether a word that is a token skips merges; whether bos is added)
 WORDS: dict[str, tuple[tuple[str, ...], bool, bool]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais"), ((GPT2,), False, False)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "minerva-7b"), ((r"\p{N}", GPT2), False, False)),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), ((LLAMA3,), True, True)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"), ((LLAMA3,), True, True)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), ((LLAMA3,), False, False)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), ((LLAMA3.replace("{1,3}", ""),), False, False)),
     "tekken": ((TEKKEN,), True, True),
+    "gpt-4o": ((O200K,), False, False),
 }
 
 
@@ -237,13 +241,15 @@ def _byte_level(header: GGUF) -> tuple[Tokenizer, bool]:
     """Return a byte-level BPE (bytes are written as letters, as in GPT-2), and whether bos is added by default."""
     from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 
-    pre = header.get("tokenizer.ggml.pre", str)
+    tokens, (id, bos) = _tokens(header), LLAMA3_BOS
+    default = "llama-bpe" if tokens[id : id + 1] == [bos] else None  # BitNet b1.58 2B4T's file does not say it
+    pre = header.get("tokenizer.ggml.pre", str, default)
     if pre not in WORDS:
         raise DiffbitError(f"its pre-tokenizer is {pre!r}, wanted one of {', '.join(WORDS)}")
     words, whole, add_bos = WORDS[pre]
     merged = header.array("tokenizer.ggml.merges", str)
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merged)]
-    backend = Tokenizer(bpe(_tokens(header), pairs, ignore_merges=whole))
+    backend = Tokenizer(bpe(tokens, pairs, ignore_merges=whole))
     cuts = [pre_tokenizers.Split(Regex(expression), behavior="isolated") for expression in words]
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]

@@ -29,7 +29,7 @@ from ..config import ModelConfig
 from ..decoder import Block, Decoder, check_derived
 from ..families import family_of
 from ..families._family import Stored
-from ..families._gguf import GGUFFamily
+from ..families._gguf import ARCHITECTURE, ARCHITECTURES, GGUFFamily
 from ..families._huggingface import special_tokens
 from .adapter import Adapter, LowRank, merged
 from .folder import (
@@ -42,7 +42,7 @@ from .folder import (
     find_tensors,
     inside,
 )
-from .gguf_file import open_gguf, open_pooling
+from .gguf_file import Ternary, open_gguf, open_pooling
 from .names import EMBEDDING, FLOATS, HEAD, layer_of, linear_of, reorder, shapes, stays_float32
 
 BODY = "model."  # of the names of all tensors but the head's
@@ -79,7 +79,9 @@ class Checkpoint:
         with located(source):
             self.quantization: dict[str, Any] | None = find_quantization(self.path, values) if gguf is None else None
             family = family.opened(values, stored)
-            self._family = family if gguf is None else GGUFFamily(family.model_type, family)
+            self._family = family
+            if gguf is not None:
+                self._family = GGUFFamily(family.model_type, family, ARCHITECTURES[values[ARCHITECTURE]])
             self.config: ModelConfig = self._family.read(values)
             if self.config.pooling is None:
                 pooled = find_pooling(self.path) if gguf is None else open_pooling(gguf)
@@ -265,6 +267,10 @@ class Checkpoint:
         if place.folded is None:
             return None
         return self._stored[place.folded].read().float().repeat(self.shape(name)[1] // place.folded_width)
+
+    def is_ternary(self, name: str) -> bool:
+        """Whether a parameter is stored as codes of -1, 0 and 1 and one scale."""
+        return isinstance(self._entries[name], Ternary) and not self.is_adapted(name)
 
     def is_adapted(self, name: str) -> bool:
         """Whether the adapter adds something to this parameter, which is then read as float32."""

@@ -1,8 +1,8 @@
 """GGUF files (github.com/ggml-org/llama.cpp): converts their metadata to a config, their tensor names and row order.
 
-The metadata become the fields of a config.json, which the family of that model_type reads or refuses. In llama's files
-(and mistral's, which have the same architecture) rotary embedding is interleaved, as in the official differential
-modules: a head's rows of q_proj and k_proj are rows (0, d/2, 1, d/2 + 1, ...) of rotate-half's order. llama3's RoPE
+The metadata become the fields of a config.json, which the family of that model_type reads or refuses; what a single
+architecture has is in _gguf_architectures.py. If rotary embedding is interleaved, as in the official differential
+modules, a head's rows of q_proj and k_proj are rows (0, d/2, 1, d/2 + 1, ...) of rotate-half's order. llama3's RoPE
 scaling is stored as a tensor of factors, rope_freqs [d/2], from which its parameters are recovered.
 
 Metadata that change what a model computes (`CHANGING`) are read as llama.cpp reads them (src/llama-model.cpp,
@@ -25,14 +25,18 @@ import numpy as np
 from ...io.errors import DiffbitError
 from ...io.fields import one_of, shown
 from ...io.gguf import GGUF
+from ..attention import AttentionOptions
 from ..config import ModelConfig
 from ..layers.rope import interleaved
+from ..mixers import short_conv
 from ._family import Family, Stored, parts
+from ._gguf_architectures import ARCHITECTURES, LONG, SHORT, Architecture, rope_factor
 from ._huggingface import attention_of, changed
 
 ROPE_FREQS = "rope_freqs.weight"
+FACTORS = {ROPE_FREQS, LONG, SHORT}  # tensors that are not the model's, but of its rotary embedding
+CONVOLUTION = "shortconv.conv.weight"  # [C, K], in a folder [C, 1, K]
 ARCHITECTURE = "general.architecture"
-ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}  # whether its rotary embedding is interleaved
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # of every llama3
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -49,8 +53,15 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mixer_output_norm": "post_attention_norm",
+    "mlp_output_norm": "post_ffw_norm",
+    "self_attn.attn_sub_norm": "attn_sub_norm",
+    "mlp.ffn_sub_norm": "ffn_sub_norm",
+    "shortconv.conv1d": "shortconv.conv",
+    "shortconv.o_proj": "shortconv.out_proj",
 }
 BIASES = {"qkv_bias": "attn_q", "o_bias": "attn_output"}  # {option of attention: tensor that has it}
+ROTATED = "rope.dimension_count"
 FIELDS = {  # {field of config.json: metadata key after the architecture's name}
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
@@ -93,6 +104,7 @@ class GGUFFamily(Family):
     """Reads the result of `fields` by `base`, the family of its model_type."""
 
     base: Family
+    architecture: Architecture
     quantized = False
 
     def read(self, values: Mapping[str, Any]) -> ModelConfig:
@@ -100,62 +112,78 @@ class GGUFFamily(Family):
         has."""
         config = self.base.read(values)
         biases = {"o_bias": values["o_bias"]} | ({"qkv_bias": True} if values["qkv_bias"] else {})
-        return replace(config, layers=tuple(changed(layer, **biases) for layer in config.layers))
+        layers = (
+            changed(layer, **biases) if isinstance(layer.mixer, AttentionOptions) else layer for layer in config.layers
+        )
+        return replace(config, layers=tuple(layers))
 
     def stored(self, config: ModelConfig, name: str) -> Stored:
-        index, module, parameter = parts(name)
+        place, (index, module, parameter) = self.base.stored(config, name), parts(name)
+        if index is not None and isinstance(config.layers[int(index)].mixer, short_conv.Options):
+            module = module.replace("self_attn.", "shortconv.")
+        tensor = self.architecture.names.get(module) or NAMES.get(module, module)
         before = "" if index is None else f"blk.{index}."
-        tensor = f"{before}{NAMES.get(module, module)}.{parameter}"
-        if not ARCHITECTURES[self.model_type] or module not in ("self_attn.q_proj", "self_attn.k_proj"):
-            return Stored((tensor,))
+        plus = 0.0 if self.architecture.one_plus else place.plus
+        place = replace(place, names=(f"{before}{tensor}.{parameter}",), plus=plus)
+        if not self.architecture.interleaved or module not in ("self_attn.q_proj", "self_attn.k_proj"):
+            return place
         mixer = attention_of(config, name)
-        return Stored((tensor,), interleaved(mixer.num_heads if "q_" in module else mixer.num_kv_heads, mixer.head_dim))
+        heads = mixer.num_heads if "q_" in module else mixer.num_kv_heads
+        return replace(place, rows=interleaved(heads, mixer.head_dim))
 
 
-def fields(header: GGUF, rope_factors: np.ndarray | None) -> dict[str, Any]:
-    """Convert the metadata to the fields of a config.json; rope_factors [d/2]: the tensor ROPE_FREQS, if any.
+def fields(header: GGUF, factors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Convert the metadata to the fields of a config.json; factors: {name: values} of those of the tensors FACTORS that
+    there are.
 
     Raises DiffbitError (without a file name) for an unknown architecture or an unsupported property.
     """
     if not header.get(ARCHITECTURE, str):
         raise DiffbitError(f"holds no {ARCHITECTURE}, wanted one of {', '.join(ARCHITECTURES)}")
-    architecture = header.get(ARCHITECTURE, Annotated[str, one_of(*ARCHITECTURES)])
+    name = header.get(ARCHITECTURE, Annotated[str, one_of(*ARCHITECTURES)])
+    architecture = ARCHITECTURES[name]
 
-    def get(key: str, default: Any = None) -> Any:
-        return header.get(f"{architecture}.{key}", int | float, default)
+    def get(key: str, default: Any = None, kind: Any = int | float) -> Any:
+        return header.get(f"{name}.{key}", kind, default)
 
-    if experts := header.get(f"{architecture}.expert_count", int):
+    if experts := header.get(f"{name}.expert_count", int):
         raise DiffbitError(f"has {experts} experts per layer, wanted a model without experts")
-    values = {field: get(key) for field, key in FIELDS.items()}
+    values = {field: get(key) for field, key in FIELDS.items() if key not in architecture.reads}
+    values["rope_theta"] = 10000.0 if values["rope_theta"] is None else values["rope_theta"]
+    if values.get("num_key_value_heads") is None:
+        values["num_key_value_heads"] = values["num_attention_heads"]
     head_dim = values["head_dim"] = values["head_dim"] or _ratio(values["hidden_size"], values["num_attention_heads"])
-    _check_keys(header, architecture, head_dim)
-    if (get("attention.sliding_window") or math.inf) < (values["max_position_embeddings"] or 0):
+    _check_keys(header, name, head_dim)
+    windowed, rotates_in_part = (key in architecture.reads for key in ("attention.sliding_window", ROTATED))
+    if (get("attention.sliding_window") or math.inf) < (values["max_position_embeddings"] or 0) and not windowed:
         raise DiffbitError(f"has a sliding window of {get('attention.sliding_window')} tokens, wanted none")
     if get("attention.value_length", head_dim) != head_dim:
         raise DiffbitError("has values of another width than keys, wanted the same")
-    if get("rope.dimension_count", head_dim) != head_dim:
-        raise DiffbitError(
-            f"rotates {get('rope.dimension_count')} of the {head_dim} channels of a head by RoPE, wanted all"
-        )
+    if get(ROTATED, head_dim) != head_dim and not rotates_in_part:
+        raise DiffbitError(f"rotates {get(ROTATED)} of the {head_dim} channels of a head by RoPE, wanted all")
     if "token_embd.weight" not in header.tensors:
         raise DiffbitError("holds no tensor token_embd.weight")
-    names = "bos", "eos", "eot", "eom", "padding"
-    token = {name: header.get(f"tokenizer.ggml.{name}_token_id", int) for name in names}
-    ends = list(dict.fromkeys(token[name] for name in ("eos", "eot", "eom") if token[name] is not None))
-    return {
-        **values,
-        "model_type": architecture,
+    kinds = "bos", "eos", "eot", "eom", "padding"
+    token = {kind: header.get(f"tokenizer.ggml.{kind}_token_id", int) for kind in kinds}
+    ends = list(dict.fromkeys(token[kind] for kind in ("eos", "eot", "eom") if token[kind] is not None))
+    values |= {
+        ARCHITECTURE: name,
+        "model_type": architecture.model_type,
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        **{name: f"blk.0.{tensor}.bias" in header.tensors for name, tensor in BIASES.items()},
+        **{option: f"blk.0.{tensor}.bias" in header.tensors for option, tensor in BIASES.items()},
         "mlp_bias": "blk.0.ffn_down.bias" in header.tensors,
         "bos_token_id": token["bos"],
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
         "pad_token_id": token["padding"],
-        "rope_scaling": _scaling(
-            header.get(f"{architecture}.rope.scaling.type", str, "linear"), get, values, rope_factors
-        ),
     }
+    if unread := factors.keys() - {ROPE_FREQS} - architecture.reads:
+        raise DiffbitError(f"holds tensor {min(unread)}, which a model of architecture {name} does not have here")
+    values |= architecture.fields(get, values, factors)
+    if "rope_scaling" not in values:
+        kind = get("rope.scaling.type", "linear", str)
+        values["rope_scaling"] = _scaling(kind, get, values, factors.get(ROPE_FREQS))
+    return values
 
 
 def pooling(header: GGUF) -> str | None:
@@ -164,20 +192,21 @@ def pooling(header: GGUF) -> str | None:
     return POOLINGS.get(kind, f"pooling_type {kind}") if kind else None
 
 
-def _check_keys(header: GGUF, architecture: str, head_dim: int) -> None:
+def _check_keys(header: GGUF, name: str, head_dim: int) -> None:
     """Raise DiffbitError for metadata that change what the model computes, and that are not read here."""
-    for key, value in header.below(f"{architecture}.").items():
-        if key in READ or key in HARMLESS or not CHANGING.match(key):
+    architecture = ARCHITECTURES[name]
+    for key, value in header.below(f"{name}.").items():
+        known = key in architecture.reads or key in READ or (key in HARMLESS and key not in architecture.neutral)
+        if known or not CHANGING.match(key):
             continue
-        neutral = NEUTRAL.get(key, (0,))
+        neutral = architecture.neutral.get(key) or NEUTRAL.get(key, (0,))
         if key == "attention.scale" and head_dim:
             neutral = (0, float(str(np.float32(head_dim**-0.5))), head_dim**-0.5)
         if key == "rope.scaling.yarn_ext_factor":
-            neutral = (-1, float(header.get(f"{architecture}.rope.scaling.type", str) == "yarn"))
+            neutral = (-1, float(header.get(f"{name}.rope.scaling.type", str) == "yarn"))
         if any(part not in neutral for part in (value if isinstance(value, list) else [value])):
             raise DiffbitError(
-                f"{architecture}.{key} is {shown(value)}, which changes what the model computes; diffbit does not "
-                "support it"
+                f"{name}.{key} is {shown(value)}, which changes what the model computes; diffbit does not support it"
             )
 
 
@@ -188,8 +217,7 @@ def _ratio(total: Any, count: Any) -> int:
 def _scaling(
     kind: str, get: Callable[[str], Any], values: Mapping[str, Any], factors: np.ndarray | None
 ) -> dict[str, Any] | None:
-    factor = get("rope.scaling.factor")
-    factor = (get("rope.scale_linear") if factor is None else factor) or 1
+    factor = rope_factor(get)
     attention = 1 if (stored := get("rope.scaling.attn_factor")) is None else stored
     if kind == "none":
         factor = 1

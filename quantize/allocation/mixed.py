@@ -40,7 +40,7 @@ from ..calibration import Tokens
 from ..calibration.predictions import divergence, predictions
 from ..layerwise import apply, plan_for
 from ..methods import Method, Recipe, find, parse_recipe
-from ..plan import Plan, resolve
+from ..plan import Plan, check_float, resolve
 from ..scheme import EMBEDDING_MODULE, HEAD_MODULE, Scheme, linear_shapes
 from ..sizes import overhead, sizes
 from .losses import Losses, measure
@@ -145,8 +145,7 @@ def allocate(
     seed         of the labels that estimates are made from
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
-    if checkpoint.quantization is not None:
-        raise DiffbitError(f"{checkpoint.path}: is quantized already; start from the float checkpoint it was made from")
+    check_float(checkpoint)
     recipe = parse_recipe(method)
     if tables:
         assert not measuring

@@ -28,7 +28,7 @@ from diffbit.export import export_artifact
 from diffbit.formats import parse_format
 from diffbit.io import gguf as io_gguf
 from diffbit.io.errors import DiffbitError
-from diffbit.io.tokenizer_files import WORDS, tokenizer_files
+from diffbit.io.tokenizer_files import WORDS, from_gguf, tokenizer_files
 from diffbit.models import Checkpoint
 from diffbit.models.checkpoint.gguf_file import open_gguf
 from diffbit.models.families import read_config
@@ -380,7 +380,9 @@ def of_byte_level(folder: Path, pre: str, **more: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken"])
+@pytest.mark.parametrize(
+    "pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "dbrx", "smaug-bpe", "lfm2", "gpt-4o"]
+)
 def test_byte_level_tokens(pre: str, tmp_path: Path) -> None:
     """The ids of the tokenizer that the metadata were taken from, with the words of `pre`; and transformers' ids."""
     train_tokenizer([TEXT], 500, tmp_path)
@@ -448,6 +450,49 @@ def test_sentencepiece_tokens(tmp_path: Path) -> None:
         assert mine.encode(text).ids == other(text).input_ids
         if text[:1] not in ("", " ", "▁") and "s>" not in text:  # transformers adds no second space
             assert mine.encode(text, add_special_tokens=False).ids == pieces.encode(text)
+
+
+def test_sentencepiece_tokens_of_gemma(tmp_path: Path) -> None:
+    """No space is added before a text, and runs of spaces and of ends of lines are pieces of their own."""
+    import sentencepiece
+
+    (tmp_path / "text").write_text(TEXT)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "sp"), model_type="bpe", vocab_size=600,
+        byte_fallback=True, character_coverage=0.99, normalization_rule_name="identity", minloglevel=2,
+        remove_extra_whitespaces=False, add_dummy_prefix=False, user_defined_symbols=["\n", "\n\n", "▁▁", "▁▁▁", "<b>"],
+    )  # fmt: skip
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "sp.model"))
+    count = pieces.vocab_size()
+    file = write(tmp_path / "m.gguf", tokenizer={
+        "ggml.model": "llama", "ggml.pre": "default", "ggml.add_space_prefix": False,
+        "ggml.tokens": [pieces.id_to_piece(index) for index in range(count)],
+        "ggml.scores": [pieces.get_score(index) for index in range(count)],
+        "ggml.token_type": [2, 3, 3, 4, 4, 4, 4, 4, *(6 if pieces.is_byte(i) else 1 for i in range(8, count))],
+        "ggml.bos_token_id": 1, "ggml.eos_token_id": 2, "ggml.unknown_token_id": 0,
+    })  # fmt: skip
+    mine = tokenizers.Tokenizer.from_buffer(tokenizer_files(file)["tokenizer.json"])
+    for text in odd_strings():
+        if "s>" not in text and "▁" not in text:
+            assert mine.encode(text, add_special_tokens=False).ids == pieces.encode(text)
+            assert mine.decode(mine.encode(text).ids) == pieces.decode(pieces.encode(text))
+
+
+def test_the_words_of_llama3_need_no_name(tmp_path: Path) -> None:
+    """BitNet's files do not say how text is cut into words, but have the vocabulary of Llama 3."""
+    train_tokenizer([TEXT], 500, tmp_path)
+    metadata = of_byte_level(tmp_path, "llama-bpe")
+    tokens = metadata["ggml.tokens"]
+    others = [f"<unused{index}>" for index in range(len(tokens), 128000)]
+    metadata |= {"ggml.tokens": [*tokens, *others, "<|begin_of_text|>"], "ggml.bos_token_id": 128000}
+    metadata |= {"ggml.token_type": [3, *[1] * (len(metadata["ggml.tokens"]) - 2), 3]}
+    named = io_gguf.read_gguf(write(tmp_path / "named.gguf", tokenizer=metadata))
+    del metadata["ggml.pre"]
+    unnamed = io_gguf.read_gguf(write(tmp_path / "m.gguf", tokenizer=metadata))
+    assert from_gguf(unnamed) == from_gguf(named)
+    metadata["ggml.tokens"][-1] = "<s>"
+    with pytest.raises(DiffbitError, match="its pre-tokenizer is None, wanted one of"):
+        tokenizer_files(write(tmp_path / "m.gguf", tokenizer=metadata))
 
 
 def test_the_header_of_a_large_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -619,6 +664,14 @@ def test_tokenizers_that_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(DiffbitError, match=message):
             load_tokenizer(write(tmp_path / "m.gguf", tokenizer=good | changes))
+
+
+def test_a_file_without_tensors(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("general.architecture") + struct.pack("<I", 8))
+    file.write_bytes(file.read_bytes() + text("llama"))
+    with pytest.raises(DiffbitError, match=r"m\.gguf: holds no tensor token_embd\.weight"):
+        Checkpoint(file)
 
 
 def test_damaged_files(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from diffbit import models
 from diffbit.cli.automatic import quantize_model
@@ -114,6 +115,27 @@ def test_quantize_keeps_every_weight_and_the_artifact_computes_the_same(model: P
     for native in (True, False):
         found = Session(artifact, native=native).prefill(ids.tolist())
         assert np.abs(found - wanted).max() < 2e-2 * wanted.std()
+
+
+@pytest.mark.parametrize(
+    ("kind", "group"), [("balanced2", 32), ("balanced2", 128), ("balanced2", 0), ("ternary", 0), ("bin", 128)]
+)
+def test_a_folder_of_bfloat16_is_kept(kind: str, group: int, tmp_path: Path) -> None:
+    """As ParetoQ's training saves it: the levels, 0.5 and 1.5 at 2 bits, times a scale, each product in bfloat16."""
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=90, **sizes)).bfloat16()
+    for index, (name, weight) in enumerate(model.state_dict().items()):
+        if is_linear(name):
+            weight.copy_(on_grid(tuple(weight.shape), kind, group, torch.bfloat16, index))
+    model.save_pretrained(tmp_path / "m")
+    report = quantize_model(tmp_path / "m", tmp_path / "low", measure=False).report
+    formats = {row.format for row in report.weights if is_linear(f"{row.name}.weight")}
+    assert formats == {f"{kind}_g{group or 128}"} and report.method == "rtn" and not report.warnings
+    low = load(tmp_path / "low")
+    for name, weight in model.state_dict().items():
+        if is_linear(name):
+            kept = low.get_submodule(name.removesuffix(".weight")).weight.dequantize(torch.bfloat16)
+            assert torch.equal(kept, weight)
 
 
 def test_another_format_says_first_what_it_loses(

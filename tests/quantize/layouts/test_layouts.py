@@ -181,6 +181,9 @@ def compressed(tmp_path: Path, kind: str = "llama", **weights: Any) -> Any:
         {"num_bits": 4, "strategy": "group", "group_size": 16, "symmetric": False, "ignore": ["re:.*lm_head"]},
         {"num_bits": 4, "strategy": "channel", "symmetric": False},
         {"num_bits": 3, "strategy": "group", "group_size": 32, "symmetric": False},
+        {"num_bits": 2, "strategy": "group", "group_size": 32, "symmetric": True},
+        {"num_bits": 2, "strategy": "group", "group_size": 32, "symmetric": False},
+        {"num_bits": 2, "strategy": "channel", "symmetric": True},
         {"num_bits": 8, "strategy": "channel", "symmetric": True},
         {"num_bits": 8, "strategy": "tensor", "symmetric": True, "ignore": []},
     ],
@@ -188,6 +191,31 @@ def compressed(tmp_path: Path, kind: str = "llama", **weights: Any) -> Any:
 def test_compressed_tensors(weights: dict[str, Any], tmp_path: Path):
     theirs = compressed(tmp_path, **weights)
     assert_same_model(tmp_path, theirs)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_two_bits_of_compressed_tensors_are_kept(symmetric: bool, tmp_path: Path) -> None:
+    """Every number is the one on disk, as a slow unpacking has it (with zero points: compressed-tensors' own), and the
+    artifact computes with it."""
+    theirs = compressed(tmp_path / "ct", num_bits=2, strategy="group", group_size=32, symmetric=symmetric)
+    checkpoint, stored = Checkpoint(tmp_path / "ct"), load_file(tmp_path / "ct" / "model.safetensors")
+    scheme = read_scheme(checkpoint)
+    assert scheme is not None and str(scheme.weights) == ("int2_g32" if symmetric else "int2_g32_asym")
+    for module in scheme.formats(checkpoint.config):
+        weight = read_weight(checkpoint, f"{module}.weight")
+        assert isinstance(weight, QTensor) and set(weight.codes.unique().tolist()) == {0, 1, 2, 3}
+        if symmetric:
+            words, scale = stored[f"{module}.weight_packed"].tolist(), stored[f"{module}.weight_scale"].float()
+            columns = range(weight.shape[1])
+            numbers = torch.tensor([[(row[k // 16] >> 2 * (k % 16) & 3) - 2 for k in columns] for row in words])
+            expected = numbers * scale.repeat_interleave(32, 1)
+        else:
+            expected = theirs.get_parameter(f"{module}.weight").detach().float()
+        assert torch.equal(weight.dequantize(), expected)
+    with pytest.raises(DiffbitError, match="is quantized already, and `diffbit export` takes it as it is"):
+        quantize_checkpoint(tmp_path / "ct", tmp_path / "q", Scheme(weights=parse_format("int4_g32")))
+    write_tokenizer(tmp_path / "ct", 96)
+    assert verify(export_artifact(tmp_path / "ct", tmp_path / "a")).passed
 
 
 def test_nvfp4_of_compressed_tensors(tmp_path: Path):
