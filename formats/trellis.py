@@ -1,6 +1,6 @@
 """Trellis codes: a weight's value depends on its own code and on one bit of each of the seven weights before it.
 
-    tcq4_g32_s8    row_scale * step / 128 * level        1 to 6 bits; scales as those of lowbit.py
+    tcq4_g32_s8    row_scale * step / 128 * level        2 to 6 bits; scales as those of lowbit.py
 
 Trellis coded quantization (Marcellin & Fischer, 1990; QTIP, arXiv 2406.11235) chooses among more levels than a code of
 its bits could name, 64 at up to 4 bits. The codes before say which of them a code means. For normally distributed
@@ -35,7 +35,7 @@ from .lowbit import STEPS, LowBitFormat
 from .packing import pack_bits, unpack_bits
 
 AHEAD = 32  # steps before a ring's first weight, after which the best path hardly depends on its start
-GRAMMAR = "tcq1 ... tcq6, each with _g32_s8, _g64_s8 or _g128_s8"
+GRAMMAR = "tcq2 ... tcq6, each with _g32_s8, _g64_s8 or _g128_s8"
 
 
 class Trellis(NamedTuple):
@@ -47,10 +47,6 @@ class Trellis(NamedTuple):
 
 
 TRELLISES = {
-    1: Trellis((184, 107, 108, 154, 18, 251), 0.0149, (
-        44, 20, 36, 13, 38, 23, 25, 20, 42, 10, 30, 23, 60, 29, 49, 15, 49, 30, 44, 43, 31, 63, 29, 72, 47, 83, 127,
-        80, 89, 116, 109, 107,
-    )),
     2: Trellis((171, 206, 6, 239, 122), 0.0203, (
         -8, -6, -6, -4, 11, 10, 11, 10, 35, 28, 26, 31, 46, 46, 57, 49, 20, 22, 23, 27, 43, 42, 44, 40, 73, 68, 69,
         67, 91, 86, 98, 127,
@@ -157,9 +153,7 @@ class TrellisFormat(Levels, LowBitFormat):
 
 def subsets(bits: int) -> Tensor:
     """Return x uint8 [256] of each window."""
-    table = torch.tensor(trellis.map_of(TRELLISES[bits].masks), dtype=torch.uint8)
-    window = torch.arange(256)
-    return table[window & 15] ^ table[16 + (window >> 4)]
+    return trellis.subsets(torch.tensor(trellis.map_of(TRELLISES[bits].masks), dtype=torch.uint8))
 
 
 def viterbi(targets: Tensor, weights: Tensor, format: TrellisFormat) -> Tensor:

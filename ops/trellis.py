@@ -1,12 +1,12 @@
 """Trellis codes of `diffbit.LowBitMatMul`: a weight's value depends on one bit of each of the seven weights before it.
 
-A code c of `bits` bits is (a << 1) | u. In each column, every 64 rows are a ring, in the order p = 4 (row % 16) + row / 16
+A code c of `bits` bits, 2 to 6, is (u << (bits - 1)) | a. In each column, every 64 rows are a ring, in the order p = 4 (row % 16) + row / 16
 of the row within the 64: the rows of four tiles, lane by lane. The bits u of a weight and of those before it are
 
     w_p = sum_{j=0..7} u_{(p - j) mod 64} << j                                                   its window
-    x_p = map[w_p & 15] ^ map[16 + (w_p >> 4)]                                                   linear in the window
+    x_p = xor_{j: w_p >> j & 1} map[j]                                                           linear in the window
     i_p = a_p << s | x_p,    s = max(7 - bits, 3)                                                the index of a level
-    v_p = m[i_p - H] if i_p >= H else -m[H - 1 - i_p]    for 1 to 5 bits; H is half the number of indices, 32 or 64
+    v_p = m[i_p - H] if i_p >= H else -m[H - 1 - i_p]    for 2 to 5 bits; H is half the number of indices, 32 or 64
     v_p = i_p - 128                                      for 6 bits: 256 levels equally far apart
 
 So two neighbours never choose freely: a change of u changes the levels of eight weights. Of all such sequences an
@@ -15,8 +15,11 @@ encoder finds the nearest (Viterbi). Codes of this kind are those of trellis cod
 Here it runs across rows, so a method that rounds columns in turn can round each at once, and four rotations and
 shifts give the windows of a whole vector.
 
-The operator's input `levels` has, for such a weight, m as int8 in its bytes (32 for 1 to 4 bits, 64 for 5, none for 6), and
-then `map`, 32 numbers: in all 64, 96 or 32. Tables of symmetric levels are half as large, and a lookup half as long.
+The operator's input `levels` has, for such a weight, m, numbers up to 127 (32 for 2 to 4 bits, 64 for 5, none for 6), and then
+`map`, eight numbers: in all 40, 72 or 8. Tables of symmetric levels are half as large, and a lookup half as long.
+
+Kernels look up three nibbles in place of a window: the four bits u of a lane, of the lane before it and of that before
+(csrc/cpu/lowbit_matmul/vector.cpp). Those of a lane's tables serve all of its tiles, and nothing is shifted.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 
 ROWS, LANES, TILES = 64, 16, 4  # of a ring
 STATES = 128
-MAP = 32  # numbers
+MAP = 8  # numbers
 TABLE_BITS = 5  # up to which levels are those of a table
 
 
@@ -58,11 +61,15 @@ def levels_of(upper: tuple[int, ...]) -> tuple[int, ...]:
 
 def map_of(masks: tuple[int, ...]) -> tuple[int, ...]:
     """Return `map` of the trellis in which bit b of x is the parity of w & masks[b]."""
+    return tuple(sum((mask >> j & 1) << bit for bit, mask in enumerate(masks)) for j in range(MAP))
 
-    def x(window: int) -> int:
-        return sum((window & mask).bit_count() % 2 << bit for bit, mask in enumerate(masks))
 
-    return (*map(x, range(16)), *(x(high << 4) for high in range(16)))
+def subsets(map: torch.Tensor) -> torch.Tensor:
+    """Return x uint8 [256] of each window."""
+    import torch
+
+    window = torch.arange(256, device=map.device)
+    return reduce(lambda x, j: x ^ ((window >> j & 1) * map[j]), range(MAP), torch.zeros_like(window)).to(torch.uint8)
 
 
 def ring(values: torch.Tensor) -> torch.Tensor:
@@ -76,22 +83,21 @@ def unring(values: torch.Tensor) -> torch.Tensor:
 
 
 def indices(codes: torch.Tensor, map: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return i uint8 [N, K] of codes uint8 [N, K], N a multiple of 64; map: uint8 [32]."""
+    """Return i uint8 [N, K] of codes uint8 [N, K], N a multiple of 64; map: uint8 [8]."""
     ordered = ring(codes)
-    u = ordered & 1
-    window = reduce(lambda sum, j: sum | u.roll(j, 1) << j, range(1, 8), u).int()
-    return unring(ordered >> 1 << subset_bits(bits) | map[window & 15] ^ map[16 + (window >> 4)])
+    u = ordered >> (bits - 1)
+    window = reduce(lambda sum, j: sum | u.roll(j, 1) << j, range(1, MAP), u).int()
+    return unring((ordered & 2 ** (bits - 1) - 1) << subset_bits(bits) | subsets(map)[window])
 
 
 def values(codes: torch.Tensor, levels: torch.Tensor, bits: int) -> torch.Tensor:
     """Return v int16 [N, K] of codes uint8 [N, K]; levels: the operator's input."""
-    upper = tuple(m - 256 * (m > 127) for m in levels[:-MAP].tolist())
-    return codes.short().new_tensor(levels_of(upper))[indices(codes, levels[-MAP:], bits).long()]
+    return codes.short().new_tensor(levels_of(tuple(levels[:-MAP].tolist())))[indices(codes, levels[-MAP:], bits).long()]
 
 
 def input_levels(masks: tuple[int, ...], upper: tuple[int, ...]) -> list[int]:
     """Return the operator's input `levels`."""
-    return [*(m % 256 for m in upper), *map_of(masks)]
+    return [*upper, *map_of(masks)]
 
 
 def body(op: Nodes, codes: Value, levels: Value, bits: int) -> Value:
@@ -106,20 +112,23 @@ def body(op: Nodes, codes: Value, levels: Value, bits: int) -> Value:
     shape = op("Shape", codes)
     columns = codes.size(1) * codes.size(2)
     ordered = codes.reshape(-1, TILES, LANES, columns).transpose(0, 2, 1, 3).reshape(-1, ROWS, columns)
-    window = op("BitwiseAnd", ordered, op.ints(1).cast(Type.UINT8))
+    window = shift(ordered, bits - 1, "RIGHT")
     for by in (1, 2, 4):
         window = op("BitwiseOr", window, shift(rolled(window, by), by))
     size = levels_size(bits)
-    low, high = levels.slice(size - MAP, size - 16, 0), levels.slice(size - 16, size, 0)
-    map = op("BitwiseXor", high.unsqueeze(1), low).reshape(-1)
-    x = op("Gather", map, window.cast(Type.INT32))
-    index = op("BitwiseOr", shift(shift(ordered, 1, "RIGHT"), subset_bits(bits)), x)
+    map = None  # x of each window
+    for j in range(MAP):
+        with_bit = levels.slice(size - MAP + j, size - MAP + j + 1, 0).cast(Type.INT32)
+        with_bit = op.ints(*(w >> j & 1 for w in range(256))).cast(Type.INT32) * with_bit
+        map = with_bit if map is None else op("BitwiseXor", map, with_bit)
+    assert map is not None
+    x = op("Gather", map.cast(Type.UINT8), window.cast(Type.INT32))
+    a = op("BitwiseAnd", ordered, op.ints(2 ** (bits - 1) - 1).cast(Type.UINT8))
+    index = op("BitwiseOr", shift(a, subset_bits(bits)), x)
     if bits > TABLE_BITS:
         found = index
     else:
         upper = levels.slice(0, size - MAP, 0).cast(Type.INT32)
-        negative = op("Greater", upper, op.ints(127).cast(Type.INT32)).cast(Type.INT32)
-        upper = upper - negative * op.ints(256).cast(Type.INT32)
         middle = op.ints(128).cast(Type.INT32)
         lower = upper.slice(-1, -(2**62), 0, -1)
         found = op("Gather", op("Concat", middle - lower, middle + upper, axis=0).cast(Type.UINT8), index.cast(Type.INT32))
@@ -142,7 +151,7 @@ def codes_of(indices: torch.Tensor, masks: tuple[int, ...], bits: int) -> torch.
     bits_of = [ordered >> b & 1 for b in range(s) if chosen >> b & 1]
     sums = reduce(lambda a, b: a ^ b, bits_of)
     u = reduce(lambda a, b: a ^ b, (sums.roll(j, 1) for j in range(ROWS) if inverse >> j & 1))
-    return unring(ordered >> s << 1 | u)
+    return unring(u << (bits - 1) | ordered >> s)
 
 
 def _product(a: int, b: int) -> int:

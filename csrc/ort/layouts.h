@@ -18,8 +18,10 @@ constexpr int64_t LOWBIT_QUADS = 8;   // of a run: four weights whose bits are f
 constexpr int64_t LOWBIT_PLANE = 64;  // bytes: four for each row of a tile; a run has as many planes as a weight has bits
 
 constexpr int64_t TRELLIS_ROWS = 64;       // of a ring of trellis codes
-constexpr int64_t TRELLIS_MAP = 32;        // numbers, of windows
+constexpr int64_t TRELLIS_MAP = 8;         // numbers, of the bits of a window
 constexpr int64_t TRELLIS_TABLE_BITS = 5;  // of codes up to which there is a table of levels
+/// Returns the bits of an index that a window decides.
+constexpr int64_t trellis_subset_bits(int64_t bits) { return bits < 4 ? 7 - bits : 3; }
 
 constexpr int64_t CONV_MOST_WIDTH = 64;  // limit, because a thread's stack holds the addresses of that many rows
 

@@ -34,16 +34,17 @@ def weights(case: LowBitCase) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def trellis_values(codes: np.ndarray, levels: np.ndarray, bits: int) -> np.ndarray:
     """v int64 [N, K] by the docstring of ops/trellis.py, one weight at a time."""
     half, s = {5: 64, 6: 128}.get(bits, 32), max(7 - bits, 3)
-    table, upper = levels[-32:].astype(int), levels[:-32].view(np.int8).astype(int)
+    table, upper = levels[-8:].astype(int), levels[:-8].astype(int)
     v = np.empty(codes.shape, np.int64)
     for n, k in np.ndindex(codes.shape):
         ring, row = divmod(n, 64)
         place = 4 * (row % 16) + row // 16
-        window = 0
+        x = 0
         for j in range(8):
             p = (place - j) % 64
-            window |= (int(codes[64 * ring + p % 4 * 16 + p // 4, k]) & 1) << j
-        index = (int(codes[n, k]) >> 1) << s | table[window & 15] ^ table[16 + (window >> 4)]
+            if int(codes[64 * ring + p % 4 * 16 + p // 4, k]) >> (bits - 1):
+                x ^= table[j]
+        index = (int(codes[n, k]) % 2 ** (bits - 1)) << s | x
         v[n, k] = index - 128 if bits == 6 else upper[index - half] if index >= half else -upper[half - 1 - index]
     return v
 

@@ -16,7 +16,7 @@ struct LowBitWeight {
   bool int8_scales;
   const uint16_t* row_scales;  // [tiles, 16] float16; null: 1 everywhere
   const uint8_t* levels;       // [2^bits], or m of trellis codes (ops/trellis.py); null: integers
-  const uint8_t* map;          // [32], of trellis codes; null: none
+  const uint8_t* map;          // [8], of trellis codes; null: none
   bool doubled;                // level i is level 0 and 2 i more, so codes are multiplied and no level is looked up
   float factor;
   int64_t n, groups, group_size, bits;

@@ -39,18 +39,18 @@ inline int32_t trellis_byte_at(const LowBitWeight& weight, int64_t row, int64_t 
   constexpr int64_t LANES = INT4_TILE, TILES = LOWBIT_RING, RING = LANES * TILES;
   const int64_t runs = weight.groups * weight.group_size / LOWBIT_RUN, first = row / RING * TILES;
   const int64_t place = row % LANES * TILES + row % RING / LANES;
-  int32_t code = 0, window = 0;
+  int32_t code = 0, x = 0;
   for (int64_t j = 7; j >= 0; --j) {
     const int64_t p = (place - j + RING) % RING;
     const uint8_t* planes = weight.codes + ((first + p % TILES) * runs + run) * weight.bits * LOWBIT_PLANE + p / TILES * 4;
     code = code_at(planes, weight.bits, quad, byte);
-    window = window << 1 | (code & 1);
+    if (code >> (weight.bits - 1)) x ^= weight.map[j];
   }
-  const int64_t subset_bits = std::max<int64_t>(7 - weight.bits, 3);
-  const int32_t index = code >> 1 << subset_bits | (weight.map[window & 15] ^ weight.map[16 + (window >> 4)]);
+  const int64_t subset_bits = trellis_subset_bits(weight.bits);
+  const int32_t a = code & ((1 << (weight.bits - 1)) - 1), index = a << subset_bits | x;
   const int32_t half = 1 << (weight.bits - 2 + subset_bits);
   if (weight.bits > TRELLIS_TABLE_BITS) return index;
-  const int32_t upper = static_cast<int8_t>(weight.levels[index < half ? half - 1 - index : (index - half) & (half - 1)]);
+  const int32_t upper = (weight.levels[index < half ? half - 1 - index : (index - half) & (half - 1)]);
   return 128 + (index < half ? -upper : upper);
 }
 

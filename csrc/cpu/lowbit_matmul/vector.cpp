@@ -208,130 +208,185 @@ void multiply_rows_of(const Int4Rows& rows, const LowBitWeight& weight, int64_t 
   multiply_rows<Kind, UNPACKED, ROWS>(rows, weight, first, apart, count, y, half);
 }
 
-/// The tables of trellis codes, as `lookup` takes them. Levels are a polynomial of the index's bits from the fifth on, over GF(2):
-/// level = P[0] ^ (b4 & P[1]) ^ (b5 & P[2]) ^ (b4 & b5 & P[3]) and so on, where each P is a table of the lowest four.
+/// The tables of trellis codes (ops/trellis.py), as `lookup` takes them. A lane's history is a nibble, of the bits u of its four
+/// tiles. A weight depends on those of three lanes, so x is the sum over GF(2) of what a table for each says; the code's other
+/// bits a turn x around for negative weights, and complete the place of the level.
 template <int BITS>
 struct Trellis {
-  static constexpr int SUBSET_BITS = BITS < 4 ? 7 - BITS : 3, HIGH = BITS - 5 + SUBSET_BITS;
+  static constexpr int SUBSET_BITS = trellis_subset_bits(BITS);
   static constexpr bool TABLE = BITS <= TRELLIS_TABLE_BITS;
-  Bytes low, high, pieces[TABLE ? 1 << HIGH : 1], bits[TABLE ? HIGH : 1];
+  static constexpr int HALF = 1 << (BITS - 2 + SUBSET_BITS), PIECES = TABLE ? HALF / 16 : 1;  // of levels
+  static constexpr int LOW = BITS < 4 ? 2 : 4, TOP = BITS - 1;
+  Bytes now[LOWBIT_RING], before[LOWBIT_RING], older[LOWBIT_RING], place, sign, levels[PIECES];
 
-  explicit Trellis(const LowBitWeight& weight) : low(load_table(weight.map)), high(load_table(weight.map + 16)) {
-    if constexpr (TABLE) {
-      constexpr int HALF = 8 << HIGH;
-      uint8_t levels[2 * HALF];
-      for (int i = 0; i < HALF; ++i) {
-        levels[HALF + i] = static_cast<uint8_t>(128 + weight.levels[i]) ^ BYTE_MIDDLE;
-        levels[HALF - 1 - i] = static_cast<uint8_t>(128 - weight.levels[i]) ^ BYTE_MIDDLE;
-      }
-      for (int bit = 16; bit < 2 * HALF; bit *= 2)
-        for (int i = 0; i < 2 * HALF; ++i)
-          if (i & bit) levels[i] ^= levels[i ^ bit];
-      for (int i = 0; i < 1 << HIGH; ++i) pieces[i] = load_table(levels + 16 * i);
-      for (int bit = 0; bit < HIGH; ++bit) {
-        uint8_t mask[16];
-        for (int i = 0; i < 16; ++i) mask[i] = i >> bit & 1 ? 255 : 0;
-        bits[bit] = load_table(mask);
-      }
+  explicit Trellis(const LowBitWeight& weight) {
+    for (int tile = 0; tile < LOWBIT_RING; ++tile) {
+      uint8_t tables[3][16] = {};
+      for (int lane = 0; lane < 3; ++lane)
+        for (int history = 0; history < 16; ++history)
+          for (int other = 0; other < LOWBIT_RING; ++other) {
+            const int ago = tile + LOWBIT_RING * lane - other;
+            if (history >> other & 1 && ago >= 0 && ago < TRELLIS_MAP) tables[lane][history] ^= weight.map[ago];
+          }
+      now[tile] = load_table(tables[0]), before[tile] = load_table(tables[1]), older[tile] = load_table(tables[2]);
+    }
+    uint8_t places[16] = {}, signs[16] = {};
+    for (int a = 0; TABLE && a < 1 << TOP; ++a) {
+      const int at = a << SUBSET_BITS;
+      signs[a] = at < HALF ? 255 : PLUS;
+      places[a] = static_cast<uint8_t>(at < HALF ? HALF - 1 - at : at - HALF);
+    }
+    place = load_table(places), sign = load_table(signs);
+    for (int piece = 0; TABLE && piece < PIECES; ++piece) {
+      uint8_t bytes[16];
+      for (int i = 0; i < 16; ++i) bytes[i] = weight.levels[16 * piece + i];
+      if (LOOKUP_WRAPS && piece)
+        for (int i = 0; i < 16; ++i) bytes[i] ^= weight.levels[16 * (piece - 1) + i];
+      levels[piece] = load_table(bytes);
     }
   }
 
-  template <int FIRST, int COUNT>
-  DIFFBIT_INLINE Bytes level(Bytes index, const Bytes (&mask)[HIGH]) const {
-    if constexpr (COUNT == 1)
-      return lookup(pieces[FIRST], index);
-    else {
-      constexpr int REST = COUNT / 2, BIT = REST == 1 ? 0 : REST == 2 ? 1 : 2;
-      return level<FIRST, REST>(index, mask) ^ (mask[BIT] & level<FIRST + REST, REST>(index, mask));
-    }
+  /// Returns x, from the histories of a lane and the two before it.
+  DIFFBIT_INLINE Bytes subset(int tile, Bytes history, Bytes last, Bytes oldest) const {
+    Bytes x = lookup(now[tile], history) ^ lookup(before[tile], last);
+    return tile < LOWBIT_RING - 1 ? x ^ lookup(older[tile], oldest) : x;
   }
 
-  /// Returns levels ^ BYTE_MIDDLE of codes and their windows.
-  DIFFBIT_INLINE Bytes operator()(Bytes codes, Bytes windows) const {
-    const Bytes nibble = splat(uint8_t{15});
-    Bytes index = lookup(low, windows & nibble) ^ lookup(high, shift<4>(windows) & nibble);
-    if constexpr (BITS > 1)
-      index = index | shift<1 - SUBSET_BITS>(codes & splat(static_cast<uint8_t>((1 << BITS) - 2)));
-    if constexpr (TABLE) {
-      const Bytes above = shift<4>(index) & nibble;
-      Bytes mask[HIGH];
-      DIFFBIT_UNROLL
-      for (int bit = 0; bit < HIGH; ++bit) mask[bit] = lookup(bits[bit], above);
-      return level<0, 1 << HIGH>(index & nibble, mask);
-    } else {
-      return index ^ splat(static_cast<uint8_t>(BYTE_MIDDLE));
-    }
+  DIFFBIT_INLINE Bytes magnitude_at(Bytes at) const {
+    Bytes result = lookup(levels[0], at);
+    DIFFBIT_UNROLL
+    for (int piece = 1; piece < PIECES; ++piece)
+      result = result ^ lookup(levels[piece], minus(at, splat(static_cast<uint8_t>(16 * piece))));
+    return result;
   }
 };
 
-constexpr int RUN_BYTES = LOWBIT_QUADS * LOWBIT_PLANE;
-
-/// Decodes a run of a ring, whose tiles begin at codes + tile * apart, to levels ^ BYTE_MIDDLE, a byte each, to + tile * to_apart.
+/// Returns the bits a of a quad.
 template <int BITS>
-[[gnu::noinline]] void decode_run(const Trellis<BITS>& trellis, const uint8_t* codes, int64_t apart, uint8_t* to,
-                                  int64_t to_apart) {
-  constexpr int WRAP = 8;  // bytes of two rows
-  uint8_t before[LOWBIT_QUADS][WRAP + LOWBIT_PLANE];  // the bits u of the four tiles, of each row; the last rows are first, too
-  const Bytes one = splat(uint8_t{1});
-  DIFFBIT_UNROLL
-  for (int quad = 0; quad < LOWBIT_QUADS; ++quad) {
-    for (int v = 0; v < VECTORS; ++v) {
-      Bytes bits = codes_of<BITS>(codes + v * WIDTH, quad) & one;
-      for (int tile = 1; tile < LOWBIT_RING; ++tile)
-        bits = shift<-1>(bits) | (codes_of<BITS>(codes + tile * apart + v * WIDTH, quad) & one);
-      store(before[quad] + WRAP + v * WIDTH, bits);
+DIFFBIT_INLINE Bytes upper_of(const uint8_t* run, int quad) {
+  constexpr int LOW = BITS < 4 ? 2 : 4;
+  if constexpr (BITS == 6) {
+    const Bytes plane = load_bytes(run + (LOW + quad / 4) * LOWBIT_PLANE), top = splat(uint8_t{16});
+    const Bytes low = field<4, 0>(run, quad);
+    switch (quad % 4) {
+      case 0: return low | (shift<-4>(plane) & top);
+      case 1: return low | (shift<-2>(plane) & top);
+      case 2: return low | (plane & top);
+      default: return low | (shift<2>(plane) & top);
     }
-    std::memcpy(before[quad], before[quad] + LOWBIT_PLANE, WRAP);
+  } else {
+    const Bytes low = load_bytes(run + quad * LOW / 8 * LOWBIT_PLANE);
+    const Bytes mask = splat(static_cast<uint8_t>(BITS == LOW ? (1 << (LOW - 1)) - 1 : (1 << LOW) - 1));
+    switch (quad * LOW % 8) {
+      case 0: return low & mask;
+      case 2: return shift<2>(low) & mask;
+      case 4: return shift<4>(low) & mask;
+      default: return shift<6>(low) & mask;
+    }
+  }
+}
+
+constexpr int HISTORY = 8 + LOWBIT_PLANE;  // bytes, of two lanes that are the last, too, and of all
+
+/// Writes the histories of the quads of a run.
+template <int BITS>
+DIFFBIT_INLINE void histories(const uint8_t* codes, int64_t apart, uint8_t (*to)[HISTORY]) {
+  const auto put = [&](int quad, int v, Bytes both, int next) {  // the nibbles of two quads
+    const Bytes nibble = splat(uint8_t{15});
+    store(to[quad] + 8 + v * WIDTH, both & nibble);
+    store(to[next] + 8 + v * WIDTH, shift<4>(both) & nibble);
+  };
+  DIFFBIT_UNROLL
+  for (int v = 0; v < VECTORS; ++v) {
+    const uint8_t* at = codes + v * WIDTH;
+    if constexpr (BITS == 4) {
+      const Bytes mask = splat(uint8_t{0x88});
+      DIFFBIT_UNROLL
+      for (int plane = 0; plane < 4; ++plane, at += LOWBIT_PLANE) {
+        const Bytes low = shift<3>(load_bytes(at) & mask) | shift<2>(load_bytes(at + apart) & mask);
+        put(2 * plane, v, low | shift<1>(load_bytes(at + 2 * apart) & mask) | (load_bytes(at + 3 * apart) & mask), 2 * plane + 1);
+      }
+    } else {
+      constexpr int FIRST = BITS == 2 ? 0 : BITS == 3 ? 2 : 4, WIDE = BITS == 2 || BITS == 6 ? 2 : 1;
+      const Bytes odd = splat(uint8_t{0xaa}), even = splat(uint8_t{0x55}), two = splat(uint8_t{0x33}), upper = splat(uint8_t{0xcc});
+      at += FIRST * LOWBIT_PLANE;
+      // pairs of tiles, then all four: of fields that are two bits apart
+      const auto put_four = [&](int quad, int step, Bytes first, Bytes second) {
+        put(quad, v, (first & two) | shift<-2>(second & two), quad + 2 * step);
+        put(quad + step, v, (shift<2>(first) & two) | (second & upper), quad + 3 * step);
+      };
+      DIFFBIT_UNROLL
+      for (int plane = 0; plane < WIDE; ++plane, at += LOWBIT_PLANE) {
+        const Bytes tile[4] = {load_bytes(at), load_bytes(at + apart), load_bytes(at + 2 * apart), load_bytes(at + 3 * apart)};
+        const auto odds = [&](int i) { return (shift<1>(tile[i]) & even) | (tile[i + 1] & odd); };
+        const auto evens = [&](int i) { return (tile[i] & even) | shift<-1>(tile[i + 1] & even); };
+        if (WIDE == 2) {
+          put_four(4 * plane, 1, odds(0), odds(2));
+        } else {
+          put_four(0, 2, evens(0), evens(2));
+          put_four(1, 2, odds(0), odds(2));
+        }
+      }
+    }
   }
   DIFFBIT_UNROLL
-  for (int quad = 0; quad < LOWBIT_QUADS; ++quad)
-    for (int v = 0; v < VECTORS; ++v) {
-      const Bytes last = load_bytes(before[quad] + WRAP / 2 + v * WIDTH), older = load_bytes(before[quad] + v * WIDTH);
-      Bytes windows = last | shift<-4>(older & splat(uint8_t{7}));
+  for (int quad = 0; quad < LOWBIT_QUADS; ++quad) std::memcpy(to[quad], to[quad] + LOWBIT_PLANE, 8);
+}
+
+/// Calls each(tile, quad, v, weights) for a run of a ring, whose tiles begin at codes + tile * apart.
+template <int BITS, class Each>
+DIFFBIT_INLINE void decode_run(const Trellis<BITS>& trellis, const uint8_t* codes, int64_t apart, uint8_t (*history)[HISTORY],
+                               const Each& each) {
+  histories<BITS>(codes, apart, history);
+  for (int v = 0; v < VECTORS; ++v)
+    DIFFBIT_UNROLL
+    for (int quad = 0; quad < LOWBIT_QUADS; ++quad) {
+      const uint8_t* at = history[quad] + v * WIDTH;
+      const Bytes now = load_bytes(at + 8), last = load_bytes(at + 4), oldest = load_bytes(at);
+      DIFFBIT_UNROLL
       for (int tile = 0; tile < LOWBIT_RING; ++tile) {
-        const Bytes four = codes_of<BITS>(codes + tile * apart + v * WIDTH, quad);
-        windows = shift<-1>(windows & splat(uint8_t{127})) | (four & one);
-        store(to + tile * to_apart + quad * LOWBIT_PLANE + v * WIDTH, trellis(four, windows));
+        const Bytes x = trellis.subset(tile, now, last, oldest), a = upper_of<BITS>(codes + tile * apart + v * WIDTH, quad);
+        if constexpr (Trellis<BITS>::TABLE)
+          each(tile, quad, v, trellis.magnitude_at(x ^ lookup(trellis.place, a)), lookup(trellis.sign, a));
+        else
+          each(tile, quad, v, x ^ shift<-3>(a) ^ splat(static_cast<uint8_t>(BYTE_MIDDLE)), x);
       }
     }
 }
 
+constexpr int RUN_BYTES = LOWBIT_QUADS * LOWBIT_PLANE;
+
 /// Multiplies a ring whose first tile is `first`.
 template <int BITS, int ROWS>
 void multiply_ring(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, void* y, bool half) {
+  constexpr bool TABLE = Trellis<BITS>::TABLE;
   const Trellis<BITS> trellis(weight);
   const int64_t runs = weight.group_size / LOWBIT_RUN, apart = weight.groups * runs * BITS * LOWBIT_PLANE;
   const uint8_t* codes = weight.codes + first * apart;
-  alignas(64) uint8_t bytes[LOWBIT_RING][RUN_BYTES];
+  uint8_t history[LOWBIT_QUADS][HISTORY];
   F32 results[LOWBIT_RING][ROWS][VECTORS];
   for (auto& tile : results)
     for (auto& row : tile)
       for (F32& result : row) result = splat(0.0f);
   const int8_t* q = rows.q;
   for (int64_t g = 0; g < weight.groups; ++g) {
-    Ints sums[LOWBIT_RING][ROWS][VECTORS];
-    for (auto& tile : sums)
-      for (int r = 0; r < ROWS; ++r)
-        for (Ints& sum : tile[r]) sum = splat_int(rows.offsets[g * ROWS + r]);
+    Ints sums[VECTORS][LOWBIT_RING][ROWS];
+    for (auto& vector : sums)
+      for (auto& tile : vector)
+        for (int r = 0; r < ROWS; ++r) tile[r] = TABLE ? zero() : splat_int(rows.offsets[g * ROWS + r]);
     for (int64_t run = 0; run < runs; ++run, codes += BITS * LOWBIT_PLANE, q += LOWBIT_RUN * ROWS) {
       DIFFBIT_UNROLL
       for (int tile = 0; tile < LOWBIT_RING; ++tile)
         DIFFBIT_UNROLL
         for (int plane = 0; plane < BITS; ++plane) prefetch(codes + tile * apart + plane * LOWBIT_PLANE + AHEAD / 4);
-      decode_run<BITS>(trellis, codes, apart, bytes[0], RUN_BYTES);
-      for (int tile = 0; tile < LOWBIT_RING; ++tile)
+      decode_run<BITS>(trellis, codes, apart, history, [&](int tile, int quad, int v, Bytes magnitudes, Bytes signs) {
         DIFFBIT_UNROLL
-        for (int quad = 0; quad < LOWBIT_QUADS; ++quad) {
-          Bytes values[VECTORS];
-          DIFFBIT_UNROLL
-          for (int v = 0; v < VECTORS; ++v) values[v] = load_bytes(bytes[tile] + quad * LOWBIT_PLANE + v * WIDTH);
-          DIFFBIT_UNROLL
-          for (int r = 0; r < ROWS; ++r) {
-            const auto four = splat4(q + (quad * ROWS + r) * 4);
-            DIFFBIT_UNROLL
-            for (int v = 0; v < VECTORS; ++v) sums[tile][r][v] = dot_centered(sums[tile][r][v], values[v], four);
-          }
+        for (int r = 0; r < ROWS; ++r) {
+          const auto four = splat4(q + (quad * ROWS + r) * 4);
+          Ints& sum = sums[v][tile][r];
+          sum = TABLE ? dot_small(sum, magnitudes, signed_by(four, signs)) : dot_centered(sum, magnitudes, four);
         }
+      });
     }
     for (int tile = 0; tile < LOWBIT_RING; ++tile) {
       const int64_t at = ((first + tile) * weight.groups + g) * INT4_TILE;
@@ -340,7 +395,7 @@ void multiply_ring(const Int4Rows& rows, const LowBitWeight& weight, int64_t fir
                                              : load(static_cast<const uint16_t*>(weight.scales) + at + v * F32_LANES);
         for (int r = 0; r < ROWS; ++r)
           results[tile][r][v] =
-              fma(to_floats(sums[tile][r][v]), scale * splat(rows.scales[g * ROWS + r]), results[tile][r][v]);
+              fma(to_floats(sums[v][tile][r]), scale * splat(rows.scales[g * ROWS + r]), results[tile][r][v]);
       }
     }
   }
@@ -366,20 +421,25 @@ void multiply_ring_of(const Int4Rows& rows, const LowBitWeight& weight, int64_t 
   by_rows[rows.count - 1](rows, weight, first, y, half);
 }
 
-/// Decodes the ring of a tile.
+/// Decodes the ring of a tile to levels ^ BYTE_MIDDLE, a byte each.
 template <int BITS>
 void decode_ring_of(const LowBitWeight& weight, int64_t tile, uint8_t* to, int64_t to_apart) {
   const Trellis<BITS> trellis(weight);
   const int64_t runs = weight.groups * weight.group_size / LOWBIT_RUN, apart = runs * BITS * LOWBIT_PLANE;
   const uint8_t* codes = weight.codes + tile / LOWBIT_RING * LOWBIT_RING * apart;
+  const Bytes middle = splat(static_cast<uint8_t>(BYTE_MIDDLE ^ 128));
+  uint8_t history[LOWBIT_QUADS][HISTORY];
   for (int64_t run = 0; run < runs; ++run, codes += BITS * LOWBIT_PLANE, to += RUN_BYTES)
-    decode_run<BITS>(trellis, codes, apart, to, to_apart);
+    decode_run<BITS>(trellis, codes, apart, history, [&](int tile, int quad, int v, Bytes magnitudes, Bytes signs) {
+      store(to + tile * to_apart + quad * LOWBIT_PLANE + v * WIDTH,
+            Trellis<BITS>::TABLE ? signed_by(magnitudes, signs) ^ middle : magnitudes);
+    });
 }
 
 void decode_ring(const LowBitWeight& weight, int64_t tile, uint8_t* to, int64_t to_apart) {
-  constexpr decltype(&decode_ring) by_bits[] = {decode_ring_of<1>, decode_ring_of<2>, decode_ring_of<3>,
-                                            decode_ring_of<4>, decode_ring_of<5>, decode_ring_of<6>};
-  by_bits[weight.bits - 1](weight, tile, to, to_apart);
+  constexpr decltype(&decode_ring) by_bits[] = {decode_ring_of<2>, decode_ring_of<3>, decode_ring_of<4>, decode_ring_of<5>,
+                                            decode_ring_of<6>};
+  by_bits[weight.bits - 2](weight, tile, to, to_apart);
 }
 
 using Multiply = decltype(LowBitMatMulKernels::multiply);
@@ -391,9 +451,9 @@ constexpr Multiply MANY = multiply_rows_of<Kind<BITS, BITS == 8 && PARTIAL_IS_IN
 
 void multiply(const Int4Rows& rows, const LowBitWeight& weight, int64_t first, int64_t apart, int64_t count, void* y,
               bool half) {
-  constexpr decltype(&multiply_ring_of<1>) of_ring[] = {multiply_ring_of<1>, multiply_ring_of<2>, multiply_ring_of<3>,
-                                                   multiply_ring_of<4>, multiply_ring_of<5>, multiply_ring_of<6>};
-  if (weight.map && !weight.unpacked) return of_ring[weight.bits - 1](rows, weight, first, y, half);
+  constexpr decltype(&multiply_ring_of<2>) of_ring[] = {multiply_ring_of<2>, multiply_ring_of<3>, multiply_ring_of<4>,
+                                                   multiply_ring_of<5>, multiply_ring_of<6>};
+  if (weight.map && !weight.unpacked) return of_ring[weight.bits - 2](rows, weight, first, y, half);
   constexpr Multiply of_few[2][6] = {{nullptr, FEW<2, 2>, FEW<3, 3>, FEW<4, 4>, FEW<5, 5>, FEW<6, 6>},
                                      {FEW<1, LEVELS>, FEW<2, LEVELS>, FEW<3, LEVELS>, FEW<4, LEVELS>}};
   constexpr Multiply of_many[2][6] = {{nullptr, MANY<4, 4>, MANY<4, 4>, MANY<4, 4>, MANY<8, 5>, MANY<8, 6>},

@@ -200,11 +200,5 @@ DIFFBIT_INLINE void transpose_fours(const uint8_t* const (&rows)[TILE_ROWS], int
     for (int64_t row = 0; row < TILE_ROWS; ++row) std::memcpy(to + i * TILE_ROWS + 4 * row, rows[row] + begin + i, 4);
 }
 
-/// Subtracts the bytes of b from those of a.
-DIFFBIT_INLINE Bytes minus(Bytes a, Bytes b) {
-  using Each = uint8_t __attribute__((vector_size(WIDTH)));
-  return {(decltype(a.v))((Each)a.v - (Each)b.v)};
-}
-
 }  // namespace
 }  // namespace diffbit::DIFFBIT_ISA

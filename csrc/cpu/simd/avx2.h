@@ -36,6 +36,13 @@ DIFFBIT_INLINE Ints dot_signed(Ints sums, Bytes a, Bytes b) {  // b -127..127
 }
 DIFFBIT_INLINE Ints start_signed(Ints sums, Bytes) { return sums; }
 
+constexpr uint8_t PLUS = 1;
+DIFFBIT_INLINE Bytes signed_by(Bytes a, Bytes signs) { return {_mm256_sign_epi8(a.v, signs.v)}; }
+DIFFBIT_INLINE Ints dot_small(Ints sums, Bytes codes, Bytes activations) {
+  const __m256i products = _mm256_maddubs_epi16(codes.v, activations.v);
+  return {_mm256_add_epi32(sums, _mm256_madd_epi16(products, _mm256_set1_epi16(1)))};
+}
+
 constexpr int32_t BYTE_MIDDLE = 128;
 DIFFBIT_INLINE Ints dot_centered(Ints sums, Bytes codes, Bytes activations) { return dot_signed(sums, codes, activations); }
 DIFFBIT_INLINE Ints dot_bytes(Ints sums, Bytes codes, Bytes activations) {

@@ -98,6 +98,8 @@ DIFFBIT_INLINE Bytes shift(Bytes a) {
 DIFFBIT_INLINE Bytes load_table(const uint8_t* from) {
   return {_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))};
 }
+DIFFBIT_INLINE Bytes minus(Bytes a, Bytes b) { return {_mm512_sub_epi8(a.v, b.v)}; }
+constexpr bool LOOKUP_WRAPS = true;
 DIFFBIT_INLINE Bytes lookup(Bytes table, Bytes indices) { return {_mm512_shuffle_epi8(table.v, indices.v)}; }
 
 DIFFBIT_INLINE Ints zero() { return {_mm512_setzero_si512()}; }

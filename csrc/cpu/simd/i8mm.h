@@ -41,8 +41,6 @@ DIFFBIT_INLINE void store_pair(float* to, int64_t stride, F32 a) {
 }
 
 DIFFBIT_INLINE Ints load_ints(const int32_t* from) { return {vld1q_s32(from)}; }
-/// Subtracts the bytes of b from those of a.
-DIFFBIT_INLINE Bytes minus(Bytes a, Bytes b) { return {vsubq_u8(a.v, b.v)}; }
 
 }  // namespace
 }  // namespace diffbit::DIFFBIT_ISA

@@ -75,6 +75,8 @@ DIFFBIT_INLINE Bytes shift(Bytes a) {
   return BY > 0 ? Bytes{vshrq_n_u8(a.v, BY > 0 ? BY : 1)} : BY < 0 ? Bytes{vshlq_n_u8(a.v, BY < 0 ? -BY : 0)} : a;
 }
 DIFFBIT_INLINE Bytes load_table(const uint8_t* from) { return load_bytes(from); }
+DIFFBIT_INLINE Bytes minus(Bytes a, Bytes b) { return {vsubq_u8(a.v, b.v)}; }
+constexpr bool LOOKUP_WRAPS = false;
 DIFFBIT_INLINE Bytes lookup(Bytes table, Bytes indices) { return {vqtbl1q_u8(table.v, indices.v)}; }
 
 DIFFBIT_INLINE Ints zero() { return {vdupq_n_s32(0)}; }

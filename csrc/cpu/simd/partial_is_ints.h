@@ -13,5 +13,9 @@ DIFFBIT_INLINE void in_order(Partial&) {}
 DIFFBIT_INLINE Partial partial_of(Ints sums) { return sums; }
 DIFFBIT_INLINE Ints with_partial(Ints, Partial partial) { return partial; }
 
+constexpr uint8_t PLUS = 0;
+DIFFBIT_INLINE Bytes signed_by(Bytes a, Bytes signs) { return minus(a ^ signs, signs); }
+DIFFBIT_INLINE Ints dot_small(Ints sums, Bytes codes, Bytes activations) { return dot(sums, codes, activations); }
+
 }  // namespace
 }  // namespace diffbit::DIFFBIT_ISA

@@ -9,7 +9,8 @@
 //                      lanes away), in_lanes
 //   Bytes              WIDTH bytes: load_bytes, store, splat, splat4 (four bytes in every lane of an Ints), &, |, ^, shift (each
 //                      byte's bits down, or up; bits of its neighbour or zeros come in, so the caller masks them), once,
-//                      rounded_bytes (of four F32), store_parted, lookup (of indices 0..15 in a table of load_table)
+//                      rounded_bytes (of four F32), store_parted, minus, lookup (of indices 0..15 in a table of
+//                      load_table; indices 16..127 wrap if LOOKUP_WRAPS, else they find 0, as 128..255 always do)
 //   Ints               WIDTH / 4 int32 lanes; arithmetic wraps: zero, splat_int, +, shift (arithmetic), store, to_floats,
 //                      add_sums, pair_sums (of neighbouring lanes, of two vectors), larger_bits, times_bytes
 //   Partial            what `dot` adds products of unsigned codes and signed activations to. AVX2 has no dot product into
@@ -27,6 +28,8 @@
 //   dot_signed         products of signed bytes, in int32, of sums that began with start_signed
 //   dot_bytes          products of unsigned bytes, less BYTE_MIDDLE (0 or 128), and activations -127..127, in int32
 //   dot_centered       the same of bytes that are already less BYTE_MIDDLE
+//   dot_small          the products of bytes 0..127 and activations, in int32
+//   signed_by          bytes, or where `signs` is 255 and not PLUS, their negatives
 //   unpack_run<BITS>   codes packed by kv_cache.pack, 4, 3 or 2 bits each: those of a vector, or of 32 channels if that is more,
 //                      a byte each, neighbours side by side
 //   load_weights       of TernaryMatMul; REST: half a vector, where a row is an odd number of blocks

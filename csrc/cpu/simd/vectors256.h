@@ -94,6 +94,8 @@ DIFFBIT_INLINE Bytes shift(Bytes a) {
 DIFFBIT_INLINE Bytes load_table(const uint8_t* from) {
   return {_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))};
 }
+DIFFBIT_INLINE Bytes minus(Bytes a, Bytes b) { return {_mm256_sub_epi8(a.v, b.v)}; }
+constexpr bool LOOKUP_WRAPS = true;
 DIFFBIT_INLINE Bytes lookup(Bytes table, Bytes indices) { return {_mm256_shuffle_epi8(table.v, indices.v)}; }
 
 DIFFBIT_INLINE Ints zero() { return {_mm256_setzero_si256()}; }

@@ -91,6 +91,8 @@ DIFFBIT_INLINE Bytes shift(Bytes a) {
   return {BY > 0 ? wasm_u16x8_shr(a.v, BY > 0 ? BY : 0) : BY < 0 ? wasm_i16x8_shl(a.v, BY < 0 ? -BY : 0) : a.v};
 }
 DIFFBIT_INLINE Bytes load_table(const uint8_t* from) { return load_bytes(from); }
+DIFFBIT_INLINE Bytes minus(Bytes a, Bytes b) { return {wasm_i8x16_sub(a.v, b.v)}; }
+constexpr bool LOOKUP_WRAPS = false;
 DIFFBIT_INLINE Bytes lookup(Bytes table, Bytes indices) { return {wasm_i8x16_swizzle(table.v, indices.v)}; }
 
 DIFFBIT_INLINE Ints zero() { return {wasm_i32x4_const_splat(0)}; }
