@@ -9,8 +9,7 @@ defines the codes. They run down a column, so methods that round columns in turn
 
 `QTensor.codes` holds the indices of levels; only packing knows of the trellis. A weight has a multiple of 64 rows.
 
-The masks were found by a random search, and the levels by Lloyd's algorithm, for normally distributed weights in groups
-of 32 with scales of least squares.
+research/trellis/search.py found the masks by a random search, and the levels by Lloyd's algorithm.
 """
 
 from __future__ import annotations
@@ -43,26 +42,23 @@ class Trellis(NamedTuple):
 
     masks: tuple[int, ...]
     unit: float
-    upper: tuple[int, ...]
+    upper: tuple[float, ...]
 
 
 TRELLISES = {
-    2: Trellis((171, 206, 6, 239, 122), 0.0203, (
-        -8, -6, -6, -4, 11, 10, 11, 10, 35, 28, 26, 31, 46, 46, 57, 49, 20, 22, 23, 27, 43, 42, 44, 40, 73, 68, 69,
-        67, 91, 86, 98, 127,
+    2: Trellis((215, 62, 98, 253), 0.01785, (
+        7, 8, 11, 13, 28, 25, 33, 31, 51, 51, 56, 58, 77, 91, 87, 127,
     )),
-    3: Trellis((44, 78, 6, 223), 0.0227, (
-        4, 4, 3, 6, 10, 14, 10, 11, 22, 22, 18, 20, 26, 32, 27, 29, 39, 37, 37, 42, 44, 53, 49, 52, 62, 60, 66, 74,
-        78, 88, 102, 127,
+    3: Trellis((162, 86, 153), 0.02004, (
+        5, 4, 13, 14, 23, 24, 34, 34, 44, 46, 57, 60, 72, 81, 99, 127,
     )),
     4: Trellis((32, 73, 250), 0.0248, (
         1, 2, 5, 6, 8, 9, 12, 13, 15, 16, 20, 20, 23, 24, 28, 28, 32, 32, 36, 38, 41, 43, 47, 49, 54, 58, 63, 70, 78,
         89, 104, 127,
     )),
-    5: Trellis((37, 16, 125), 0.0228, (
-        1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 18, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29,
-        31, 31, 33, 34, 35, 36, 38, 39, 40, 42, 43, 44, 46, 47, 49, 51, 52, 54, 56, 58, 60, 62, 64, 66, 69, 72, 75,
-        78, 82, 87, 92, 99, 109, 127,
+    5: Trellis((188, 70), 0.0264, (
+        1, 3, 6, 8, 10, 13, 15, 17, 20, 22, 25, 27, 30, 33, 35, 38, 41, 44, 47, 50, 54, 58, 61, 66, 70, 75,
+        80, 86, 93, 101, 112, 127,
     )),
     6: Trellis((126, 85, 173), 0.0, ()),
 }  # fmt: skip
@@ -134,9 +130,7 @@ class TrellisFormat(Levels, LowBitFormat):
         targets = (weight / safe).masked_fill(scale == 0, 0).nan_to_num_(0)
         # errors in units of the largest scale, so that sums stay in fp32's range
         weights = (scale / scale.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)).square().expand_as(weight)
-        library = native.library()
-        encode = viterbi if library is None else _native(str(library))
-        return encode(targets.contiguous(), weights.contiguous(), self)
+        return nearest(targets, weights, self.bits, self.trellis)
 
     def device_codes(self, weight: QTensor) -> tuple[Tensor, Tensor | None]:
         masks, _, upper = self.trellis
@@ -151,26 +145,31 @@ class TrellisFormat(Levels, LowBitFormat):
         return trellis.indices(unpack_bits(packed, self.bits, columns), table, self.bits)
 
 
-def subsets(bits: int) -> Tensor:
+def nearest(targets: Tensor, weights: Tensor, bits: int, code: Trellis) -> Tensor:
+    """Return the indices uint8 [N, n] of the nearest sequences to targets fp32 [N, n], at scale 1; squared errors count
+    `weights` [N, n] times."""
+    library = native.library()
+    encode = viterbi if library is None else _native(str(library))
+    return encode(targets.contiguous(), weights.contiguous(), bits, code)
+
+
+def subsets(code: Trellis) -> Tensor:
     """Return x uint8 [256] of each window."""
-    return trellis.subsets(torch.tensor(trellis.map_of(TRELLISES[bits].masks), dtype=torch.uint8))
+    return trellis.subsets(torch.tensor(trellis.map_of(code.masks), dtype=torch.uint8))
 
 
-def viterbi(targets: Tensor, weights: Tensor, format: TrellisFormat) -> Tensor:
-    """Find the indices of the nearest sequences to targets [N, n], at scale 1; squared errors count `weights` times.
-
-    In torch, which the library does a hundred times faster.
-    """
-    s = trellis.subset_bits(format.bits)
-    levels = torch.tensor(format.levels, dtype=torch.float32).view(-1, 2**s)
+def viterbi(targets: Tensor, weights: Tensor, bits: int, code: Trellis) -> Tensor:
+    """Do in torch what `nearest` does, and what the library does a hundred times faster."""
+    s = trellis.SUBSET_BITS[bits]
+    levels = torch.tensor(trellis.levels_of(code.upper), dtype=torch.float32).view(-1, 2**s)
     rings, weighting = trellis.ring(targets), trellis.ring(weights)  # [R, 64, n]
-    errors, nearest = [], []
+    errors, places = [], []
     for p in range(trellis.ROWS):
         lost = (rings[:, p, :, None, None] - levels).square() * weighting[:, p, :, None, None]  # [R, n, choices, subsets]
         least = lost.min(-2)
         errors.append(least.values)
-        nearest.append(least.indices)
-    x = subsets(format.bits).int().view(trellis.STATES, 2)
+        places.append(least.indices)
+    x = subsets(code).int().view(trellis.STATES, 2)
     after = torch.arange(trellis.STATES)
     u, low = after & 1, after >> 1
     before = torch.stack((low, low + trellis.STATES // 2))  # [2, states]
@@ -193,7 +192,7 @@ def viterbi(targets: Tensor, weights: Tensor, format: TrellisFormat) -> Tensor:
         for p in reversed(range(trellis.ROWS)):
             choice = choices[p].gather(-1, state[..., None])[..., 0].long()
             q = subset[choice, state].long()
-            found.append(nearest[p].gather(-1, q[..., None])[..., 0] * 2**s + q)
+            found.append(places[p].gather(-1, q[..., None])[..., 0] * 2**s + q)
             state = before[choice, state]
         return state, torch.stack(found[::-1], 1)
 
@@ -211,13 +210,13 @@ def viterbi(targets: Tensor, weights: Tensor, format: TrellisFormat) -> Tensor:
 def _native(path: str):  # type: ignore[no-untyped-def]
     encode = ctypes.CDLL(path).diffbit_trellis_encode
 
-    def call(targets: Tensor, weights: Tensor, format: TrellisFormat) -> Tensor:
+    def call(targets: Tensor, weights: Tensor, bits: int, code: Trellis) -> Tensor:
         (rows, columns), result = targets.shape, torch.empty(targets.shape, dtype=torch.uint8)
-        table, levels = subsets(format.bits), torch.tensor(format.levels, dtype=torch.float32)
+        table, levels = subsets(code), torch.tensor(trellis.levels_of(code.upper), dtype=torch.float32)
         pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (table, levels, targets, weights)]
         sizes = [ctypes.c_int64(size) for size in (rows, columns, columns)]
-        bits = [ctypes.c_int64(format.bits), ctypes.c_int64(trellis.subset_bits(format.bits))]
-        if encode(*bits, *pointers, *sizes, ctypes.c_void_p(result.data_ptr())):
+        kind = [ctypes.c_int64(bits), ctypes.c_int64(trellis.SUBSET_BITS[bits])]
+        if encode(*kind, *pointers, *sizes, ctypes.c_void_p(result.data_ptr())):
             raise DiffbitError("the library cannot encode: no memory, or DIFFBIT_ISA names what this CPU does not have")
         return result
 

@@ -5,8 +5,8 @@ of the row within the 64: the rows of four tiles, lane by lane. The bits u of a 
 
     w_p = sum_{j=0..7} u_{(p - j) mod 64} << j                                                   its window
     x_p = xor_{j: w_p >> j & 1} map[j]                                                           linear in the window
-    i_p = a_p << s | x_p,    s = max(7 - bits, 3)                                                the index of a level
-    v_p = m[i_p - H] if i_p >= H else -m[H - 1 - i_p]    for 2 to 5 bits; H is half the number of indices, 32 or 64
+    i_p = a_p << s | x_p,    s = 4, 3, 3, 2, 3 for 2, 3, 4, 5, 6 bits                            the index of a level
+    v_p = m[i_p - H] if i_p >= H else -m[H - 1 - i_p]    for 2 to 5 bits; H is half the number of indices
     v_p = i_p - 128                                      for 6 bits: 256 levels equally far apart
 
 So two neighbours never choose freely: a change of u changes the levels of eight weights. Of all such sequences an
@@ -15,8 +15,8 @@ encoder finds the nearest (Viterbi). Codes of this kind are those of trellis cod
 Here it runs across rows, so a method that rounds columns in turn can round each at once, and four rotations and
 shifts give the windows of a whole vector.
 
-The operator's input `levels` has, for such a weight, m, numbers up to 127 (32 for 2 to 4 bits, 64 for 5, none for 6), and then
-`map`, eight numbers: in all 40, 72 or 8. Tables of symmetric levels are half as large, and a lookup half as long.
+The operator's input `levels` has, for such a weight, m, H numbers up to 127 (16 for 2 and 3 bits, 32 for 4 and 5, none for 6), and then
+`map`, eight numbers below 2^s: in all 24, 40 or 8. Tables of symmetric levels are half as large, and a lookup half as long.
 
 Kernels look up three nibbles in place of a window: the four bits u of a lane, of the lane before it and of that before
 (csrc/cpu/lowbit_matmul/vector.cpp). Those of a lane's tables serve all of its tiles, and nothing is shifted.
@@ -37,16 +37,12 @@ if TYPE_CHECKING:
 ROWS, LANES, TILES = 64, 16, 4  # of a ring
 STATES = 128
 MAP = 8  # numbers
+SUBSET_BITS = {2: 4, 3: 3, 4: 3, 5: 2, 6: 3}  # s: more than these lessen the error of 2, 3 and 5 bits by 4 % at most
 TABLE_BITS = 5  # up to which levels are those of a table
 
 
-def subset_bits(bits: int) -> int:
-    """Return s, the bits of an index that the window decides."""
-    return max(7 - bits, 3)
-
-
 def index_bits(bits: int) -> int:
-    return bits - 1 + subset_bits(bits)
+    return bits - 1 + SUBSET_BITS[bits]
 
 
 def levels_size(bits: int) -> int:
@@ -54,7 +50,7 @@ def levels_size(bits: int) -> int:
     return MAP + (2 ** index_bits(bits) // 2 if bits <= TABLE_BITS else 0)
 
 
-def levels_of(upper: tuple[int, ...]) -> tuple[int, ...]:
+def levels_of(upper: tuple[float, ...]) -> tuple[float, ...]:
     """Return the values of all indices; upper: m, or () for levels equally far apart."""
     return (*(-m for m in reversed(upper)), *upper) if upper else tuple(range(-128, 128))
 
@@ -87,7 +83,7 @@ def indices(codes: torch.Tensor, map: torch.Tensor, bits: int) -> torch.Tensor:
     ordered = ring(codes)
     u = ordered >> (bits - 1)
     window = reduce(lambda sum, j: sum | u.roll(j, 1) << j, range(1, MAP), u).int()
-    return unring((ordered & 2 ** (bits - 1) - 1) << subset_bits(bits) | subsets(map)[window])
+    return unring((ordered & 2 ** (bits - 1) - 1) << SUBSET_BITS[bits] | subsets(map)[window])
 
 
 def values(codes: torch.Tensor, levels: torch.Tensor, bits: int) -> torch.Tensor:
@@ -124,7 +120,7 @@ def body(op: Nodes, codes: Value, levels: Value, bits: int) -> Value:
     assert map is not None
     x = op("Gather", map.cast(Type.UINT8), window.cast(Type.INT32))
     a = op("BitwiseAnd", ordered, op.ints(2 ** (bits - 1) - 1).cast(Type.UINT8))
-    index = op("BitwiseOr", shift(a, subset_bits(bits)), x)
+    index = op("BitwiseOr", shift(a, SUBSET_BITS[bits]), x)
     if bits > TABLE_BITS:
         found = index
     else:
@@ -147,7 +143,7 @@ def codes_of(indices: torch.Tensor, masks: tuple[int, ...], bits: int) -> torch.
         if (mask := reduce(int.__xor__, (m for b, m in enumerate(masks) if subset >> b & 1), 0)).bit_count() % 2
     )
     inverse = reduce(_product, [polynomial] * 63, 1)
-    ordered, s = ring(indices), subset_bits(bits)
+    ordered, s = ring(indices), SUBSET_BITS[bits]
     bits_of = [ordered >> b & 1 for b in range(s) if chosen >> b & 1]
     sums = reduce(lambda a, b: a ^ b, bits_of)
     u = reduce(lambda a, b: a ^ b, (sums.roll(j, 1) for j in range(ROWS) if inverse >> j & 1))

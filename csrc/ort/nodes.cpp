@@ -144,7 +144,7 @@ namespace {
 
 /// Returns the size of the input `levels` of trellis codes (ops/trellis.py).
 int64_t trellis_levels(int64_t bits) {
-  return TRELLIS_MAP + (bits > TRELLIS_TABLE_BITS ? 0 : bits == TRELLIS_TABLE_BITS ? 64 : 32);
+  return TRELLIS_MAP + (bits > TRELLIS_TABLE_BITS ? 0 : int64_t{1} << (bits - 2 + trellis_subset_bits(bits)));
 }
 
 /// Reads the inputs that LowBitMatMul and GatherLowBit share; throws if they do not fit together.

@@ -828,7 +828,7 @@ class LowBitCase(Int4Case):
         levels[0], levels[-1] = 0, 255
         if self.trellis:
             levels = torch.randint(128, (trellis.levels_size(self.bits),), generator=g, dtype=torch.uint8)
-            levels[-trellis.MAP :] &= 2 ** trellis.subset_bits(self.bits) - 1
+            levels[-trellis.MAP :] &= 2 ** trellis.SUBSET_BITS[self.bits] - 1
         if self.doubled:
             levels = (128 + 1 - 2**self.bits + 2 * torch.arange(2**self.bits)).to(torch.uint8)
         row_scale = None

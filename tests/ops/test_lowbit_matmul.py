@@ -33,7 +33,7 @@ def weights(case: LowBitCase) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def trellis_values(codes: np.ndarray, levels: np.ndarray, bits: int) -> np.ndarray:
     """v int64 [N, K] by the docstring of ops/trellis.py, one weight at a time."""
-    half, s = {5: 64, 6: 128}.get(bits, 32), max(7 - bits, 3)
+    half, s = {2: 16, 3: 16, 4: 32, 5: 32, 6: 128}[bits], {2: 4, 3: 3, 4: 3, 5: 2, 6: 3}[bits]
     table, upper = levels[-8:].astype(int), levels[:-8].astype(int)
     v = np.empty(codes.shape, np.int64)
     for n, k in np.ndindex(codes.shape):

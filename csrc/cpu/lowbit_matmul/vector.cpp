@@ -216,7 +216,7 @@ struct Trellis {
   static constexpr int SUBSET_BITS = trellis_subset_bits(BITS);
   static constexpr bool TABLE = BITS <= TRELLIS_TABLE_BITS;
   static constexpr int HALF = 1 << (BITS - 2 + SUBSET_BITS), PIECES = TABLE ? HALF / 16 : 1;  // of levels
-  static constexpr int LOW = BITS < 4 ? 2 : 4, TOP = BITS - 1;
+  static constexpr int TOP = BITS - 1;  // bits a
   Bytes now[LOWBIT_RING], before[LOWBIT_RING], older[LOWBIT_RING], place, sign, levels[PIECES];
 
   explicit Trellis(const LowBitWeight& weight) {
@@ -231,8 +231,8 @@ struct Trellis {
       now[tile] = load_table(tables[0]), before[tile] = load_table(tables[1]), older[tile] = load_table(tables[2]);
     }
     uint8_t places[16] = {}, signs[16] = {};
-    for (int a = 0; TABLE && a < 1 << TOP; ++a) {
-      const int at = a << SUBSET_BITS;
+    for (int a = 0; TABLE && a < 16; ++a) {
+      const int at = (a & ((1 << TOP) - 1)) << SUBSET_BITS;
       signs[a] = at < HALF ? 255 : PLUS;
       places[a] = static_cast<uint8_t>(at < HALF ? HALF - 1 - at : at - HALF);
     }
@@ -261,29 +261,35 @@ struct Trellis {
   }
 };
 
-/// Returns the bits a of a quad.
+/// Returns the bits a of a quad; up to 4 bits, others may be set that `lookup` of the tables place and sign does not see.
 template <int BITS>
 DIFFBIT_INLINE Bytes upper_of(const uint8_t* run, int quad) {
   constexpr int LOW = BITS < 4 ? 2 : 4;
-  if constexpr (BITS == 6) {
-    const Bytes plane = load_bytes(run + (LOW + quad / 4) * LOWBIT_PLANE), top = splat(uint8_t{16});
+  if constexpr (BITS >= 5) {
     const Bytes low = field<4, 0>(run, quad);
+    if constexpr (BITS == 5) return low;
+    const Bytes plane = load_bytes(run + (LOW + quad / 4) * LOWBIT_PLANE), top = splat(uint8_t{16});
     switch (quad % 4) {
       case 0: return low | (shift<-4>(plane) & top);
       case 1: return low | (shift<-2>(plane) & top);
       case 2: return low | (plane & top);
       default: return low | (shift<2>(plane) & top);
     }
-  } else {
-    const Bytes low = load_bytes(run + quad * LOW / 8 * LOWBIT_PLANE);
-    const Bytes mask = splat(static_cast<uint8_t>(BITS == LOW ? (1 << (LOW - 1)) - 1 : (1 << LOW) - 1));
-    switch (quad * LOW % 8) {
-      case 0: return low & mask;
-      case 2: return shift<2>(low) & mask;
-      case 4: return shift<4>(low) & mask;
-      default: return shift<6>(low) & mask;
-    }
   }
+  // What is left of a plane is the same for several quads
+  const Bytes plane = load_bytes(run + quad * LOW / 8 * LOWBIT_PLANE);
+  Bytes a;
+  if constexpr (BITS == 2) {
+    const Bytes kept = plane & splat(uint8_t{0x55});
+    a = quad % 4 == 0 ? kept : quad % 4 == 1 ? shift<2>(kept) : quad % 4 == 2 ? shift<4>(kept) : shift<6>(kept);
+  } else if constexpr (BITS == 3) {
+    const Bytes kept = (quad % 2 ? shift<2>(plane) : plane) & splat(uint8_t{0x33});
+    a = quad % 4 < 2 ? kept : shift<4>(kept);
+  } else {
+    const Bytes kept = plane & splat(uint8_t{0x77});
+    a = quad % 2 ? shift<4>(kept) : kept;
+  }
+  return LOOKUP_WRAPS ? a : a & splat(uint8_t{15});
 }
 
 constexpr int HISTORY = 8 + LOWBIT_PLANE;  // bytes, of two lanes that are the last, too, and of all
@@ -335,9 +341,8 @@ DIFFBIT_INLINE void histories(const uint8_t* codes, int64_t apart, uint8_t (*to)
 
 /// Calls each(tile, quad, v, weights) for a run of a ring, whose tiles begin at codes + tile * apart.
 template <int BITS, class Each>
-DIFFBIT_INLINE void decode_run(const Trellis<BITS>& trellis, const uint8_t* codes, int64_t apart, uint8_t (*history)[HISTORY],
-                               const Each& each) {
-  histories<BITS>(codes, apart, history);
+DIFFBIT_INLINE void decode_run(const Trellis<BITS>& trellis, const uint8_t* codes, int64_t apart,
+                               const uint8_t (*history)[HISTORY], const Each& each) {
   for (int v = 0; v < VECTORS; ++v)
     DIFFBIT_UNROLL
     for (int quad = 0; quad < LOWBIT_QUADS; ++quad) {
@@ -363,7 +368,11 @@ void multiply_ring(const Int4Rows& rows, const LowBitWeight& weight, int64_t fir
   const Trellis<BITS> trellis(weight);
   const int64_t runs = weight.group_size / LOWBIT_RUN, apart = weight.groups * runs * BITS * LOWBIT_PLANE;
   const uint8_t* codes = weight.codes + first * apart;
-  uint8_t history[LOWBIT_QUADS][HISTORY];
+  // Loads across lanes wait until what they read has left the store buffer, so histories are computed a run ahead
+  uint8_t history[2][LOWBIT_QUADS][HISTORY];
+  histories<BITS>(codes, apart, history[0]);
+  const uint8_t* const last = codes + (weight.groups * runs - 1) * BITS * LOWBIT_PLANE;
+  int turn = 0;
   F32 results[LOWBIT_RING][ROWS][VECTORS];
   for (auto& tile : results)
     for (auto& row : tile)
@@ -379,7 +388,8 @@ void multiply_ring(const Int4Rows& rows, const LowBitWeight& weight, int64_t fir
       for (int tile = 0; tile < LOWBIT_RING; ++tile)
         DIFFBIT_UNROLL
         for (int plane = 0; plane < BITS; ++plane) prefetch(codes + tile * apart + plane * LOWBIT_PLANE + AHEAD / 4);
-      decode_run<BITS>(trellis, codes, apart, history, [&](int tile, int quad, int v, Bytes magnitudes, Bytes signs) {
+      if (codes != last) histories<BITS>(codes + BITS * LOWBIT_PLANE, apart, history[turn ^ 1]);
+      decode_run<BITS>(trellis, codes, apart, history[turn], [&](int tile, int quad, int v, Bytes magnitudes, Bytes signs) {
         DIFFBIT_UNROLL
         for (int r = 0; r < ROWS; ++r) {
           const auto four = splat4(q + (quad * ROWS + r) * 4);
@@ -387,6 +397,7 @@ void multiply_ring(const Int4Rows& rows, const LowBitWeight& weight, int64_t fir
           sum = TABLE ? dot_small(sum, magnitudes, signed_by(four, signs)) : dot_centered(sum, magnitudes, four);
         }
       });
+      turn ^= 1;
     }
     for (int tile = 0; tile < LOWBIT_RING; ++tile) {
       const int64_t at = ((first + tile) * weight.groups + g) * INT4_TILE;
@@ -429,11 +440,13 @@ void decode_ring_of(const LowBitWeight& weight, int64_t tile, uint8_t* to, int64
   const uint8_t* codes = weight.codes + tile / LOWBIT_RING * LOWBIT_RING * apart;
   const Bytes middle = splat(static_cast<uint8_t>(BYTE_MIDDLE ^ 128));
   uint8_t history[LOWBIT_QUADS][HISTORY];
-  for (int64_t run = 0; run < runs; ++run, codes += BITS * LOWBIT_PLANE, to += RUN_BYTES)
+  for (int64_t run = 0; run < runs; ++run, codes += BITS * LOWBIT_PLANE, to += RUN_BYTES) {
+    histories<BITS>(codes, apart, history);
     decode_run<BITS>(trellis, codes, apart, history, [&](int tile, int quad, int v, Bytes magnitudes, Bytes signs) {
       store(to + tile * to_apart + quad * LOWBIT_PLANE + v * WIDTH,
             Trellis<BITS>::TABLE ? signed_by(magnitudes, signs) ^ middle : magnitudes);
     });
+  }
 }
 
 void decode_ring(const LowBitWeight& weight, int64_t tile, uint8_t* to, int64_t to_apart) {
