@@ -228,15 +228,16 @@ LOWBIT_MATMUL = Op(
     opsets=INT4_MATMUL.opsets,
     call=Call(
         "lowbit_matmul",
-        integers=(*PRODUCT, "node.group_size", "node.bits", "scale_type = tensors.scales.type", "tensors.a.type"),
+        integers=(*PRODUCT, "node.group_size", "node.bits", "scale_type = tensors.scales.type", "tensors.is_trellis", "tensors.a.type"),
         notes={
             "a": "[m, k]",
             "codes": "at a multiple of 16",
             "scales": "[tiles, groups, 16]",
             "row_scales": "[tiles, 16]; null: 1 everywhere",
-            "levels": "[2^bits]; null: none",
+            "levels": "[2^bits], or what ops/trellis.py says; null: none",
             "y": "[m, n]",
             "scale_type": "FLOAT16 or INT8",
+            "is_trellis": "1 for trellis codes, else 0",
         },
     ),
 )

@@ -46,7 +46,9 @@ def index_bits(bits: int) -> int:
 
 
 def levels_size(bits: int) -> int:
-    """Return the size of the operator's input `levels` for such a weight."""
+    """Return the size of the operator's input `levels` for such a weight; 0 for bits of which there is none."""
+    if bits not in SUBSET_BITS:
+        return 0
     return MAP + (2 ** index_bits(bits) // 2 if bits <= TABLE_BITS else 0)
 
 

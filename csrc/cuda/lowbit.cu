@@ -4,6 +4,7 @@
 // A block has a tile, 16 rows of the weight, and up to ROWS rows of activations; its warps take the groups of the tile in turn.
 // Lane `row` has quads 0 to 3 of a run of 32 weights of that row, lane 16 + row its quads 4 to 7: a quad's four codes are put
 // together from one word of one or two planes, and multiplied with one dp4a.
+#include "../ort/layouts.h"
 #include "rounded_groups.h"
 
 namespace diffbit::cuda {
@@ -20,8 +21,9 @@ struct Planes {
   bool int8_scales;
   const __half* row_scales;  // [tiles, 16], or null
   const uint8_t* levels;     // [2^bits], or null
+  const uint8_t* map;        // [8] of trellis codes, or null
   int64_t n;
-  int groups, group_size, bits;
+  int groups, group_size, bits, subset_bits;
 };
 
 template <class Op>
@@ -31,6 +33,10 @@ Planes planes_of(const Op& op) {
   p.row_scales = static_cast<const __half*>(op.row_scales), p.levels = static_cast<const uint8_t*>(op.levels);
   p.n = op.n, p.group_size = static_cast<int>(op.group_size), p.bits = static_cast<int>(op.bits);
   p.groups = static_cast<int>((op.k + op.group_size - 1) / op.group_size);
+  if (op.is_trellis) {
+    p.map = p.levels + trellis_levels(op.bits) - TRELLIS_MAP;
+    p.subset_bits = static_cast<int>(trellis_subset_bits(op.bits));
+  }
   return p;
 }
 
@@ -52,6 +58,29 @@ __device__ __forceinline__ uint32_t codes_of(const uint32_t* run, int bits, int 
   return bits == low ? codes : codes | field(run + low * TILE, bits - low, quad) << low;
 }
 
+/// Returns the indices of levels of a quad of trellis codes, a byte each (ops/trellis.py); `run`: the run of a group's tile.
+__device__ __forceinline__ uint32_t indices_of(const Planes& p, int64_t tile, int64_t group, int64_t run, int quad, int row) {
+  constexpr int TILES = TRELLIS_ROWS / TILE;
+  const int64_t runs = p.group_size / RUN, first = tile / TILES * TILES;
+  const int place = row * TILES + static_cast<int>(tile % TILES);
+  uint32_t codes = 0, x = 0;
+#pragma unroll
+  for (int ago = TRELLIS_MAP - 1; ago >= 0; --ago) {
+    const int at = (place - ago + TRELLIS_ROWS) % TRELLIS_ROWS;
+    const int64_t words = ((first + at % TILES) * p.groups + group) * runs + run;
+    codes = codes_of(p.codes + words * p.bits * TILE + at / TILES, p.bits, quad);
+    x ^= (codes >> (p.bits - 1) & 0x01010101u) * (__ldg(p.map + ago) & ((1u << p.subset_bits) - 1));
+  }
+  return (codes & 0x01010101u * ((1u << (p.bits - 1)) - 1)) << p.subset_bits | x;
+}
+
+/// Returns the level of an index.
+__device__ __forceinline__ int level_of(const Planes& p, int index) {
+  const int half = 1 << (p.bits - 2 + p.subset_bits);
+  if (p.bits > TRELLIS_TABLE_BITS) return index - half;
+  return index >= half ? __ldg(p.levels + index - half) : -static_cast<int>(__ldg(p.levels + half - 1 - index));
+}
+
 __device__ __forceinline__ float scale_of(const Planes& p, int64_t at) {
   return p.int8_scales ? static_cast<float>(static_cast<const int8_t*>(p.scales)[at])
                        : __half2float(static_cast<const __half*>(p.scales)[at]);
@@ -64,14 +93,18 @@ __device__ __forceinline__ float row_scale_of(const Planes& p, int64_t n) {
 template <class T, int COUNT>
 __global__ void __launch_bounds__(THREADS) multiply(Product p) {
   int32_t* totals = shared_memory<int32_t>();                      // [CHUNK][COUNT][16]
-  uint32_t* levels = reinterpret_cast<uint32_t*>(totals + CHUNK * COUNT * TILE);  // [16], less 128 as a byte
+  uint32_t* levels = reinterpret_cast<uint32_t*>(totals + CHUNK * COUNT * TILE);  // [16], or [256] of trellis codes; bytes
   const Planes& weight = p.weight;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, runs = weight.group_size / RUN, bits = weight.bits;
   const int row = lane % TILE, half = lane / TILE;
   const int64_t tile = blockIdx.x, first = static_cast<int64_t>(blockIdx.y) * ROWS;
   const int count = static_cast<int>(p.m - first < COUNT ? p.m - first : COUNT);
   const int output_row = threadIdx.x / TILE, column = threadIdx.x % TILE;  // of the number that this thread adds up
-  if (weight.levels && threadIdx.x < 1 << bits) levels[threadIdx.x] = weight.levels[threadIdx.x] ^ 0x80u;
+  if (weight.map)
+    for (int i = threadIdx.x; i < 1 << (bits - 1 + weight.subset_bits); i += THREADS)
+      levels[i] = static_cast<uint8_t>(level_of(weight, i));
+  else if (weight.levels && threadIdx.x < 1 << bits)
+    levels[threadIdx.x] = weight.levels[threadIdx.x] ^ 0x80u;
   __syncthreads();
   float result = 0;
   for (int begin = 0; begin < p.groups; begin += CHUNK) {
@@ -85,9 +118,9 @@ __global__ void __launch_bounds__(THREADS) multiply(Product p) {
 #pragma unroll
         for (int i = 0; i < QUADS / 2; ++i) {
           const int quad = half * (QUADS / 2) + i;
-          uint32_t weights = codes_of(codes, bits, quad);
+          uint32_t weights = weight.map ? indices_of(weight, tile, g, run, quad, row) : codes_of(codes, bits, quad);
           if (weight.levels)
-            weights = levels[weights & 15] | levels[weights >> 8 & 15] << 8 | levels[weights >> 16 & 15] << 16 |
+            weights = levels[weights & 255] | levels[weights >> 8 & 255] << 8 | levels[weights >> 16 & 255] << 16 |
                       levels[weights >> 24] << 24;
 #pragma unroll
           for (int r = 0; r < COUNT; ++r)
@@ -132,8 +165,10 @@ __global__ void __launch_bounds__(THREADS) rows(Planes p, const int64_t* ids, co
   for (int64_t i = threadIdx.x; i < k; i += THREADS) {
     const int64_t group = tile * p.groups + i / p.group_size, run = i % p.group_size / RUN;
     const int quad = static_cast<int>(i % RUN / 8 * 2 + i % 2), byte = static_cast<int>(i % 8 / 2);
-    const int code = static_cast<int>(codes_of(p.codes + (group * runs + run) * p.bits * TILE + row, p.bits, quad) >> 8 * byte & 255);
-    const int value = p.levels ? p.levels[code] - 128 : code - (1 << (p.bits - 1));
+    const uint32_t codes = p.map ? indices_of(p, tile, i / p.group_size, run, quad, static_cast<int>(row))
+                                 : codes_of(p.codes + (group * runs + run) * p.bits * TILE + row, p.bits, quad);
+    const int code = static_cast<int>(codes >> 8 * byte & 255);
+    const int value = p.map ? level_of(p, code) : p.levels ? p.levels[code] - 128 : code - (1 << (p.bits - 1));
     const float scaled = __fmul_rn(static_cast<float>(value), scale_of(p, group * TILE + row));
     y[i] = from_float<T>(__fmul_rn(scaled, row_factor));
   }
@@ -158,7 +193,7 @@ const char* diffbit_cuda_lowbit_matmul(const DiffbitLowBitMatMul* op, void* work
     using T = decltype(number);
     const int count = p.m == 1 ? 1 : ROWS;
     const dim3 grid(static_cast<unsigned>(across), static_cast<unsigned>(down));
-    const size_t shared = sizeof(int32_t) * (CHUNK * TILE * static_cast<size_t>(count) + 16);
+    const size_t shared = sizeof(int32_t) * (CHUNK * TILE * static_cast<size_t>(count) + (p.weight.map ? 256 : 16));
     return launch(count == 1 ? multiply<T, 1> : multiply<T, ROWS>, grid, THREADS, shared, stream, p);
   });
 }

@@ -22,6 +22,10 @@ constexpr int64_t TRELLIS_MAP = 8;         // numbers, of the bits of a window
 constexpr int64_t TRELLIS_TABLE_BITS = 5;  // of codes up to which there is a table of levels
 /// Returns the bits of an index that a window decides.
 constexpr int64_t trellis_subset_bits(int64_t bits) { return bits == 2 ? 4 : bits == 5 ? 2 : 3; }
+/// Returns the size of the input `levels`.
+constexpr int64_t trellis_levels(int64_t bits) {
+  return TRELLIS_MAP + (bits > TRELLIS_TABLE_BITS ? 0 : int64_t{1} << (bits - 2 + trellis_subset_bits(bits)));
+}
 
 constexpr int64_t CONV_MOST_WIDTH = 64;  // limit, because a thread's stack holds the addresses of that many rows
 

@@ -142,11 +142,6 @@ GatherQuantizedNode::Tensors GatherQuantizedNode::tensors(Context& context) cons
 
 namespace {
 
-/// Returns the size of the input `levels` of trellis codes (ops/trellis.py).
-int64_t trellis_levels(int64_t bits) {
-  return TRELLIS_MAP + (bits > TRELLIS_TABLE_BITS ? 0 : int64_t{1} << (bits - 2 + trellis_subset_bits(bits)));
-}
-
 /// Reads the inputs that LowBitMatMul and GatherLowBit share; throws if they do not fit together.
 template <class Node_>
 LowBitTensors expect_planes(const Node_& node, Context& context) {
@@ -164,17 +159,10 @@ LowBitTensors expect_planes(const Node_& node, Context& context) {
   } else {
     tensors.row_scales.expect({tiles, INT4_TILE});
   }
-  if (node.bits > 1 && tensors.levels.size() == trellis_levels(node.bits)) {
+  tensors.is_trellis = node.bits > 1 && tensors.levels.size() == trellis_levels(node.bits);
+  if (tensors.is_trellis) {
     tensors.levels.expect({tensors.levels.size()});
     if (node.n % TRELLIS_ROWS) throw Error("N is %lld, wanted a multiple of %lld of trellis codes", number(node.n), number(TRELLIS_ROWS));
-    const uint8_t* levels = static_cast<const uint8_t*>(tensors.levels.data);
-    tensors.map = levels + tensors.levels.size() - TRELLIS_MAP;
-    for (; levels < tensors.map; ++levels)
-      if (*levels > 127) throw Error("%s has a level of %d, wanted at most 127", tensors.levels.name, int{*levels});
-    for (; levels < tensors.map + TRELLIS_MAP; ++levels)
-      if (*levels >> trellis_subset_bits(node.bits))
-        throw Error("%s has %d for a bit of a window, wanted less than %d", tensors.levels.name, int{*levels},
-                    1 << trellis_subset_bits(node.bits));
   } else if (node.bits > 4 || (node.bits > 1 && tensors.levels.size() == 1)) {
     tensors.levels.expect({1});
     tensors.level = static_cast<const uint8_t*>(std::exchange(tensors.levels.data, nullptr));

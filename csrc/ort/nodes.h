@@ -89,7 +89,7 @@ struct LowBitTensors {
   int64_t rows;                                                 // of y
   const uint16_t* row_scale;                                    // the single one, else null
   const uint8_t* level;
-  const uint8_t* map;  // of trellis codes; null: none
+  bool is_trellis;
 };
 
 struct LowBitMatMulNode : schema::LowBitMatMul {

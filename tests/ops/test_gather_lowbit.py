@@ -69,6 +69,7 @@ def test_cuda_kernel_is_exact(case: LowBitCase, device: Device) -> None:
     if not case.table:
         pointers[4] = 0
     sizes = [tensors[0].numel(), case.n, case.k, case.group, case.bits, 3 if case.int8_scales else cuda.FLOAT16]
+    sizes.append(int(case.trellis))
     device.run(cuda.GatherLowBit(*pointers, *sizes, TYPES[case.dtype]))
     assert np.array_equal(y.cpu().numpy(), expected(case, inputs))
 

@@ -131,6 +131,7 @@ def test_cuda_kernel_is_exact(case: LowBitCase, device: Device) -> None:
     if not case.table:
         pointers[4] = 0
     sizes = [a.numel() // case.k, case.n, case.k, case.group, case.bits, 3 if case.int8_scales else cuda.FLOAT16]
+    sizes.append(int(case.trellis))
     device.run(cuda.LowBitMatMul(*pointers, *sizes, TYPES[a.dtype]))
     expected = lowbit_matmul.reference(a, packed, factor, case.n, case.group)
     assert torch.allclose(y.cpu(), expected, rtol=0, atol=0, equal_nan=True)

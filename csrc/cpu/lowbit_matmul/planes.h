@@ -18,11 +18,20 @@ LowBitWeight planes_of(const Node_& node, const LowBitTensors& tensors, float fa
   if (row_scale != 1.0f) throw Error("%s is one %g, wanted one 1 or one of each row", tensors.row_scales.name, double{row_scale});
   if (tensors.level && *tensors.level != middle)
     throw Error("%s is one %d, wanted one %lld for integers", tensors.levels.name, int{*tensors.level}, number(middle));
-  const uint8_t* levels = tensors.levels.as<uint8_t>();
-  bool doubled = levels && !tensors.map && node.bits < 4;
+  const uint8_t *levels = tensors.levels.as<uint8_t>(), *map = nullptr;
+  if (tensors.is_trellis) {
+    map = levels + trellis_levels(node.bits) - TRELLIS_MAP;
+    const int32_t subsets = 1 << trellis_subset_bits(node.bits);
+    for (const uint8_t* level = levels; level < map; ++level)
+      if (*level > 127) throw Error("%s has a level of %d, wanted at most 127", tensors.levels.name, int{*level});
+    for (int64_t j = 0; j < TRELLIS_MAP; ++j)
+      if (map[j] >= subsets)
+        throw Error("%s has %d for a bit of a window, wanted less than %d", tensors.levels.name, int{map[j]}, subsets);
+  }
+  bool doubled = levels && !map && node.bits < 4;
   for (int64_t i = 1; doubled && i < int64_t{1} << node.bits; ++i) doubled = levels[i] == levels[0] + 2 * i;
   return {tensors.codes.as<uint8_t>(), tensors.scales.data, tensors.scales.type == ort::INT8, tensors.row_scales.as<uint16_t>(),
-          levels, tensors.map, doubled, factor, node.n, divide_up(node.k, node.group_size), node.group_size, node.bits};
+          levels, map, doubled, factor, node.n, divide_up(node.k, node.group_size), node.group_size, node.bits};
 }
 
 /// Returns the code of a row's weight in a run; `run` is the row's first byte in it.

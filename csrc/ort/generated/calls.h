@@ -302,7 +302,7 @@ struct DiffbitGatherLowBit {
   const void* codes;  // at a multiple of 16
   const void* scales;  // [tiles, groups, 16]
   const void* row_scales;  // [tiles, 16]; null: 1 everywhere
-  const void* levels;  // [2^bits]; null: none
+  const void* levels;  // [2^bits], or what ops/trellis.py says; null: none
   const void* factor;
   void* y;  // [m, k]
   int64_t m;
@@ -311,6 +311,7 @@ struct DiffbitGatherLowBit {
   int64_t group_size;
   int64_t bits;
   int64_t scale_type;  // FLOAT16 or INT8
+  int64_t is_trellis;  // 1 for trellis codes, else 0
   int64_t type;  // of factor and y: FLOAT32, FLOAT16 or BFLOAT16
 
   template <class Node, class Tensors>
@@ -329,6 +330,7 @@ struct DiffbitGatherLowBit {
         node.group_size,
         node.bits,
         tensors.scales.type,
+        tensors.is_trellis,
         tensors.factor.type,
     };
   }
@@ -346,8 +348,9 @@ static_assert(offsetof(DiffbitGatherLowBit, k) == 72, "k");
 static_assert(offsetof(DiffbitGatherLowBit, group_size) == 80, "group_size");
 static_assert(offsetof(DiffbitGatherLowBit, bits) == 88, "bits");
 static_assert(offsetof(DiffbitGatherLowBit, scale_type) == 96, "scale_type");
-static_assert(offsetof(DiffbitGatherLowBit, type) == 104, "type");
-static_assert(sizeof(DiffbitGatherLowBit) == 112, "DiffbitGatherLowBit");
+static_assert(offsetof(DiffbitGatherLowBit, is_trellis) == 104, "is_trellis");
+static_assert(offsetof(DiffbitGatherLowBit, type) == 112, "type");
+static_assert(sizeof(DiffbitGatherLowBit) == 120, "DiffbitGatherLowBit");
 DIFFBIT_CUDA_API size_t diffbit_cuda_gather_lowbit_workspace(const DiffbitGatherLowBit*);
 DIFFBIT_CUDA_API const char* diffbit_cuda_gather_lowbit(const DiffbitGatherLowBit*, void* workspace, void* stream);
 
@@ -476,7 +479,7 @@ struct DiffbitLowBitMatMul {
   const void* codes;  // at a multiple of 16
   const void* scales;  // [tiles, groups, 16]
   const void* row_scales;  // [tiles, 16]; null: 1 everywhere
-  const void* levels;  // [2^bits]; null: none
+  const void* levels;  // [2^bits], or what ops/trellis.py says; null: none
   const void* factor;
   void* y;  // [m, n]
   int64_t m;
@@ -485,6 +488,7 @@ struct DiffbitLowBitMatMul {
   int64_t group_size;
   int64_t bits;
   int64_t scale_type;  // FLOAT16 or INT8
+  int64_t is_trellis;  // 1 for trellis codes, else 0
   int64_t type;  // of a and y: FLOAT32, FLOAT16 or BFLOAT16
 
   template <class Node, class Tensors>
@@ -503,6 +507,7 @@ struct DiffbitLowBitMatMul {
         node.group_size,
         node.bits,
         tensors.scales.type,
+        tensors.is_trellis,
         tensors.a.type,
     };
   }
@@ -520,8 +525,9 @@ static_assert(offsetof(DiffbitLowBitMatMul, k) == 72, "k");
 static_assert(offsetof(DiffbitLowBitMatMul, group_size) == 80, "group_size");
 static_assert(offsetof(DiffbitLowBitMatMul, bits) == 88, "bits");
 static_assert(offsetof(DiffbitLowBitMatMul, scale_type) == 96, "scale_type");
-static_assert(offsetof(DiffbitLowBitMatMul, type) == 104, "type");
-static_assert(sizeof(DiffbitLowBitMatMul) == 112, "DiffbitLowBitMatMul");
+static_assert(offsetof(DiffbitLowBitMatMul, is_trellis) == 104, "is_trellis");
+static_assert(offsetof(DiffbitLowBitMatMul, type) == 112, "type");
+static_assert(sizeof(DiffbitLowBitMatMul) == 120, "DiffbitLowBitMatMul");
 DIFFBIT_CUDA_API size_t diffbit_cuda_lowbit_matmul_workspace(const DiffbitLowBitMatMul*);
 DIFFBIT_CUDA_API const char* diffbit_cuda_lowbit_matmul(const DiffbitLowBitMatMul*, void* workspace, void* stream);
 
