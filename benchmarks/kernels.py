@@ -45,7 +45,19 @@ from diffbit.quantize.methods.rtn import quantize as rtn
 from diffbit.runtime import native
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (2048, 2048), (5632, 2048))  # N x K
-LOWBIT = ("int2_g32_s8", "int3_g32_s8", "int4_g32_s8", "int5_g32_s8", "int6_g32_s8", "nl4_g32_s8", "tcq2_g32_s8", "tcq3_g32_s8", "tcq4_g32_s8", "tcq5_g32_s8", "tcq6_g32_s8")  # beside int4_g32
+LOWBIT = (
+    "int2_g32_s8",
+    "int3_g32_s8",
+    "int4_g32_s8",
+    "int5_g32_s8",
+    "int6_g32_s8",
+    "nl4_g32_s8",
+    "tcq2_g32_s8",
+    "tcq3_g32_s8",
+    "tcq4_g32_s8",
+    "tcq5_g32_s8",
+    "tcq6_g32_s8",
+)  # beside int4_g32
 GRIDS = ("bin_g128", "ternary_g128", "balanced2_g128")
 FORMATS = ("ternary", "int4_g32", "int4_g64", "int4_g128", *GRIDS, *LOWBIT)
 CYCLE_BYTES = 200 << 20

@@ -88,7 +88,7 @@ class Format(ABC):
     whole_groups: ClassVar[bool] = False  # in_features must be a multiple of group_size
     trained: ClassVar[bool] = False  # needs training in this format; rounding alone destroys a model
     in_blocks: ClassVar[bool] = False  # integers with a scale a block
-    by_columns: ClassVar[bool] = False  # codes of a column depend on each other: `encode` and `encode_column` find them
+    rows_together: ClassVar[int] = 1  # so many rows' codes depend on each other: `encode` and `encode_column` find them
     integer_product: ClassVar[bool] = False  # sums (code - 1) * integer input as integers
 
     def __str__(self) -> str:
@@ -249,8 +249,13 @@ class Format(ABC):
     def decode_each(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """Invert `encode_each`; returns fp32."""
 
+    @property
+    def by_columns(self) -> bool:
+        """Whether codes of a column depend on each other."""
+        return self.rows_together > 1
+
     def encode_column(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """Return the codes, of any dtype, of a whole column [N] of a weight, with the scale and zero point of each row."""
+        """Return the codes, of any dtype, of a whole column [N] of a weight; scale, zero: those of each row."""
         return self.encode_each(weight, scale, zero)
 
     def values_each(self, place: Tensor, zero: Tensor | None) -> Tensor:

@@ -3,9 +3,8 @@
     tcq4_g32_s8    row_scale * step / 128 * level        2 to 6 bits; scales as those of lowbit.py
 
 Trellis coded quantization (Marcellin & Fischer, 1990; QTIP, arXiv 2406.11235) chooses among more levels than a code of
-its bits could name, 64 at up to 4 bits. The codes before say which of them a code means. For normally distributed
-weights with a scale for 32, the squared error is 15 to 30 % less than that of tables of levels in as many bits. ops/trellis.py
-defines the codes. They run down a column, so methods that round columns in turn work as with any other format.
+its bits could name. The codes before say which of them a code means. ops/trellis.py defines the codes. They run down a
+column, so methods that round columns in turn work as with any other format.
 
 `QTensor.codes` holds the indices of levels; only packing knows of the trellis. A weight has a multiple of 64 rows.
 
@@ -26,9 +25,9 @@ import torch
 from torch import Tensor
 
 from ..io.errors import DiffbitError
-from ..ops import int4_matmul, lowbit_matmul, trellis
+from ..ops import int4_matmul, trellis
 from ..runtime import native
-from .base import QTensor, by_group, finite
+from .base import QTensor, by_group
 from .levels import Levels
 from .lowbit import STEPS, LowBitFormat
 from .packing import pack_bits, unpack_bits
@@ -68,7 +67,7 @@ TRELLISES = {
 class TrellisFormat(Levels, LowBitFormat):
     """Levels that are chosen by a trellis across rows, with a scale of 8 bits a group."""
 
-    by_columns = True
+    rows_together = trellis.ROWS
 
     @property
     def trellis(self) -> Trellis:
@@ -76,7 +75,7 @@ class TrellisFormat(Levels, LowBitFormat):
 
     @property
     def levels(self) -> tuple[int, ...]:
-        return trellis.levels_of(self.trellis.upper)
+        return tuple(map(int, trellis.levels_of(self.trellis.upper)))
 
     @property
     def has_table(self) -> bool:
@@ -165,7 +164,9 @@ def viterbi(targets: Tensor, weights: Tensor, bits: int, code: Trellis) -> Tenso
     rings, weighting = trellis.ring(targets), trellis.ring(weights)  # [R, 64, n]
     errors, places = [], []
     for p in range(trellis.ROWS):
-        lost = (rings[:, p, :, None, None] - levels).square() * weighting[:, p, :, None, None]  # [R, n, choices, subsets]
+        lost = (rings[:, p, :, None, None] - levels).square() * weighting[
+            :, p, :, None, None
+        ]  # [R, n, choices, subsets]
         least = lost.min(-2)
         errors.append(least.values)
         places.append(least.indices)

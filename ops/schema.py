@@ -228,7 +228,14 @@ LOWBIT_MATMUL = Op(
     opsets=INT4_MATMUL.opsets,
     call=Call(
         "lowbit_matmul",
-        integers=(*PRODUCT, "node.group_size", "node.bits", "scale_type = tensors.scales.type", "tensors.is_trellis", "tensors.a.type"),
+        integers=(
+            *PRODUCT,
+            "node.group_size",
+            "node.bits",
+            "scale_type = tensors.scales.type",
+            "tensors.is_trellis",
+            "tensors.a.type",
+        ),
         notes={
             "a": "[m, k]",
             "codes": "at a multiple of 16",

@@ -1,25 +1,26 @@
 """Trellis codes of `diffbit.LowBitMatMul`: a weight's value depends on one bit of each of the seven weights before it.
 
-A code c of `bits` bits, 2 to 6, is (u << (bits - 1)) | a. In each column, every 64 rows are a ring, in the order p = 4 (row % 16) + row / 16
-of the row within the 64: the rows of four tiles, lane by lane. The bits u of a weight and of those before it are
+A code c of `bits` bits, 2 to 6, is (u << (bits - 1)) | a. In each column, every 64 rows are a ring, in the order
+p = 4 (row % 16) + row / 16 of the row within the 64: the rows of four tiles, lane by lane. The bits u of a weight and
+of those before it are
 
-    w_p = sum_{j=0..7} u_{(p - j) mod 64} << j                                                   its window
-    x_p = xor_{j: w_p >> j & 1} map[j]                                                           linear in the window
-    i_p = a_p << s | x_p,    s = 4, 3, 3, 2, 3 for 2, 3, 4, 5, 6 bits                            the index of a level
-    v_p = m[i_p - H] if i_p >= H else -m[H - 1 - i_p]    for 2 to 5 bits; H is half the number of indices
-    v_p = i_p - 128                                      for 6 bits: 256 levels equally far apart
+    w_p = sum_{j=0..7} u_{(p - j) mod 64} << j          its window
+    x_p = xor_{j: w_p >> j & 1} map[j]                  linear in the window
+    i_p = a_p << s | x_p                                the index of a level; s = 4, 3, 3, 2, 3 for 2, 3, 4, 5, 6 bits
+    v_p = m[i_p - H] if i_p >= H else -m[H - 1 - i_p]   for 2 to 5 bits; H is half the number of indices
+    v_p = i_p - 128                                     for 6 bits: 256 levels equally far apart
 
 So two neighbours never choose freely: a change of u changes the levels of eight weights. Of all such sequences an
 encoder finds the nearest (Viterbi). Codes of this kind are those of trellis coded quantization (Marcellin & Fischer,
-1990; QTIP, arXiv 2406.11235), whose trellis runs along a row and whose levels are computed or looked up in large tables.
-Here it runs across rows, so a method that rounds columns in turn can round each at once, and four rotations and
-shifts give the windows of a whole vector.
+1990; QTIP, arXiv 2406.11235), whose trellis runs along a row and whose levels are computed or looked up in large
+tables. Here it runs across rows, so a method that rounds columns in turn can round each at once.
 
-The operator's input `levels` has, for such a weight, m, H numbers up to 127 (16 for 2 and 3 bits, 32 for 4 and 5, none for 6), and then
-`map`, eight numbers below 2^s: in all 24, 40 or 8. Tables of symmetric levels are half as large, and a lookup half as long.
+The operator's input `levels` has, for such a weight, m, H numbers up to 127 (16 for 2 and 3 bits, 32 for 4 and 5, none
+for 6), and then `map`, eight numbers below 2^s: in all 24, 40 or 8. Tables of symmetric levels are half as large, and a
+lookup half as long.
 
 Kernels look up three nibbles in place of a window: the four bits u of a lane, of the lane before it and of that before
-(csrc/cpu/lowbit_matmul/vector.cpp). Those of a lane's tables serve all of its tiles, and nothing is shifted.
+(csrc/cpu/lowbit_matmul/vector.cpp). Those of a lane serve all of its tiles, and nothing is shifted.
 """
 
 from __future__ import annotations
@@ -90,12 +91,14 @@ def indices(codes: torch.Tensor, map: torch.Tensor, bits: int) -> torch.Tensor:
 
 def values(codes: torch.Tensor, levels: torch.Tensor, bits: int) -> torch.Tensor:
     """Return v int16 [N, K] of codes uint8 [N, K]; levels: the operator's input."""
-    return codes.short().new_tensor(levels_of(tuple(levels[:-MAP].tolist())))[indices(codes, levels[-MAP:], bits).long()]
+    return codes.short().new_tensor(levels_of(tuple(levels[:-MAP].tolist())))[
+        indices(codes, levels[-MAP:], bits).long()
+    ]
 
 
-def input_levels(masks: tuple[int, ...], upper: tuple[int, ...]) -> list[int]:
+def input_levels(masks: tuple[int, ...], upper: tuple[float, ...]) -> list[int]:
     """Return the operator's input `levels`."""
-    return [*upper, *map_of(masks)]
+    return [*map(int, upper), *map_of(masks)]
 
 
 def body(op: Nodes, codes: Value, levels: Value, bits: int) -> Value:
@@ -129,15 +132,17 @@ def body(op: Nodes, codes: Value, levels: Value, bits: int) -> Value:
         upper = levels.slice(0, size - MAP, 0).cast(Type.INT32)
         middle = op.ints(128).cast(Type.INT32)
         lower = upper.slice(-1, -(2**62), 0, -1)
-        found = op("Gather", op("Concat", middle - lower, middle + upper, axis=0).cast(Type.UINT8), index.cast(Type.INT32))
+        found = op(
+            "Gather", op("Concat", middle - lower, middle + upper, axis=0).cast(Type.UINT8), index.cast(Type.INT32)
+        )
     return found.reshape(-1, LANES, TILES, columns).transpose(0, 2, 1, 3).reshape(shape)
 
 
 def codes_of(indices: torch.Tensor, masks: tuple[int, ...], bits: int) -> torch.Tensor:
     """Invert `indices`: codes uint8 [N, K] of indices that an encoder found.
 
-    Some sum x' of bits of x is the parity of an odd number of bits of the window: u times a polynomial g in a delay D of
-    one weight, modulo D^64 - 1 over GF(2). There g^64 = g(D^64) = 1, so u is x' times g^63.
+    Some sum x' of bits of x is the parity of an odd number of bits of the window: u times a polynomial g in a delay D
+    of one weight, modulo D^64 - 1 over GF(2). There g^64 = g(D^64) = 1, so u is x' times g^63.
     """
     chosen, polynomial = next(
         (subset, mask)

@@ -52,14 +52,22 @@ class Finished:
 def plan_for(config: ModelConfig, scheme: Scheme, recipe: Recipe) -> Plan:
     """Return the plan to quantize a model: a transform may change its config.
 
-    Raises DiffbitError if the scheme does not fit, or has int4 activations and the method does not support them.
+    Raises DiffbitError if the scheme does not fit, or has int4 activations or a format that the method does not
+    support.
     """
     if scheme.activations == "int4" and recipe.name != "rtn":
         raise DiffbitError(
             f"method {recipe.name!r} does not support int4 activations, whose Hadamard transform changes the weights; "
             "use method 'rtn', or train with them"
         )
-    return resolve(recipe.config(config), scheme)
+    plan = resolve(recipe.config(config), scheme)
+    for module, format in plan.formats.items():
+        if format.by_columns and recipe.rounding.alone:
+            raise DiffbitError(
+                f"{module}: method {recipe.rounding.name!r} rounds each weight on its own, but codes of {format} "
+                "depend on each other; use gptq or guided"
+            )
+    return plan
 
 
 def quantize_layers(

@@ -229,6 +229,11 @@ def prepare(
     for name, format in scheme.formats(model.config).items():
         if not format.symmetric:
             raise DiffbitError(f"training cannot learn {format}: it has zero points; use a symmetric format")
+        if format.by_columns:
+            raise DiffbitError(
+                f"training rounds each weight on its own, but codes of {format} depend on each other; name another "
+                f"format, such as int{format.bits}_g32"
+            )
         if trainable == "scales" and not format.learned:
             raise DiffbitError(f"{format} has no learned scales to train; use one that has, such as int4_g128")
         start = quantized.get(name)

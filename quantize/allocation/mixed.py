@@ -46,8 +46,10 @@ from ..sizes import overhead, sizes
 from .losses import Losses, measure
 from .sensitivity import estimate
 
-# by default: of each width, the format that loses least for its bytes
-CANDIDATES = ("nl2_g32_s8", "nl3_g32_s8", "nl4_g32_s8", "int5_g32_s8", "int6_g32_s8", "int8_g32", "int8", "none")
+# by default: of each width, the format that loses least for its bytes, and what takes its place where it cannot hold a
+# weight
+CANDIDATES = ("tcq2_g32_s8", "tcq3_g32_s8", "tcq4_g32_s8", "tcq5_g32_s8", "tcq6_g32_s8", "int8_g32", "int8", "none")
+INSTEAD = dict(zip(CANDIDATES, ("nl2_g32_s8", "nl3_g32_s8", "nl4_g32_s8", "int5_g32_s8", "int6_g32_s8"), strict=False))
 FLOAT = "none"  # means float, as in schemes
 SAMPLE = 1024  # calibration tokens on which divergences are measured, approximately
 STAND_IN = "gptq"
@@ -150,7 +152,7 @@ def allocate(
     if tables:
         assert not measuring
         scheme = replace(scheme, embedding=None, head=None)
-    space = _Space(checkpoint, plan_for(checkpoint.config, scheme, recipe), candidates, tables)
+    space = _Space(checkpoint, plan_for(checkpoint.config, scheme, recipe), candidates, tables, recipe.rounding.alone)
     budget = space.budget(bits, nbytes)
     ranked = space.nearest(budget)
     windows = Tokens(checkpoint.config, calibration, calibration_mask, device)
@@ -236,8 +238,12 @@ class _Space:
         plan: Plan,
         candidates: Sequence[str] | None,
         tables: bool,
+        alone: bool = False,
     ) -> None:
-        names = list(dict.fromkeys(name.strip() for name in candidates or CANDIDATES))
+        chosen_here = candidates is None
+        if candidates is None:
+            candidates = [INSTEAD.get(name, name) for name in CANDIDATES] if alone else (*CANDIDATES, *INSTEAD.values())
+        names = list(dict.fromkeys(name.strip() for name in candidates))
         self.formats = {name: None if name == FLOAT else choose_format(name) for name in names}
         if not any(self.formats.values()):
             raise DiffbitError(f"the candidates {', '.join(names) or 'none'} contain no format; name two or more")
@@ -262,6 +268,9 @@ class _Space:
                         check = format.check_table if tensor.module == EMBEDDING_MODULE else format.check
                         check(self.shapes[tensor.module])
                     row[name] = replace(tensor, format=format).device_bytes
+            for name, other in INSTEAD.items() if chosen_here else ():
+                if name in row:
+                    row.pop(other, None)
             if not row:
                 raise DiffbitError(
                     f"{tensor.module}: none of the candidates can hold a weight of shape {tensor.shape}; name another, "

@@ -69,6 +69,7 @@ def _parts(layer: Layer, weight: Tensor, format: Format) -> list[slice]:
     rows = len(weight)
     limit = rows if format.per_tensor else ROWS if layer.is_layer else table_rows(weight.shape[1])
     size = -(-rows // -(-rows // limit))
+    size += -size % format.rows_together
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 

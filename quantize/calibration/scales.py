@@ -172,9 +172,11 @@ def least(weight: Tensor, format: Format, error: Callable[[Tensor], Tensor]) -> 
 
     def loss(scale: Tensor, zero: Tensor | None) -> Tensor:  # shaped as the scales
         total = torch.empty(len(weight), format.groups(weight.shape[1]), device=weight.device)
+        codes = format.encode(weight, scale, zero) if format.by_columns else None
         for rows, s, z, (part,) in format.by_rows(scale, zero, weight):
             part = part.float()
-            total[rows] = error(format.decode_each(format.encode_each(part, s, z), s, z).sub_(part))
+            found = format.encode_each(part, s, z) if codes is None else format.grouped(codes[rows])
+            total[rows] = error(format.decode_each(found, s, z).sub_(part))
         return total if scale.shape == total.shape else total.sum().view(1, 1)
 
     def fine() -> Iterator[tuple[Tensor, Tensor | None]]:

@@ -48,6 +48,7 @@ class Method:
                   once, before the first layer, with the float model's parameters; layers may share a tensor
     steps         the default number of its training steps, each on STEP_TOKENS tokens, towards the float model's hidden
                   states of all calibration tokens; None: it does not train
+    alone         it rounds each weight on its own, so it takes no format `by_columns`
     config        (config) -> the config of the transformed model; a transform that changes the embedding or the head
                   must untie them there
     warning       (config) -> the layers that a transform leaves unchanged, in a sentence, or None
@@ -63,6 +64,7 @@ class Method:
     reads: Literal["stats", "squares"] | None = None
     token_weights: Callable[[ModelConfig, Read, Tokens], dict[str, Tensor]] | None = None
     steps: int | None = None
+    alone: bool = False
     config: Callable[[ModelConfig], ModelConfig] = lambda config: config
     warning: Callable[[ModelConfig], str | None] = lambda config: None
 

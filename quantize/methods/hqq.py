@@ -87,4 +87,4 @@ def shrink(x: Tensor, beta: float) -> Tensor:
     return x.sign() * (magnitude - magnitude.clamp(min=1e-6).pow(P - 1) / beta).clamp_(min=0)
 
 
-METHOD = Method("hqq", __doc__, round=quantize)
+METHOD = Method("hqq", __doc__, round=quantize, alone=True)

@@ -297,4 +297,4 @@ class _StraightArithmetic(Arithmetic):
         return exact + (self.low.mix(probabilities.detach(), value.detach(), head_dim) - exact.detach())
 
 
-METHOD = Method("learned", __doc__, round_layer=quantize_layer, calibrated=True, steps=STEPS)
+METHOD = Method("learned", __doc__, round_layer=quantize_layer, calibrated=True, steps=STEPS, alone=True)

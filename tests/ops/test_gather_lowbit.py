@@ -31,7 +31,10 @@ def expected(case: LowBitCase, inputs: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def run(case: LowBitCase, inputs: dict[str, np.ndarray], isa: str | None = None) -> np.ndarray:
-    body, kind = body_of(gather_lowbit.function, case.bits, case.table, case.trellis), {"Y": 1 if case.dtype == torch.float32 else 10}
+    body, kind = (
+        body_of(gather_lowbit.function, case.bits, case.table, case.trellis),
+        {"Y": 1 if case.dtype == torch.float32 else 10},
+    )
     (got,) = run_node(body, inputs, case.attributes(), {"Y": 3}, CONSTANTS, isa, kinds=kind)
     return got
 

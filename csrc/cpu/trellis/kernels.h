@@ -7,7 +7,7 @@
 
 namespace diffbit {
 
-/// A trellis of 128 states: of the index of a level, the window decides the lowest `subset_bits`.
+/// A trellis of 128 states: of the index of a level, the window decides the lowest `subset_bits`, 2 to 4.
 struct Trellis {
   int64_t bits, subset_bits;
   const uint8_t* subsets;  // [256] of each window
