@@ -32,6 +32,7 @@ from .levels import Levels
 from .lowbit import STEPS, LowBitFormat
 from .packing import pack_bits, unpack_bits
 
+START = 0.9  # of the scale that suits a group of any weights, from which a search of scales finds the least error
 AHEAD = 32  # steps before a ring's first weight, after which the best path hardly depends on its start
 GRAMMAR = "tcq2 ... tcq6, each with _g32_s8, _g64_s8 or _g128_s8"
 
@@ -94,7 +95,7 @@ class TrellisFormat(Levels, LowBitFormat):
         counts = by_group(self, torch.ones_like(weight[:1]), lambda group: group.sum(-1))
         squares = by_group(self, weight, lambda group: group.square().sum(-1, dtype=torch.float64))
         largest = by_group(self, weight, lambda group: group.abs().amax(-1))
-        spread = (squares / counts).sqrt().float() * self.trellis.unit
+        spread = (squares / counts).sqrt().float() * (START * self.trellis.unit)
         return self.stored(torch.maximum(spread, largest / STEPS)), None
 
     def candidates(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
