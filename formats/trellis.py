@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -148,20 +148,21 @@ class TrellisFormat(Levels, LowBitFormat):
 def nearest(targets: Tensor, weights: Tensor, bits: int, code: Trellis) -> Tensor:
     """Return the indices uint8 [N, n] of the nearest sequences to targets fp32 [N, n], at scale 1; squared errors count
     `weights` [N, n] times."""
-    library = native.library()
-    encode = viterbi if library is None else _native(str(library))
-    return encode(targets.contiguous(), weights.contiguous(), bits, code)
+    return (_encoder() or viterbi)(targets.contiguous(), weights.contiguous(), bits, code)
 
 
-def subsets(code: Trellis) -> Tensor:
-    """Return x uint8 [256] of each window."""
-    return trellis.subsets(torch.tensor(trellis.map_of(code.masks), dtype=torch.uint8))
+@lru_cache(1024)  # `code` of a search changes all the time
+def tables(code: Trellis) -> tuple[Tensor, Tensor]:
+    """Return x uint8 [256] of each window, and the levels fp32 of all indices."""
+    subsets = trellis.subsets(torch.tensor(trellis.map_of(code.masks), dtype=torch.uint8))
+    return subsets, torch.tensor(trellis.levels_of(code.upper), dtype=torch.float32)
 
 
 def viterbi(targets: Tensor, weights: Tensor, bits: int, code: Trellis) -> Tensor:
     """Do in torch what `nearest` does, and what the library does a hundred times faster."""
     s = trellis.SUBSET_BITS[bits]
-    levels = torch.tensor(trellis.levels_of(code.upper), dtype=torch.float32).view(-1, 2**s)
+    subsets, values = tables(code)
+    levels = values.view(-1, 2**s)
     rings, weighting = trellis.ring(targets), trellis.ring(weights)  # [R, 64, n]
     errors, places = [], []
     for p in range(trellis.ROWS):
@@ -171,7 +172,7 @@ def viterbi(targets: Tensor, weights: Tensor, bits: int, code: Trellis) -> Tenso
         least = lost.min(-2)
         errors.append(least.values)
         places.append(least.indices)
-    x = subsets(code).int().view(trellis.STATES, 2)
+    x = subsets.int().view(trellis.STATES, 2)
     after = torch.arange(trellis.STATES)
     u, low = after & 1, after >> 1
     before = torch.stack((low, low + trellis.STATES // 2))  # [2, states]
@@ -209,13 +210,16 @@ def viterbi(targets: Tensor, weights: Tensor, bits: int, code: Trellis) -> Tenso
 
 
 @cache
-def _native(path: str):  # type: ignore[no-untyped-def]
-    encode = ctypes.CDLL(path).diffbit_trellis_encode
+def _encoder() -> Callable[[Tensor, Tensor, int, Trellis], Tensor] | None:
+    """Return the library's encoder, or None without the library."""
+    library = native.library()
+    if library is None:
+        return None
+    encode = ctypes.CDLL(str(library)).diffbit_trellis_encode
 
     def call(targets: Tensor, weights: Tensor, bits: int, code: Trellis) -> Tensor:
         (rows, columns), result = targets.shape, torch.empty(targets.shape, dtype=torch.uint8)
-        table, levels = subsets(code), torch.tensor(trellis.levels_of(code.upper), dtype=torch.float32)
-        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (table, levels, targets, weights)]
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (*tables(code), targets, weights)]
         sizes = [ctypes.c_int64(size) for size in (rows, columns, columns)]
         kind = [ctypes.c_int64(bits), ctypes.c_int64(trellis.SUBSET_BITS[bits])]
         if encode(*kind, *pointers, *sizes, ctypes.c_void_p(result.data_ptr())):

@@ -43,6 +43,11 @@ NODES = {
     "nl2_g32_s8": ("LowBitMatMul", None, 32),
     "nl3_g128_s8": ("LowBitMatMul", None, 128),
     "nl4_g32_s8": ("LowBitMatMul", None, 32),
+    "tcq2_g32_s8": ("LowBitMatMul", None, 32),
+    "tcq3_g128_s8": ("LowBitMatMul", None, 128),
+    "tcq4_g32_s8": ("LowBitMatMul", None, 32),
+    "tcq5_g64_s8": ("LowBitMatMul", None, 64),
+    "tcq6_g32_s8": ("LowBitMatMul", None, 32),
     "int3_g32_asym": ("Int4MatMul", None, 32),
     "int2_g16": ("MatMulNBits", 4, 16),
     "int2_g32_asym": ("MatMulNBits", 2, 32),
@@ -94,7 +99,7 @@ CASES = [
 def test_node_computes_the_format(tmp_path: Path, format: str, columns: int) -> None:
     operator, bits, block = NODES[format]
     generator = torch.Generator().manual_seed(columns)
-    weight = torch.randn(24, columns, generator=generator)
+    weight = torch.randn(64, columns, generator=generator)
     model, quantized = build(tmp_path / "m", weight, format, 0.37, "fp32")
     (node,) = (node for node in model.graph.node if node.op_type == operator)
     assert len(model.graph.node) == {"ternary": 2, "mxfp4": 6, "nvfp4": 8}.get(format, 1)
@@ -112,10 +117,13 @@ def test_node_computes_the_format(tmp_path: Path, format: str, columns: int) -> 
 
 @pytest.mark.parametrize(
     "format",
-    ["int4_g32", "int8", "int2_g64", "int2_g64_asym", "int6_g32_s8", "nl4_g32_s8", "nf4", "mxfp4", "nvfp4", "ternary"],
+    [
+        "int4_g32", "int8", "int2_g64", "int2_g64_asym", "int6_g32_s8", "nl4_g32_s8", "tcq4_g32_s8", "nf4", "mxfp4", "nvfp4",
+        "ternary",
+    ],
 )
 def test_fp16(tmp_path: Path, format: str) -> None:
-    weight = torch.randn(24, 192, generator=torch.Generator().manual_seed(0)) * 0.1
+    weight = torch.randn(64, 192, generator=torch.Generator().manual_seed(0)) * 0.1
     model, quantized = build(tmp_path / "m", weight, format, 1.0, "fp16")
     types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
     if "proj.scale" in types and format not in ("ternary", "mxfp4", "nvfp4") and not format.endswith("_s8"):
@@ -233,7 +241,8 @@ def test_every_format_goes_all_the_way(tmp_path: Path) -> None:
     """A model with each format that there is in a layer of its own: quantized, read back, exported, verified, and its
     bytes are those that the format says."""
     formats = [*map(parse_format, names()), *(format for format in all_formats() if format.better is not None)]
-    config = config_of("diff_v1", num_layers=-(-len(formats) // 7), max_position=24)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "num_kv_heads": 2, "head_dim": 32}
+    config = config_of("diff_v1", num_layers=-(-len(formats) // 7), max_position=24, **sizes)
     modules = [module for module in linear_shapes(config) if module != "lm_head"]
     scheme = Scheme(overrides=tuple(zip(modules, formats, strict=False)))
     source = write_model(tmp_path / "float", config)

@@ -35,6 +35,7 @@ def quantized(folder: Path, config: ModelConfig, scheme: Scheme) -> Path:
     ("embedding", "head", "dtype"),
     [("int8", "int8", "fp32"), ("int4_g32", "int4_g32", "fp16"), ("int5_g64_asym", "int5_g64_asym", "fp32"),
      ("int6_g32_s8", "int6_g32_s8", "fp32"), ("nl4_g32_s8", "nl4_g32_s8", "fp16"), ("int5_g64", "int5_g64", "fp32"),
+     ("tcq4_g32_s8", "tcq4_g32_s8", "fp16"), ("tcq5_g32_s8", "tcq6_g32_s8", "fp32"),
      ("int4_g32", "int8", "fp32"), ("int8", "none", "fp32"), ("none", "int8", "fp16")],
 )  # fmt: skip
 def test_tables(tmp_path: Path, tied: bool, embedding: str, head: str, dtype: str) -> None:

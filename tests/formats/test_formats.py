@@ -125,7 +125,7 @@ def test_blocks_of_rows_make_no_difference(name, dtype, monkeypatch):
 @given(st.sampled_from([*names(), *NOT_OFFERED]), st.integers(1, 5), st.integers(1, 5), st.integers(0, 63))
 def test_packed_comes_back(name, rows, blocks, rest):
     format = parse_format(name)
-    columns = 64 * blocks + (0 if format.whole_groups else rest)
+    columns, rows = 64 * blocks + (0 if format.whole_groups else rest), rows * format.rows_together
     quantized = by_range(weight(rows, columns, seed=rest), format)
     parts = quantized.parts()
     again = QTensor.from_packed(format, (rows, columns), **parts)

@@ -550,6 +550,7 @@ VARIANTS = ("diff_v1", "diff_v2", "softmax")
 WEIGHTS = (
     "int4_g32", "int8", "ternary", "int3_g32_s8", "nl4_g32_s8", "int2_g32_s8", "int5_g32_s8", "int6_g32_s8", "int8_g32",
     "int6_g64", "int4_g32_asym", "int4", "int2", "nf4", "fp4", "mxfp4", "nvfp4", "int8_g64_asym", "int4_g16",
+    "tcq2_g32_s8", "tcq3_g32_s8", "tcq4_g32_s8", "tcq5_g32_s8", "tcq6_g64_s8",
 )  # fmt: skip
 CACHES = {
     "int8": AttentionScheme(keys="int8", values="int8"),
