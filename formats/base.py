@@ -364,7 +364,8 @@ class QTensor:
     tensor_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.format.check(self.shape)
+        rows, columns = self.shape
+        self.format.check((rows + -rows % self.format.rows_together, columns))  # it may be some rows of a weight
         scale_shape = self.format.scale_shape(self.shape)
         expected = {"codes": (self.shape, torch.uint8), "scale": (scale_shape, torch.float32)}
         if not self.format.symmetric:

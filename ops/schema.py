@@ -214,7 +214,7 @@ GATHER = Op(
 LOWBIT_MATMUL = Op(
     "LowBitMatMul",
     version=1,
-    names=9,
+    names=14,
     inputs=(
         Tensor("A", T),
         Tensor("codes", Type.UINT8),

@@ -118,7 +118,16 @@ def test_node_computes_the_format(tmp_path: Path, format: str, columns: int) -> 
 @pytest.mark.parametrize(
     "format",
     [
-        "int4_g32", "int8", "int2_g64", "int2_g64_asym", "int6_g32_s8", "nl4_g32_s8", "tcq4_g32_s8", "nf4", "mxfp4", "nvfp4",
+        "int4_g32",
+        "int8",
+        "int2_g64",
+        "int2_g64_asym",
+        "int6_g32_s8",
+        "nl4_g32_s8",
+        "tcq4_g32_s8",
+        "nf4",
+        "mxfp4",
+        "nvfp4",
         "ternary",
     ],
 )
@@ -241,7 +250,7 @@ def test_every_format_goes_all_the_way(tmp_path: Path) -> None:
     """A model with each format that there is in a layer of its own: quantized, read back, exported, verified, and its
     bytes are those that the format says."""
     formats = [*map(parse_format, names()), *(format for format in all_formats() if format.better is not None)]
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "num_kv_heads": 2, "head_dim": 32}
+    sizes = {"num_heads": 2, "num_kv_heads": 2}  # a width of 64, which trellis codes need
     config = config_of("diff_v1", num_layers=-(-len(formats) // 7), max_position=24, **sizes)
     modules = [module for module in linear_shapes(config) if module != "lm_head"]
     scheme = Scheme(overrides=tuple(zip(modules, formats, strict=False)))

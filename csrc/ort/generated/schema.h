@@ -370,7 +370,7 @@ struct LowBitMatMul {
       {16, 2, 10, 10, 2, 1, 16},
       {16, 2, 3, 10, 2, 1, 16},
   };
-  static constexpr const char* NAMES[9] = {"LowBitMatMul", "LowBitMatMul_2", "LowBitMatMul_3", "LowBitMatMul_4", "LowBitMatMul_5", "LowBitMatMul_6", "LowBitMatMul_7", "LowBitMatMul_8", "LowBitMatMul_9"};
+  static constexpr const char* NAMES[14] = {"LowBitMatMul", "LowBitMatMul_2", "LowBitMatMul_3", "LowBitMatMul_4", "LowBitMatMul_5", "LowBitMatMul_6", "LowBitMatMul_7", "LowBitMatMul_8", "LowBitMatMul_9", "LowBitMatMul_10", "LowBitMatMul_11", "LowBitMatMul_12", "LowBitMatMul_13", "LowBitMatMul_14"};
   static constexpr Signature SIGNATURE{6, 1, 0x0, 0x0, 0x0};
 };
 
