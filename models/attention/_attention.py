@@ -222,14 +222,25 @@ class Attention(Mixer):
         query = self._onnx_normed(g, query, self.q_norm, "q_norm")
         return query, self._onnx_normed(g, key, self.k_norm, "k_norm"), value
 
+    def onnx_gates(self, g: Graph, x: Value) -> Value | None:
+        """Add the gates of a mixture of heads, float32 [B, S, H]; None: the variant is none."""
+        return None
+
     def onnx_attention(
-        self, g: Graph, x: Value, lambda_: Value | None, past: Cache, heads: Heads, change: Change | None = None
+        self,
+        g: Graph,
+        x: Value,
+        lambda_: Value | None,
+        past: Cache,
+        heads: Heads,
+        change: Change | None = None,
+        gates: Value | None = None,
     ) -> tuple[Value, Cache]:
         """Add Graph.attention of x with these heads, and with the layer's own or another layer's keys and values."""
         projected = self.onnx_projected(g, x)
         source = past if self.keys_of is None else g.carried[self.keys_of]
         heads = replace(heads, rope=self.rope, local_rope=self.local_rope, sliding_window=self.sliding_window)
-        out, present = g.attention(*projected, lambda_, source, heads, change)
+        out, present = g.attention(*projected, lambda_, source, heads, change, gates)
         if self.gives:
             g.carried[self.layer_index] = present
         return out, present

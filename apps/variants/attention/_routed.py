@@ -12,9 +12,9 @@ and W_h are the rows of router_proj, which stays float32 unless an override name
 all are on. With K = 1, only the balance loss trains W_r.
 
 A class that inherits from Routed and from a variant gates the variant's heads; a head of differential attention is the
-difference, after its norm. Every head is computed, also where it is off: its keys and values are in the cache for later
-tokens, and no kernel skips its scores. Methods may change all that they may change in the variant, because g_i is one
-number for a head.
+difference, after its norm. DiffAttention's kernels do not compute a head that is off (ops/diff_attention.py, "Gates");
+torch and the portable body compute every head. The keys and values of all heads are computed, because later tokens may
+read them. Methods may change all that they may change in the variant, because g_i is one number for a head.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ....io.errors import DiffbitError
 from ....io.fields import Count
 from ....models.attention import Attention, AttentionOptions
-from ....models.mixers import Cache, Carried, Graph, Operations, Place, Rope, State, Value
+from ....models.mixers import Carried, Graph, Operations, Place, Rope, State, Value
 
 HIDDEN = -1e30
 ROUTER = "router_proj"
@@ -91,18 +91,13 @@ class Routed(Attention):
         logits = g.cast(g.linear(x, self.router_proj, ROUTER), np.float32)
         shared, routed, kinds = g.ops("Split", [logits, g.const(self.sizes)], 3, axis=-1)
         largest, _ = g.ops("TopK", [routed, g.const([self.top_k])], 2, axis=-1)
-        off = g.op("Less", [routed, g.op("ReduceMin", [largest, g.const([-1])])])
+        last = g.op("Slice", [largest, g.const([self.top_k - 1]), g.const([self.top_k]), g.const([-1])])
+        off = g.op("Less", [routed, last])
         routed = g.op("Where", [off, g.const(HIDDEN, np.float32), routed])
         counts = g.const([2 * self.shared_heads, 2 * self.top_k], np.float32)
         weights = g.op("Mul", [g.op("Softmax", [kinds], axis=-1), counts])
         parts = zip(g.ops("Split", [weights], 2, axis=-1, num_outputs=2), (shared, routed), strict=True)
         return g.op("Concat", [g.op("Mul", [a, g.op("Softmax", [part], axis=-1)]) for a, part in parts], axis=-1)
-
-    def onnx_heads(self, g: Graph, x: Value, past: Cache) -> tuple[Value, Cache]:
-        heads, present = super().onnx_heads(g, x, past)
-        heads = g.op("Reshape", [heads, g.const([0, 0, self.num_heads, -1])])
-        gates = g.cast(g.op("Unsqueeze", [self.onnx_gates(g, x), g.const([-1])]), g.dtype)
-        return g.op("Reshape", [g.op("Mul", [heads, gates]), g.const([0, 0, -1])]), present
 
 
 def balance_loss(logits: Tensor, on: Tensor) -> Tensor:
