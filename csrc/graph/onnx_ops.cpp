@@ -130,10 +130,12 @@ void where_checked(Node& node) {
   node.out(0).set_type(ort::FLOAT32);
 }
 
-void reduce_max(Node& node) {
+/// Reduces the last axis to one number: of(numbers, how many).
+template <float of(const float*, int64_t)>
+void reduce(Node& node) {
   const OrtValue &x = node.in(0), &axes = node.in(1);
   if (axes.size() != 1 || axis_of(x, Integers(axes)[0]) != x.rank - 1 || !node.integer("keepdims", 1) || !x.shape[x.rank - 1])
-    fail("ReduceMax along another axis than the last");
+    fail("%s along another axis than the last", node.op.c_str());
   const int64_t width = x.shape[x.rank - 1];
   Shape shape;
   std::copy_n(x.shape, x.rank, shape);
@@ -141,8 +143,10 @@ void reduce_max(Node& node) {
   OrtValue& y = node.out(0);
   y.resize(shape, x.rank);
   const float* from = x.as<float>();
-  for (int64_t row = 0, rows = y.size(); row < rows; ++row, from += width) y.as<float>()[row] = *std::max_element(from, from + width);
+  for (int64_t row = 0, rows = y.size(); row < rows; ++row, from += width) y.as<float>()[row] = of(from, width);
 }
+float largest_of(const float* x, int64_t count) { return *std::max_element(x, x + count); }
+float sum_of(const float* x, int64_t count) { return static_cast<float>(std::accumulate(x, x + count, 0.0)); }
 void reduce_checked(Node& node) {
   if (node.in(0).type != ort::FLOAT32) fail("%s of ONNX's type %d", node.op.c_str(), node.in(0).type);
   node.out(0).set_type(ort::FLOAT32);
@@ -304,7 +308,8 @@ constexpr OnnxOp OPS[] = {
     {"", "Less", less, floats_to_bool, false},
     {"", "MatMul", matmul, floats_only, false, true},
     {"", "Mul", binary<Times>, numbers, false, true},
-    {"", "ReduceMax", reduce_max, reduce_checked, false, true},
+    {"", "ReduceMax", reduce<largest_of>, reduce_checked, false, true},
+    {"", "ReduceSum", reduce<sum_of>, reduce_checked, false, true},
     {"", "Relu", each<positive>, floats_only, false, true},
     {"", "Reshape", reshape, nullptr, true},
     {"", "Round", each<nearest>, floats_only, false, true},

@@ -623,6 +623,8 @@ def write_moh(path: Path) -> Path:
         moh.Options(8, 4, 32, shared_heads=2, top_k=3),
         moh_diff_v1.Options(4, 2, 32, noise_ratio=2, shared_heads=1, top_k=1),
         moh_diff_v2.Options(4, 2, 32, shared_heads=1, top_k=2),
+        moh.Options(8, 4, 32, shared_heads=2, top_k=3, router="norm", shared=(1, 6)),
+        moh_diff_v1.Options(4, 2, 32, noise_ratio=2, shared_heads=1, top_k=1, router="norm"),
     )
     layers = tuple(LayerSpec(mixer, swiglu.Options(96)) for mixer in mixers)
     decoder = Decoder(ModelConfig(vocab_size=VOCABULARY, hidden_size=64, layers=layers, max_position=64))
