@@ -8,6 +8,7 @@ maps. Inputs and outputs are bound once, to memory that stays: a run is `count` 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -108,10 +109,12 @@ class Attention:
             buffers[name][:, :, : array.shape[2]] = array
         return buffers
 
-    def graph(self, folder: Path, kv: str, repeated: bool = False) -> None:
+    def graph(self, folder: Path, kv: str, repeated: bool = False, gates: bool = False, plain: bool = False) -> None:
         """One DiffAttention node over a cache of the kind `kv`; `repeated`: a noise head is gathered for each
-        signal head instead of shared."""
-        heads, kv_heads, d, kind = 2 * self.pairs, 2 * self.kv_pairs, self.d, KINDS[kv]
+        signal head instead of shared; `gates`: with an input of gates; `plain`: the heads of pairs are heads of one
+        softmax."""
+        heads, kv_heads, d = 2 * self.pairs, 2 * self.kv_pairs, self.d
+        kind = replace(KINDS[kv], gates=gates, branches=1 if plain else 2)
         g = OnnxGraph(folder, "fp32")
         f, i = np.float32, np.int64
         inputs = {
@@ -122,6 +125,8 @@ class Attention:
             "cos": g.input("cos", f, ["P", d // 2]), "sin": g.input("sin", f, ["P", d // 2]),
             "attention_mask": g.input("attention_mask", i, [1, "T"]),
         }  # fmt: skip
+        if gates:
+            inputs["gates"] = g.input("gates", f, [1, "S", heads if plain else self.pairs])
         cache = {
             name: (array.dtype, [1, kv_heads, f"{name}_slots", *array.shape[3:]])
             for name, array in self.past_cache(kv).items()
@@ -137,10 +142,10 @@ class Attention:
         outputs = g.customs(
             diff_attention, [inputs.get(name) for name in kind.inputs], len(kind.outputs),
             lambda name: diff_attention_body.function(kind, name=name), kind,
-            num_heads=self.pairs, num_kv_heads=kv_heads, branches=kind.branches,
-            noise_ratio=1 if repeated else self.ratio, wide_value=1, scale=self.scale,
-            norm_eps=self.norm_eps, key_bits=kind.key_bits, value_bits=kind.value_bits, query_bits=kind.query_bits,
-            window=WINDOW, first=FIRST,
+            num_heads=heads if plain else self.pairs, num_kv_heads=kv_heads, branches=kind.branches,
+            noise_ratio=1 if repeated else self.ratio, wide_value=int(not plain), scale=self.scale,
+            norm_eps=0.0 if plain else self.norm_eps, key_bits=kind.key_bits,
+            value_bits=kind.value_bits, query_bits=kind.query_bits, window=WINDOW, first=FIRST,
         )  # fmt: skip
         for name, value in zip(kind.outputs, outputs, strict=True):
             if name == "out":

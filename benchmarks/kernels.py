@@ -15,7 +15,8 @@ which memory can be read (machine.c), which takes its turn among the contenders;
 
 Rows, as JSON: one per op, shape N x K, tokens M and threads, with `ratio`: how many times faster than each peer, and
 `targets`: wanted and reached. Rows "caches" are our own kinds of KV cache, all timed in turn, rows "grouped" heads that
-share a noise head beside the same heads with it repeated; `mb` is what one token reads. The exit status tells only
+share a noise head beside the same heads with it repeated, rows "gates" a mixture of heads, of which so many percent are
+on, beside the node without gates, which computes all heads; `mb` is what one token reads. The exit status tells only
 whether everything ran.
 """
 
@@ -82,6 +83,8 @@ TARGETS: dict[tuple[str, str], tuple[dict[str, float], dict[str, float]]] = {
     ("attention", "one"): ({"share": 80, "body": 3.0, "two calls": 1.5},) * 2,
     ("attention", "many"): ({"two calls": 1.5},) * 2,
 }  # fmt: skip
+# A mixture of heads with keys and values of their own, on a long context: how many times faster than all heads
+GATE_TARGETS = {1.0: 0.97, 0.75: 1.2, 0.5: 1.6}
 # Of a long context on two threads: how many times faster than our own float caches
 CACHE_TARGETS = {"int8": {"fp32": 1.6, "fp16": 1.3}, "int4": {"fp32": 2.2, "fp16": 1.8}}
 # Of random numbers; others 0.02
@@ -305,6 +308,50 @@ def grouped_rows(bench: Bench, past: int) -> Iterator[Row]:
                 yield bench.judge(row, bench.turn(row, makers), nbytes, {"repeated": 1.3})
 
 
+def gate_rows(bench: Bench, kind: str, kv_pairs: int, past: int) -> Iterator[Row]:
+    """A row for each share of heads that are on, one token after `past`; kind: plain or differential."""
+    layer, plain = Attention(PAIRS, kv_pairs, HEAD_DIM, past, 1), kind == "plain"
+    heads, shared = PAIRS * (1 + plain), layer.feeds()
+    y = {"y": ((1, 1, 2 * PAIRS * HEAD_DIM), np.float32)}
+    order = np.random.default_rng(0).permutation(heads)
+    gates = {share: (order < round(share * heads)).astype(np.float32).reshape(1, 1, heads) for share in GATE_TARGETS}
+    for kv in ("fp16", "int8", "int4"):
+        grown = layer.grown(kv, layer.past_cache(kv))
+        nbytes = sum(array.nbytes for array in grown.values())
+        nodes = max(1, round(bench.cycle_bytes / nbytes))
+        arrays = {name: (array, (name.replace("past", "present"),)) for name, array in grown.items()}
+        with tempfile.TemporaryDirectory(dir=bench.folder) as name:
+            models = {}
+            for gated in (False, True):
+                (folder := Path(name) / str(gated)).mkdir()
+                layer.graph(folder, kv, gates=gated, plain=plain)
+                models[gated] = repeat(folder, nodes, frozenset(shared) | {"gates"})
+            for threads in bench.threads:
+                whole = Agreeing(nodes, threads, 1e-3)
+
+                def mixture(
+                    share: float, whole: Agreeing = whole, arrays: Any = arrays, models: Any = models
+                ) -> Contender:
+                    feeds = shared | {"gates": gates[share]}
+                    session = OrtContender(models[True], whole.nodes, whole.threads, feeds, y, arrays, bench.isa)
+                    session.run()
+                    by_head = whole.results[0].reshape(heads, -1) * gates[share].reshape(heads, 1)
+                    close_to(session.first().reshape(heads, -1), by_head, whole.most)
+                    return timed(session, whole.nodes)
+
+                makers: dict[str, Maker] = {"all heads": partial(whole, models[False], shared, y, arrays, bench.isa)}
+                makers |= {OURS if share == 1 else f"{share}": partial(mixture, share) for share in GATE_TARGETS}
+                common: Row = {"op": "gates", "kind": kind, "kv": kv, "kv_pairs": kv_pairs, "context": past + 1,
+                               "threads": threads, "isa": bench.isa}  # fmt: skip
+                us = bench.turn(common, makers)
+                for share, goal in GATE_TARGETS.items():
+                    times = {OURS: us[OURS if share == 1 else f"{share}"], READ: us[READ], "all heads": us["all heads"]}
+                    goals = {"all heads": goal} if kv_pairs == PAIRS and past >= 8000 else {}
+                    read = nbytes * share if kv_pairs == PAIRS else nbytes
+                    row = common | {"on": round(100 * share), "mb": round(read / 1e6, 2)}
+                    yield bench.judge(row, times, read, goals)
+
+
 # ---- the whole ------------------------------------------------------------------------------------------------------
 
 
@@ -326,10 +373,15 @@ def rows(bench: Bench, only: str | None) -> Iterator[Row]:
     if only in (None, "grouped"):
         for past in bench.pasts:
             yield from grouped_rows(bench, past - 1)
+    if only in (None, "gates"):
+        for kind in ("plain", "differential"):
+            for kv_pairs in (PAIRS, 4):
+                yield from gate_rows(bench, kind, kv_pairs, bench.pasts[-1] - 1)
 
 
 COLUMNS = {
-    "kv": "cache", "n": "N", "k": "K", "kv_pairs": "kv pairs", "context": "context", "tokens": "M",
+    "kind": "attention", "kv": "cache", "on": "heads on", "n": "N", "k": "K",
+    "kv_pairs": "kv pairs", "context": "context", "tokens": "M",
     "threads": "threads", "us": "us", "mb": "MB", "gb_per_s": "GB/s", "gops": "GOPS", "share_percent": "of read",
 }  # fmt: skip
 
@@ -338,7 +390,7 @@ def tables(about: Row, rows: Sequence[Row]) -> str:
     parts = [
         f"{about['machine']}; ONNX Runtime {about['onnxruntime']}, {about['instruction_set']}. `{about['command']}`"
     ]
-    for op in (*FORMATS, "attention", "caches", "grouped"):
+    for op in (*FORMATS, "attention", "caches", "grouped", "gates"):
         for title, many in (("one token", False), ("many tokens", True)):
             if chosen := [row for row in rows if row["op"] == op and (row.get("tokens", 1) > 1) == many]:
                 parts.append(f"{op}, {title}\n\n{row_table(chosen, COLUMNS)}")
@@ -347,7 +399,7 @@ def tables(about: Row, rows: Sequence[Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=(*FORMATS, "attention", "caches", "grouped"))
+    parser.add_argument("--only", choices=(*FORMATS, "attention", "caches", "grouped", "gates"))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="(default: 1 2)")
     parser.add_argument("--isa", help="the instruction set of our kernels (default: the best of this CPU)")
     add_outputs(parser, "research/cpu/README.md")

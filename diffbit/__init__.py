@@ -14,7 +14,7 @@ from .io.errors import DiffbitError
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from .apps.convert.differential import convert
+    from .apps.convert.write import convert
     from .apps.evaluate.compare import compare
     from .cli.automatic import quantize_model
     from .export import export_artifact
@@ -29,7 +29,7 @@ __all__ = [
     "generate", "load", "parse_format", "quantize_checkpoint", "quantize_model", "verify",
 ]  # fmt: skip
 
-_PACKAGE = {"compare": "apps.evaluate.compare", "convert": "apps.convert.differential"}
+_PACKAGE = {"compare": "apps.evaluate.compare", "convert": "apps.convert.write"}
 _PACKAGE |= {"export_artifact": "export", "parse_format": "formats", "quantize_model": "cli.automatic"}
 _PACKAGE |= dict.fromkeys(("Scheme", "load", "quantize_checkpoint"), "quantize")
 _PACKAGE |= dict.fromkeys(("Chat", "Sampler", "Session", "Tokenizer", "generate", "verify"), "runtime")

@@ -190,9 +190,10 @@ class DecoderGraph(OnnxGraph):
         past: Cache,
         heads: Heads,
         change: Change | None = None,
+        gates: ir.Value | None = None,
     ) -> tuple[ir.Value, Cache]:
-        branches, appends = 1 if lambda_ is None else 2, key is not None
-        signature = operator(self.scheme, branches, heads.noise_ratio, heads.sliding_window, appends)
+        branches, appends, gated = 1 if lambda_ is None else 2, key is not None, gates is not None
+        signature = operator(self.scheme, branches, heads.noise_ratio, heads.sliding_window, appends, gated)
         simple = appends and heads.rope and not (self.low_bit or self._rings)
         grouped = branches == 1 and simple and not change and not heads.head_dim % GROUP_QUERY_MULTIPLE
         self._has_rows &= change is None
@@ -211,6 +212,7 @@ class DecoderGraph(OnnxGraph):
             "cos": cos,
             "sin": sin,
             "attention_mask": self.attention_mask,
+            "gates": gates,
         }
         values |= {f"past_{name}": buffer for name, buffer in past.items()}
         op, more = change or (diff_attention_body, ())

@@ -193,10 +193,11 @@ class GroupedGraph(DecoderGraph):
         past: Cache,
         heads: Heads,
         change: Change | None = None,
+        gates: ir.Value | None = None,
     ) -> tuple[ir.Value, Cache]:
         wide, ratio = heads.wide_value, heads.noise_ratio
         if key is None or value is None or not self.grouped or bool(wide) != (lambda_ is not None):
-            return super().attention(query, key, value, lambda_, past, heads, change)
+            return super().attention(query, key, value, lambda_, past, heads, change, gates)
         query, key = self._rotated(query, heads), self._rotated(key, heads)
         softmaxes, kv_heads = heads.num_heads + wide * heads.num_heads // ratio, heads.num_kv_heads // (1 + wide)
         fixed, scales = self._scales, list[ir.Value | None]()
@@ -225,6 +226,10 @@ class GroupedGraph(DecoderGraph):
             out = self._turned(self.op("Add", [out, self.weight("output_offset", offset.numpy())]), heads)
         if lambda_ is not None:
             out = self._difference(out, lambda_, heads)
+        if gates is not None:
+            by_head = self.op("Reshape", [out, self.const([0, 0, heads.num_heads, -1])])
+            by_head = self.op("Mul", [by_head, self.cast(self.op("Unsqueeze", [gates, self.const([-1])]), self.dtype)])
+            out = self.op("Reshape", [by_head, self.const([0, 0, -1])])
         return out, {"key": present_key, "value": present_value}
 
     def _turned(self, x: ir.Value, heads: Heads) -> ir.Value:

@@ -161,13 +161,15 @@ class Graph(Builder, Protocol):
         past: Cache,
         heads: Heads,
         change: Change | None = None,
+        gates: ir.Value | None = None,
     ) -> tuple[ir.Value, Cache]:
         """Add attention of heads that are not yet rotated; returns its output and the cache with the new tokens.
 
         With a lambda: diffbit.DiffAttention, whose inputs ops/diff_attention.py describes. Without one: softmax
         attention of query [B, S, num_heads * d], key and value [B, S, num_kv_heads * d] -> [B, S, num_heads * d], a
         DiffAttention of one branch. Without key and value, `past` is another layer's present, which is only read:
-        query [B, Q, ...] is for the last Q of all tokens, and no cache is returned.
+        query [B, Q, ...] is for the last Q of all tokens, and no cache is returned. gates: float32 [B, S, num_heads],
+        which multiply the heads' outputs; kernels do not compute a head whose gate is 0.
         """
 
     def attention_inputs(self, past: Cache, heads: Heads, branches: int) -> tuple[Signature, dict[str, int], Cache]:

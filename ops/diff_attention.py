@@ -27,6 +27,7 @@ Inputs; n = branches
     attention_mask  int64 [B, T]       0 hides a key (padding); token s sees keys 0..past_length+s that are not hidden,
                                        with a sliding window of n the last n of them
     past_key/value_scale, past_key/value_recent        the cache, below
+    gates           float [B, S, H]    of a mixture of heads, "Gates", below; omitted: 1 everywhere
 Outputs
     out             T  [B, S, H*(1+wide_value)*d]; zero where a token sees no key at all
     present_key/value, present_key/value_scale, present_key/value_recent
@@ -89,6 +90,11 @@ RoPE, multiplied by scale and rotated if the keys are, each operation rounded to
 Products with float16 keys are float32. query_bits 0: the float32 query is multiplied with float32 keys,
 level * scale (+ offset).
 
+Gates: the result of each head is multiplied by the token's gate, in float32, after the norm and before it is rounded to
+T. Where a gate is 0, out is 0 whatever the head would be, and kernels do not compute it: a head that is off (with two
+branches both of the pair, but for a noise head that another pair needs) has no scores and reads no keys and values. The
+keys and values that several heads share are read unless all of them are off. New ones are appended in any case.
+
 Attributes: num_heads (H), num_kv_heads (Hk), branches, noise_ratio (R), wide_value, scale, norm_eps, key_bits,
 value_bits, query_bits, window and first (read below 8 bits only), sliding_window, spec_version.
 
@@ -120,6 +126,7 @@ class Signature:
     noise_ratio: int = 1
     sliding_window: int = 0
     appends: bool = True  # False: query-only
+    gates: bool = False  # of a mixture of heads
 
     def __post_init__(self) -> None:
         for attribute in OP.attributes:
@@ -146,7 +153,8 @@ class Signature:
     @property
     def attributes(self) -> dict[str, int]:
         """Return the node's attributes that the signature determines."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "appends"}
+        names = (field.name for field in fields(self) if field.name not in ("appends", "gates"))
+        return {name: getattr(self, name) for name in names}
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -168,6 +176,7 @@ class Signature:
         for name in names:
             bits = self.key_bits if "key" in name else self.value_bits
             unused = bits > most.get(name.rpartition("_")[2], 16) or (name == "lambda" and self.branches == 1)
+            unused |= name == "gates" and not self.gates
             new = name in ("key", "value") or name.startswith("present")
             used.append("" if unused or (new and not self.appends) else name)
         while not used[-1]:

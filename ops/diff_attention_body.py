@@ -25,7 +25,7 @@ def grouped_body(op: Nodes) -> list[Value]:
     T tokens, padding included; a bias hides padding, and is finite, so that a query that sees nothing gives no NaN.
     ONNX Runtime computes values that do not depend on the layer once for all layers.
     """
-    query, key, value, _, past_key, past_value, _, position_ids, cos, sin, attention_mask = op.inputs
+    query, key, value, _, past_key, past_value, _, position_ids, cos, sin, attention_mask, *rest = op.inputs
     batch, length, total = position_ids.size(0), position_ids.size(1), attention_mask.size(1)
     count = total.cast(Type.INT32)
     lengths = (count - op.ints(1).cast(Type.INT32)).expand(batch)
@@ -39,7 +39,14 @@ def grouped_body(op: Nodes) -> list[Value]:
         "kv_num_heads": op.reference("num_kv_heads"),
         "scale": op.reference("scale"),
     }
-    return op.several(3, "com.microsoft.GroupQueryAttention", *inputs, **attributes)
+    out, *presents = op.several(3, "com.microsoft.GroupQueryAttention", *inputs, **attributes)
+    return [gated(op, out, rest[-1], op.dim("num_heads")) if rest else out, *presents]
+
+
+def gated(op: Nodes, out: Value, gates: Value, heads: Value) -> Value:
+    """Multiply heads [B, S, H * d] by gates [B, S, H]. Every head has been computed: only kernels skip."""
+    by_head = out.cast(Type.FLOAT32).reshape(0, 0, heads, -1) * gates.unsqueeze(3)
+    return by_head.reshape(0, 0, -1).like(out)
 
 
 def function(of: Signature = Signature(), grouped: bool = False, name: str | None = None) -> onnx_ir.Function:  # noqa: B008 (frozen)
@@ -116,4 +123,6 @@ class AttentionBody(CacheBody):
         eps = self.op.attribute("norm_eps")
         normed = heads / self.op("Sqrt", self.op("ReduceMean", heads * heads, -1, keepdims=1) + eps)
         out = self.op("Where", self.op("Greater", eps, self.zero_f), normed, heads)
+        if self.of.gates:
+            out = out * self.inputs["gates"].unsqueeze(3)
         return out.reshape(self.B, self.S, -1).like(self.inputs["query"])

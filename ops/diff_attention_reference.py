@@ -234,6 +234,7 @@ def reference(
     past_value_scale: torch.Tensor | None = None,
     past_key_recent: torch.Tensor | None = None,
     past_value_recent: torch.Tensor | None = None,
+    gates: torch.Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int,
@@ -295,6 +296,8 @@ def reference(
     out = out.permute(0, 3, 1, 2, 4, 5).reshape(batch, steps, num_heads, width * d)
     if norm_eps > 0:
         out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + norm_eps)
+    if gates is not None:
+        out = torch.where(gates[..., None] == 0, 0.0, out * gates[..., None].to(dtype))
     out = out.reshape(batch, steps, num_heads * width * d).to(query.dtype)
     (key_buffer, *key_rest), (value_buffer, *value_rest) = keys.presents, values.presents
     rest = (part for pair in zip(key_rest, value_rest, strict=True) for part in pair)

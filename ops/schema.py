@@ -54,6 +54,7 @@ DIFF_ATTENTION = Op(
         Tensor("past_value_scale", Type.FLOAT16, optional=True),
         Tensor("past_key_recent", Type.FLOAT16, optional=True),
         Tensor("past_value_recent", Type.FLOAT16, optional=True),
+        Tensor("gates", Type.FLOAT32, optional=True),
     ),
     outputs=(
         Tensor("out", T),

@@ -33,7 +33,12 @@ IN_DIFF_ATTENTION = {"always": "native", "native": "native", "never": "never"}
 
 
 def operator(
-    scheme: AttentionScheme, branches: int, noise_ratio: int = 1, sliding_window: int = 0, appends: bool = True
+    scheme: AttentionScheme,
+    branches: int,
+    noise_ratio: int = 1,
+    sliding_window: int = 0,
+    appends: bool = True,
+    gates: bool = False,
 ) -> Signature:
     """Return the signature of the operator that computes this attention."""
     return Signature(
@@ -44,6 +49,7 @@ def operator(
         noise_ratio=noise_ratio,
         sliding_window=sliding_window,
         appends=appends,
+        gates=gates,
     )
 
 

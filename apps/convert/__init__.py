@@ -1,4 +1,4 @@
-"""Turns a plain Transformer into a differential one that computes the same function.
+"""Gives a model another attention: differential, computing the same function, or a mixture of its heads.
 
 diffbit.convert("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-diff")   # a checkpoint that quantize, export and train take
 """

@@ -1,4 +1,4 @@
-"""diffbit convert: make a differential model from a plain Transformer, or merge an adapter into a model."""
+"""diffbit convert: give a model another attention, or merge an adapter into it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ EXAMPLES = {
         "diffbit convert examples/pico/softmax -o out/differential",
         "diffbit convert examples/pico/softmax --start rotated -o out/rotated",
         "diffbit convert examples/pico/softmax --start rotated --lambda 0.2 -o out/subtracting",
+        "diffbit convert examples/pico/diff_v2 --to moh --heads 0.75 -o out/mixture",
         "diffbit convert examples/pico/softmax --adapter out/adapter -o out/merged",
     )
 }
@@ -23,6 +24,14 @@ def convert(
     model: Annotated[Path, typer.Argument(help="Model: a float checkpoint folder, or a GGUF file.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Output folder: the new checkpoint.")],
     adapter: Adapter = None,
+    to: Annotated[
+        Literal["diff_v2", "moh"] | None,
+        typer.Option(
+            help="diff_v2: differential attention, version 2, of a plain Transformer. moh: a mixture of heads, of a "
+            "plain or differential model, which turns heads off by token. Default: diff_v2; with --adapter the "
+            "attention stays as it is."
+        ),
+    ] = None,
     start: Annotated[
         Literal["copy", "rotated"] | None,
         typer.Option(
@@ -43,6 +52,29 @@ def convert(
             "0.0025 for rotated, which keeps its o_proj: larger ones are farther from the model's function.",
         ),
     ] = None,
+    heads: Annotated[
+        float | None, typer.Option(help="Of --to moh: the share of heads that are on for a token; default: 0.75.")
+    ] = None,
+    shared: Annotated[
+        float | None,
+        typer.Option(
+            help="Of --to moh: the share of all heads that are always on; default: two thirds of those that are on."
+        ),
+    ] = None,
+    choose: Annotated[
+        Literal["first", "importance"] | None,
+        typer.Option(
+            help="Of --to moh: which heads are always on. first: the first ones. importance: those that move the loss "
+            "of a text most, which needs the whole model in memory. Default: first."
+        ),
+    ] = None,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Text for --choose importance, with the same values as --data of other commands; default: mix.",
+        ),
+    ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(
@@ -53,7 +85,8 @@ def convert(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Convert a plain Transformer to a differential one, version 2, that computes the same function.
+    """Convert a model to another attention: to a differential one that computes the same function, or to a mixture of
+    heads that computes a part of them.
 
     Any llama, mistral, qwen2 or qwen3 model, from a folder or a GGUF file. The result is a float checkpoint: quantize,
     export or train it (`diffbit train --init`). With --adapter, merge a LoRA adapter into its model instead.
@@ -61,14 +94,19 @@ def convert(
     import torch
 
     from ...models import Checkpoint, num_parameters
-    from .differential import convert as write
+    from .write import convert as write
 
     write(
         model,
         output,
+        to=to,
         start=start,
         angle=angle,
         lambda_start=lambda_start,
+        heads=heads,
+        shared=shared,
+        choose=choose,
+        calibrate=calibrate,
         adapter=adapter,
         dtype=None if dtype is None else getattr(torch, dtype),
         overwrite=overwrite,
@@ -82,6 +120,6 @@ def convert(
             "parameters": num_parameters(checkpoint.config), "bytes": size,
         })  # fmt: skip
     if as_json:
-        print_json({"output": str(output), "start": start, "before": rows[0], "after": rows[1]})
+        print_json({"output": str(output), "to": to, "start": start, "before": rows[0], "after": rows[1]})
     else:
         print_table(rows)

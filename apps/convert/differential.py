@@ -23,20 +23,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ...io import files
 from ...io.errors import DiffbitError
-from ...io.progress import track
-from ...models import Checkpoint, CheckpointWriter, ModelConfig, attention_options, num_parameters
+from ...models import Checkpoint, ModelConfig, attention_options
+from ._target import checked, float_model
 
 STARTS = ("copy", "rotated")
 LAMBDA_BIAS = -6.0  # of a rotated start
-ONE_FILE = 1 << 30  # bytes; a larger model is written one file per layer, so that only one layer is in memory
 
 
 @dataclass(frozen=True)
@@ -56,69 +52,37 @@ class _Start:
         return cls(turn, None, 2.0) if start == "copy" else cls(turn, LAMBDA_BIAS, 1.0)
 
 
-def convert(
-    model: str | Path,
-    out: str | Path,
-    *,
-    start: str | None = None,
-    angle: float | None = None,
-    lambda_start: float | None = None,
-    adapter: str | Path | None = None,
-    dtype: torch.dtype | None = None,
-    overwrite: bool = False,
-) -> Path:
-    """Write the folder `out` with the differential version of a plain Transformer, or with the model that an adapter
-    is merged into, and return it.
+@dataclass(frozen=True)
+class ToDifferential:
+    """start: "copy" or "rotated" (above); None: "copy". angle: of a rotated start, in degrees; None: 90. lambda_start:
+    in (0, 1); None: 1/2 for a copy, 0.0025 for a rotated start, whose o_proj stays as it is."""
 
-    model: a float checkpoint, a folder or a GGUF file; its tokenizer, chat template and generation config come along.
-    start: "copy" or "rotated" (above); None: "copy", or with an adapter the model's attention stays as it is. angle: of
-    a rotated start, in degrees; None: 90. lambda_start: in (0, 1); None: 1/2 for a copy, 0.0025 for a rotated start,
-    whose o_proj stays as it is. adapter: the folder of a LoRA adapter of this model, in PEFT's layout. dtype: of all
-    weights, float32, bfloat16 or float16; None: as they are. One layer, or the embedding, is in memory at a time.
+    start: str | None = None
+    angle: float | None = None
+    lambda_start: float | None = None
 
-    Raises DiffbitError for a model that is quantized, differential already, or has layers other than attention; for
-    weights that are too large for their dtype; for an angle that a norm of queries does not allow; and for a
-    lambda_start that is not in (0, 1).
-    """
-    merges_only = adapter is not None and start is None
-    if merges_only and (angle is not None or lambda_start is not None):
-        raise DiffbitError("angle and lambda describe a differential model; also give a start, copy or rotated")
-    start = "copy" if start is None else start
-    if start not in STARTS:
-        raise DiffbitError(f"start is {start!r}, wanted one of {', '.join(STARTS)}")
-    if angle is not None and (start == "copy" or not math.isfinite(angle)):
-        raise DiffbitError(f"angle is {angle}, wanted a number of degrees of a rotated start")
-    if lambda_start is not None and not 0 < lambda_start < 1:
-        raise DiffbitError(f"lambda starts at {lambda_start}, wanted a number between 0 and 1")
-    begin = _Start.of(start, 90.0 if angle is None else angle, lambda_start)
-    source = Checkpoint(model, adapter)
-    files.check_apart(out, source.path, *(() if adapter is None else (adapter,)))
-    config = source.config if merges_only else _differential(source, lambda_bias=begin.bias is not None)
-    label = source.dtype if dtype is None else str(dtype).removeprefix("torch.")
-    layers = {name: index for index in range(config.num_layers) for name in source.block_names(index)}
-    with CheckpointWriter(
-        out,
-        config,
-        dtype=label,
-        shard_layers=num_parameters(config) * getattr(torch, label).itemsize > ONE_FILE,
-        tokenizer_from=source.tokenizer_files,
-        overwrite=overwrite,
-    ) as writer:
-        parts = [(index, list(names)) for index, names in groupby(source.names, layers.get)]
-        for index, names in track(parts, "merging" if merges_only else "converting"):
-            types = {name: getattr(torch, label) if source.is_adapted(name) else dtype for name in names}
-            tensors = {name: _cast(source, name, source.read(name), types[name]) for name in names}
-            if index is not None and not merges_only:
-                _convert_layer(source, config, index, tensors, begin)
-            writer.add_layer(tensors)
-            del tensors  # before the next ones are read
-    return Path(out)
+    def __post_init__(self) -> None:
+        if self.start not in (None, *STARTS):
+            raise DiffbitError(f"start is {self.start!r}, wanted one of {', '.join(STARTS)}")
+        if self.angle is not None and (self.start != "rotated" or not math.isfinite(self.angle)):
+            raise DiffbitError(f"angle is {self.angle}, wanted a number of degrees of a rotated start")
+        if self.lambda_start is not None and not 0 < self.lambda_start < 1:
+            raise DiffbitError(f"lambda starts at {self.lambda_start}, wanted a number between 0 and 1")
+
+    @property
+    def begin(self) -> _Start:
+        return _Start.of(self.start or "copy", 90.0 if self.angle is None else self.angle, self.lambda_start)
+
+    def config(self, source: Checkpoint) -> ModelConfig:
+        return _differential(source, lambda_bias=self.begin.bias is not None)
+
+    def layer(self, source: Checkpoint, config: ModelConfig, index: int, tensors: dict[str, Tensor]) -> None:
+        _convert_layer(source, config, index, tensors, self.begin)
 
 
 def _differential(source: Checkpoint, lambda_bias: bool) -> ModelConfig:
     """Return the differential model's config; raises DiffbitError for a model that cannot be converted."""
-    if source.quantization is not None:
-        raise DiffbitError(f"{source.path}: is quantized; convert the float model, then quantize the result")
+    float_model(source)
     layers = []
     for index, layer in enumerate(source.config.layers):
         if (name := layer.mixer.name) != "softmax":
@@ -157,7 +121,7 @@ def _convert_layer(
     sub_norms = any(layer.sub_norms for layer in config.layers)
     for part in ("v_proj.weight", "v_proj.bias") if sub_norms else ("o_proj.weight",):
         if (name := attention + part) in tensors and begin.factor != 1:
-            tensors[name] = _cast(source, name, begin.factor * tensors[name], None)
+            tensors[name] = checked(source, name, begin.factor * tensors[name], None)
 
 
 def _turned(heads: Tensor, angle: float) -> Tensor:
@@ -177,16 +141,3 @@ def _check_angle(source: Checkpoint, norm: Tensor | None, index: int, angle: flo
             f"{source.path}: the norm of queries in layer {index} has different weights for the two channels of a "
             f"plane, so a turn by {angle:g} degrees does not pass through it; use --angle 180 or --start copy"
         )
-
-
-def _cast(source: Checkpoint, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a tensor as `dtype` (None: as it is); raises DiffbitError if that makes a number infinite."""
-    converted = tensor if dtype is None else tensor.to(dtype)
-    low, high = torch.aminmax(converted)
-    if torch.isinf(low) or torch.isinf(high):
-        label = str(converted.dtype).removeprefix("torch.")
-        raise DiffbitError(
-            f"{source.path}: tensor {name} has numbers beyond {torch.finfo(converted.dtype).max:g}, the largest of "
-            f"{label}, in the new model; use --dtype float32"
-        )
-    return converted

@@ -67,6 +67,10 @@ __host__ __device__ inline int64_t noises(const Attention& a) { return (a.branch
 __host__ __device__ inline int64_t query_head(int64_t branches, int64_t ratio, int64_t head, int64_t branch) {
   return head / ratio * (ratio + branches - 1) + (branch ? ratio : head % ratio);
 }
+/// The gate of a head at step s; 1 without gates.
+__device__ __forceinline__ float gate_of(const Attention& a, int64_t b, int64_t s, int64_t head) {
+  return a.gates ? static_cast<const float*>(a.gates)[(b * a.steps + s) * a.heads + head] : 1.0f;
+}
 __host__ __device__ inline bool blockwise(const Attention& a) { return a.key_bits < 8 || a.value_bits < 8; }
 
 /// Keys or values: the new tokens, and the present.

@@ -38,6 +38,18 @@ __device__ __forceinline__ Row row_of(const Attention& a, const Part& part, int6
   return {noise >= 0, noise >= 0 ? noise * a.noise_ratio : head, row % part.steps};
 }
 
+/// Whether a head that is on needs a row of a block. If none does, nobody reads the block's results.
+__device__ __forceinline__ bool needs(const Attention& a, const Cut& cut, int64_t b, int64_t g, int64_t first_row,
+                                      int64_t rows) {
+  if (!a.gates) return true;
+  for (int64_t row = first_row; row < first_row + rows; ++row) {
+    const Row r = row_of(a, cut.part, row);
+    for (int64_t pair = r.pair; pair < r.pair + (r.branch ? a.noise_ratio : 1); ++pair)
+      if (gate_of(a, b, cut.part.first + r.step, g * pairs(a) + pair) != 0) return true;
+  }
+  return false;
+}
+
 /// Channels i and i + d / 2 of a row's query, rotated and scaled, with every operation rounded.
 __device__ __forceinline__ float2 query_at(const Attention& a, const Part& part, int64_t b, int64_t g, int64_t row,
                                            int64_t i) {

@@ -31,6 +31,9 @@
 // diagonal is not masked; steps before the first key and after the last row's keys are not read. Blocks with the most keys
 // start first.
 //
+// With gates, the rows of a head are its steps that are on, in order, and then the others, which are zeros (`sort_steps`). So
+// blocks are full of rows that are computed, and only as many of them as there are.
+//
 // In a low-bit cache (attention_cache.cu unpacks it) a row sees a key quantized if the key's 32 tokens are far enough in the
 // past. The rows of a block agree on all but a few steps of keys, which are read twice: the first pass is over quantized
 // keys and ends with the last row's, the second begins with the first unquantized keys of the first row. In either pass a
@@ -60,11 +63,14 @@ struct Prefill {
   int tokens;  // 0, or all keys if nothing is appended: then every row sees the same ones quantized
   bool lambda_per_token;
   float scale, norm_eps;  // scale times log2(e)
+  const float* gates;
+  const int *order, *on;  // [B, H, S]: the step of a row; [B, H]: rows that are computed
 };
 
-template <class T_, int D_, bool WIDE, int BRANCHES_>
+template <class T_, int D_, bool WIDE, int BRANCHES_, bool GATED_>
 struct Shape {
   using T = T_;
+  static constexpr bool GATED = GATED_;
   static constexpr int D = D_, BRANCHES = BRANCHES_, WIDTH = WIDE ? 2 : 1;
   static constexpr int WARPS = BRANCHES == 2 ? 8 : 4, THREADS = 32 * WARPS;
   static constexpr int TILES = D == 64 ? 2 : 1;                         // of 16 rows, a warp
@@ -83,6 +89,24 @@ __global__ void see(const int64_t* mask, int64_t row, int64_t total, int words, 
   const int64_t key = int64_t{blockIdx.x} * blockDim.x + threadIdx.x, b = blockIdx.y;
   const uint32_t word = __ballot_sync(0xffffffffu, key < total && mask[b * row + key] != 0);
   if (threadIdx.x % 32 == 0 && key / 32 < words) seen[b * words + key / 32] = word;
+}
+
+/// Sorts the steps of a head: those that are on, then the others. A warp a head.
+__global__ void sort_steps(const float* gates, int steps, int heads, int* order, int* on) {
+  const int lane = static_cast<int>(threadIdx.x);
+  const int64_t head = blockIdx.x, b = blockIdx.y, at = b * heads + head;
+  const auto is_on = [&](int step) { return step < steps && gates[(b * steps + step) * heads + head] != 0; };
+  int begin[2] = {};  // of the steps that are off, and on
+  for (int first = 0; first < steps; first += 32) begin[0] += __popc(__ballot_sync(0xffffffffu, is_on(first + lane)));
+  if (lane == 0) on[at] = begin[0];
+  for (int first = 0; first < steps; first += 32) {
+    const int step = first + lane;
+    const bool mine = is_on(step);
+    const uint32_t word = __ballot_sync(0xffffffffu, mine);
+    const int before = __popc(word & ((1u << lane) - 1)), count = __popc(word);
+    if (step < steps) order[at * steps + (mine ? begin[1] + before : begin[0] + lane - before)] = step;
+    begin[1] += count, begin[0] += 32 - count;
+  }
 }
 
 /// How many keys a row of the new tokens sees quantized, a multiple of 32.
@@ -170,6 +194,8 @@ struct Warp {
   unsigned lane;
   int warp, branch;  // `branch` is also the half of the value's columns
   int first_row;           // of this warp: counted from the first new token
+  int rows;                // that are computed, of all blocks
+  const int* order;        // the steps of rows
   uint32_t q[TILES][D / 16][4];
   float s[TILES][KEYS / 8][4];
   uint32_t p[TILES][KEYS / 16][4];  // of this warp's branch
@@ -177,7 +203,7 @@ struct Warp {
   // For each row: log2 of the reference level of P, the sum of P, and the factor that the last step applied
   float reference[TILES][2], total[TILES][2], change[TILES][2];
 
-  __device__ __forceinline__ explicit Warp(const Prefill& a_) : a(a_) {
+  __device__ __forceinline__ Warp(const Prefill& a_, int rows_, const int* order_) : a(a_), rows(rows_), order(order_) {
     lane = threadIdx.x % 32;
     warp = of_warp(static_cast<int>(threadIdx.x / 32));
     branch = BRANCHES == 2 ? warp % 2 : 0;
@@ -203,6 +229,11 @@ struct Warp {
   __device__ __forceinline__ int row(int m, int half) const {
     return first_row + m * 16 + half * 8 + static_cast<int>(lane / 4);
   }
+  /// The step of a row; of the last one for rows that are not computed.
+  __device__ __forceinline__ int step(int row_) const {
+    const int known = min(row_, rows - 1);
+    return S::GATED ? __ldg(order + known) : known;
+  }
 
   /// Loads the queries, rotated in float32. Rows after the last token are zeros.
   __device__ __forceinline__ void load_queries(int64_t b, int head) {
@@ -210,8 +241,8 @@ struct Warp {
     for (int m = 0; m < TILES; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const bool there = row(m, half) < a.steps;
-        const int64_t token = b * a.steps + (there ? row(m, half) : 0), requested = a.positions[token];
+        const bool there = row(m, half) < rows;
+        const int64_t token = b * a.steps + (there ? step(row(m, half)) : 0), requested = a.positions[token];
         const bool known = requested >= 0 && requested < a.rotations;
         const int64_t position = known ? requested : 0;
         const int64_t query_heads = a.heads + (BRANCHES - 1) * (a.heads / a.noise_ratio);
@@ -266,11 +297,12 @@ struct Warp {
     for (int m = 0; m < TILES; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int behind = first + KEYS - 1 - a.past - row(m, half);  // keys after the row's token
+        const int at = S::GATED ? step(row(m, half)) : row(m, half);
+        const int behind = first + KEYS - 1 - a.past - at;  // keys after the row's token
         uint32_t sees = behind <= 0 ? word : behind < KEYS ? word << behind >> behind : 0;
-        const int gone = a.past + row(m, half) + 1 - a.window - first;  // keys before its window
+        const int gone = a.past + at + 1 - a.window - first;  // keys before its window
         if (gone > 0) sees = gone < KEYS ? sees >> gone << gone : 0;
-        if (quantized != first < quantized_for(a, row(m, half))) sees = 0;
+        if (quantized != first < quantized_for(a, at)) sees = 0;
         const uint32_t lane_sees = sees >> lane % 4 * 2;
 #pragma unroll
         for (int n = 0; n < KEYS / 8; ++n)
@@ -360,11 +392,23 @@ __global__ void __launch_bounds__(S::THREADS, 1) attend(const Prefill a) {
   const int total = a.past + a.steps;
   const int64_t sub_head = b * a.kv_heads + of_warp(head / a.shared) * WIDTH;
 
-  Warp<S> w(a);
+  const int64_t in_batch = b * a.heads + head;
+  const int first_of_block = static_cast<int>(gridDim.y - 1 - blockIdx.y) * S::ROWS;
+  const int rows = S::GATED ? __ldg(a.on + in_batch) : a.steps;
+  const int* const order = S::GATED ? a.order + in_batch * a.steps : nullptr;
+  if (S::GATED)  // zeros for rows that are off
+    for (int row = max(first_of_block, rows); row < min(first_of_block + S::ROWS, a.steps); ++row) {
+      T* const out = static_cast<T*>(a.out) + ((b * a.steps + order[row]) * a.heads + head) * (WIDTH * D);
+      for (int i = static_cast<int>(threadIdx.x); i < WIDTH * D; i += S::THREADS) out[i] = from_float<T>(0.0f);
+    }
+  if (S::GATED && first_of_block >= rows) return;
+
+  Warp<S> w(a, rows, order);
   const unsigned& lane = w.lane;
   const int other = w.warp ^ 1;
-  const int first_row = static_cast<int>(gridDim.y - 1 - blockIdx.y) * S::ROWS;
-  const int last_row = min(first_row + S::ROWS, a.steps) - 1;
+  // Steps of the first and last row
+  const int first_row = S::GATED ? w.step(first_of_block) : first_of_block;
+  const int last_row = S::GATED ? w.step(first_of_block + S::ROWS - 1) : min(first_of_block + S::ROWS, a.steps) - 1;
   const uint32_t* seen = a.seen + b * a.words;
   const int end = (a.past + last_row) / KEYS + 1;
   Steps steps;
@@ -501,7 +545,7 @@ __global__ void __launch_bounds__(S::THREADS, 1) attend(const Prefill a) {
       const float sum = sum_of_row(w.total[m][half]);
       by[0][m][half] = sum > 0 ? 1 / sum : 0;
       if (w.branch == 0) continue;
-      const int64_t token = b * a.steps + min(w.row(m, half), a.steps - 1);
+      const int64_t token = b * a.steps + w.step(w.row(m, half));
       by[0][m][half] *= -a.lambda[a.lambda_per_token ? token * a.heads + head_again : head_again];
     }
   if (BRANCHES == 2) {
@@ -534,9 +578,10 @@ __global__ void __launch_bounds__(S::THREADS, 1) attend(const Prefill a) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = squares[0][m][half] + (BRANCHES == 2 ? squares[BRANCHES - 1][m][half] : 0);
-      const float norm = a.norm_eps > 0 ? rsqrtf(sum / (WIDTH * D) + a.norm_eps) : 1;
-      if (w.row(m, half) >= a.steps) continue;
-      T* const out = static_cast<T*>(a.out) + ((b * a.steps + w.row(m, half)) * a.heads + head_again) * (WIDTH * D) +
+      if (w.row(m, half) >= w.rows) continue;
+      const int64_t at = (b * a.steps + w.step(w.row(m, half))) * a.heads + head_again;
+      const float norm = (a.norm_eps > 0 ? rsqrtf(sum / (WIDTH * D) + a.norm_eps) : 1) * (S::GATED ? a.gates[at] : 1);
+      T* const out = static_cast<T*>(a.out) + at * (WIDTH * D) +
                      w.branch * S::COLUMNS + lane % 4 * 2;
 #pragma unroll
       for (int n = 0; n < S::COLUMNS / 8; ++n)
@@ -553,14 +598,21 @@ const char* start(const Attention& a, Prefill p, cudaStream_t stream) {
   return launch(attend<S>, grid, dim3(S::THREADS), S::bytes(p.stages), stream, p);
 }
 
-template <class T>
+template <class T, bool GATED>
 const char* start_of(const Attention& a, const Prefill& p, cudaStream_t stream) {
   if (a.d == 64) {
-    if (a.branches == 1) return start<Shape<T, 64, false, 1>>(a, p, stream);
-    return a.wide_value ? start<Shape<T, 64, true, 2>>(a, p, stream) : start<Shape<T, 64, false, 2>>(a, p, stream);
+    if (a.branches == 1) return start<Shape<T, 64, false, 1, GATED>>(a, p, stream);
+    return a.wide_value ? start<Shape<T, 64, true, 2, GATED>>(a, p, stream)
+                        : start<Shape<T, 64, false, 2, GATED>>(a, p, stream);
   }
-  if (a.branches == 1) return start<Shape<T, 128, false, 1>>(a, p, stream);
-  return a.wide_value ? start<Shape<T, 128, true, 2>>(a, p, stream) : start<Shape<T, 128, false, 2>>(a, p, stream);
+  if (a.branches == 1) return start<Shape<T, 128, false, 1, GATED>>(a, p, stream);
+  return a.wide_value ? start<Shape<T, 128, true, 2, GATED>>(a, p, stream)
+                      : start<Shape<T, 128, false, 2, GATED>>(a, p, stream);
+}
+
+template <class T>
+const char* start_of(const Attention& a, const Prefill& p, cudaStream_t stream) {
+  return p.gates ? start_of<T, true>(a, p, stream) : start_of<T, false>(a, p, stream);
 }
 
 }  // namespace
@@ -572,7 +624,7 @@ bool prefill_takes(const Attention& a) {
          a.scale > 0 && all_tokens < MOST && a.window < MOST && a.heads < MOST && divide_up(a.steps, 64) < 65536 &&
          a.batch < 65536 && a.batch * a.kv_heads < 65536 && aligned_caches(a) && aligned(a.query, 4) &&
          aligned(a.out, 4) && aligned(a.cos, 8) && aligned(a.sin, 8) &&
-         most_shared() >= Shape<__half, 64, true, 2>::bytes(2);
+         most_shared() >= Shape<__half, 64, true, 2, false>::bytes(2);
 }
 
 namespace {
@@ -582,9 +634,14 @@ size_t seen_bytes(const Attention& a) {
   return static_cast<size_t>(divide_up(words, 64) * 64) * sizeof(uint32_t);
 }
 
+size_t order_bytes(const Attention& a) {
+  const int64_t numbers = a.gates ? a.batch * a.heads * (a.steps + 1) : 0;
+  return static_cast<size_t>(divide_up(numbers, 64) * 64) * sizeof(int);
+}
+
 }  // namespace
 
-size_t prefill_workspace(const Attention& a) { return seen_bytes(a) + unpack_workspace(a); }
+size_t prefill_workspace(const Attention& a) { return seen_bytes(a) + order_bytes(a) + unpack_workspace(a); }
 
 const char* prefill(const Attention& a, void* workspace, cudaStream_t stream) {
   const int64_t all_tokens = a.past_length + a.steps;
@@ -606,8 +663,16 @@ const char* prefill(const Attention& a, void* workspace, cudaStream_t stream) {
   p.scale = a.scale * 1.44269504f, p.norm_eps = a.norm_eps;
   uint32_t* const seen = static_cast<uint32_t*>(workspace);
   p.seen = seen;
-  if (const char* wrong =
-          append_and_unpack(a, static_cast<char*>(workspace) + seen_bytes(a), p.keys, p.values, stream))
+  int* const on = reinterpret_cast<int*>(static_cast<char*>(workspace) + seen_bytes(a));
+  int* const order = on + a.batch * a.heads;
+  p.gates = static_cast<const float*>(a.gates), p.on = on, p.order = order;
+  if (p.gates) {
+    const dim3 heads(static_cast<unsigned>(a.heads), static_cast<unsigned>(a.batch));
+    if (const char* wrong = launch(sort_steps, heads, dim3(32), 0, stream, p.gates, p.steps, p.heads, order, on))
+      return wrong;
+  }
+  if (const char* wrong = append_and_unpack(a, static_cast<char*>(workspace) + seen_bytes(a) + order_bytes(a), p.keys,
+                                            p.values, stream))
     return wrong;
   const dim3 grid(static_cast<unsigned>(divide_up(all_tokens, 256)), static_cast<unsigned>(a.batch));
   const auto* const mask = static_cast<const int64_t*>(a.attention_mask);

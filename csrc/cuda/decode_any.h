@@ -23,6 +23,7 @@ __global__ void __launch_bounds__(ANY_THREADS) decode_any(const Attention a, con
   const int64_t g = blockIdx.y, b = blockIdx.z, head = b * a.kv_heads + g * width(a);
   const int rows = static_cast<int>(min(static_cast<int64_t>(ROWS), cut.rows - first_row));
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  if (!needs(a, cut, b, g, first_row, rows)) return;
   const int64_t begin = split * cut.span, end = min(begin + cut.span, cut.end);
   const int64_t after = blockwise(a) ? quantized_for(a, cut.all) : 0;
   const Side keys = side_of(a, true), values = side_of(a, false);

@@ -215,14 +215,17 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
     return to;
   };
 
-  start_first(true);
-  if (last && !F::PACKED && !recent && a.key) {  // the new tokens
+  const auto append_new = [&] {
+    if (!last || F::PACKED || recent || !a.key) return;
     const int rows = (1 + WIDE) * static_cast<int>(cut.part.steps);
     for (int i = warp; i < 2 * rows; i += warps)
       append_row<D / 32>(a, side_of(a, i < rows), b, cut.part.first + i % rows / (1 + WIDE),
                          group * (1 + WIDE) + i % (1 + WIDE), lane);
     __threadfence();
-  }
+  };
+  if (!needs(a, cut, b, group, first_row, rows)) return append_new();
+  start_first(true);
+  append_new();
   for (int row = warp; row < ROWS; row += warps) {
     float x[D / 32];
     query_of(a, cut, b, group, first_row + row, lane, x);

@@ -16,6 +16,13 @@ __global__ void __launch_bounds__(MERGE_THREADS) merge(const Attention a, const 
   const int64_t head = blockIdx.x, step = blockIdx.y, b = blockIdx.z, s = cut.part.first + step;
   const int64_t g = head / pairs(a), channels = width(a) * a.d, first = (b * groups(a) + g) * cut.splits * cut.rows;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  const float gate = gate_of(a, b, s, head);
+  const int64_t out_at = ((b * a.steps + s) * a.heads + head) * channels;
+  if (gate == 0) {  // its rows may not be there
+    for (int64_t channel = thread; channel < channels; channel += MERGE_THREADS)
+      put_number(a.out, a.type, out_at + channel, 0.0f);
+    return;
+  }
   int64_t rows[2];
   float levels[2], shares[2] = {};
 #pragma unroll
@@ -84,7 +91,7 @@ __global__ void __launch_bounds__(MERGE_THREADS) merge(const Attention a, const 
     __syncthreads();
   }
   for (int64_t channel = thread; channel < channels; channel += MERGE_THREADS)
-    put_number(a.out, a.type, ((b * a.steps + s) * a.heads + head) * channels + channel, out[channel] / root);
+    put_number(a.out, a.type, out_at + channel, out[channel] / root * gate);
 }
 
 }  // namespace

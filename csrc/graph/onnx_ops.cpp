@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
+#include <vector>
 
 #include "kernels.h"
 #include "pool.h"
@@ -128,10 +130,12 @@ void where_checked(Node& node) {
   node.out(0).set_type(ort::FLOAT32);
 }
 
-void reduce_max(Node& node) {
+/// Reduces the last axis to one number: of(numbers, how many).
+template <float of(const float*, int64_t)>
+void reduce(Node& node) {
   const OrtValue &x = node.in(0), &axes = node.in(1);
   if (axes.size() != 1 || axis_of(x, Integers(axes)[0]) != x.rank - 1 || !node.integer("keepdims", 1) || !x.shape[x.rank - 1])
-    fail("ReduceMax along another axis than the last");
+    fail("%s along another axis than the last", node.op.c_str());
   const int64_t width = x.shape[x.rank - 1];
   Shape shape;
   std::copy_n(x.shape, x.rank, shape);
@@ -139,11 +143,67 @@ void reduce_max(Node& node) {
   OrtValue& y = node.out(0);
   y.resize(shape, x.rank);
   const float* from = x.as<float>();
-  for (int64_t row = 0, rows = y.size(); row < rows; ++row, from += width) y.as<float>()[row] = *std::max_element(from, from + width);
+  for (int64_t row = 0, rows = y.size(); row < rows; ++row, from += width) y.as<float>()[row] = of(from, width);
 }
+float largest_of(const float* x, int64_t count) { return *std::max_element(x, x + count); }
+float sum_of(const float* x, int64_t count) { return static_cast<float>(std::accumulate(x, x + count, 0.0)); }
 void reduce_checked(Node& node) {
   if (node.in(0).type != ort::FLOAT32) fail("%s of ONNX's type %d", node.op.c_str(), node.in(0).type);
   node.out(0).set_type(ort::FLOAT32);
+}
+
+void less(Node& node) { binary_of<float, uint8_t>(node, [](float a, float b) -> uint8_t { return a < b; }); }
+
+/// Finds the k largest numbers of each row, largest first; of equal ones the earlier.
+void top_k(Node& node) {
+  const OrtValue& x = node.in(0);
+  const Integers count(node.in(1));
+  if (count.count != 1 || !x.rank || axis_of(x, node.integer("axis", -1)) != x.rank - 1 || !node.integer("largest", 1))
+    fail("TopK of other numbers than the largest along the last axis");
+  const int64_t width = x.shape[x.rank - 1], k = count[0];
+  if (k < 0 || k > width) fail("TopK of %lld out of %lld", static_cast<long long>(k), static_cast<long long>(width));
+  Shape shape;
+  std::copy_n(x.shape, x.rank, shape);
+  shape[x.rank - 1] = k;
+  OrtValue &y = node.out(0), *places = node.outputs.size() > 1 ? node.outputs[1] : nullptr;
+  y.resize(shape, x.rank);
+  if (places) places->resize(shape, x.rank);
+  std::vector<int64_t> order(static_cast<size_t>(width));
+  const float* from = x.as<float>();
+  for (int64_t row = 0, rows = x.size(0, x.rank - 1); row < rows; ++row, from += width) {
+    std::iota(order.begin(), order.end(), int64_t{0});
+    const auto before = [&](int64_t a, int64_t b) {  // NaN is the largest, so this is an order
+      const bool nan_a = std::isnan(from[a]), nan_b = std::isnan(from[b]);
+      if (nan_a || nan_b) return nan_a && nan_b ? a < b : nan_a;
+      return from[a] > from[b] || (from[a] == from[b] && a < b);
+    };
+    std::partial_sort(order.begin(), order.begin() + k, order.end(), before);
+    for (int64_t i = 0; i < k; ++i) {
+      y.as<float>()[row * k + i] = from[order[static_cast<size_t>(i)]];
+      if (places) places->as<int64_t>()[row * k + i] = order[static_cast<size_t>(i)];
+    }
+  }
+}
+void top_k_checked(Node& node) {
+  if (node.in(0).type != ort::FLOAT32) fail("%s of ONNX's type %d", node.op.c_str(), node.in(0).type);
+  node.out(0).set_type(ort::FLOAT32);
+  if (node.outputs.size() > 1 && node.outputs[1]) node.outputs[1]->set_type(ort::INT64);
+}
+
+void softmax(Node& node) {
+  const OrtValue& x = node.in(0);
+  if (!x.rank || axis_of(x, node.integer("axis", -1)) != x.rank - 1) fail("Softmax along another axis than the last");
+  OrtValue& y = node.out(0);
+  y.resize(x.shape, x.rank);
+  const int64_t width = x.shape[x.rank - 1];
+  const float* from = x.as<float>();
+  float* to = y.as<float>();
+  for (int64_t row = 0, rows = width ? x.size() / width : 0; row < rows; ++row, from += width, to += width) {
+    const float largest = *std::max_element(from, from + width);
+    float sum = 0;
+    for (int64_t i = 0; i < width; ++i) sum += to[i] = std::exp(from[i] - largest);
+    for (int64_t i = 0; i < width; ++i) to[i] /= sum;
+  }
 }
 
 const GraphKernels& kernels() {
@@ -245,9 +305,11 @@ constexpr OnnxOp OPS[] = {
     {"", "Gather", gather, gather_checked, false},
     {"", "Identity", identity, nullptr, true},
     {"", "LayerNormalization", norm<true>, floats_only, false, true},
+    {"", "Less", less, floats_to_bool, false},
     {"", "MatMul", matmul, floats_only, false, true},
     {"", "Mul", binary<Times>, numbers, false, true},
-    {"", "ReduceMax", reduce_max, reduce_checked, false, true},
+    {"", "ReduceMax", reduce<largest_of>, reduce_checked, false, true},
+    {"", "ReduceSum", reduce<sum_of>, reduce_checked, false, true},
     {"", "Relu", each<positive>, floats_only, false, true},
     {"", "Reshape", reshape, nullptr, true},
     {"", "Round", each<nearest>, floats_only, false, true},
@@ -255,11 +317,13 @@ constexpr OnnxOp OPS[] = {
     {"", "Sigmoid", sigmoid, floats_only, false, true},
     {"", "SimplifiedLayerNormalization", norm<false>, floats_only, false, true},
     {"", "Slice", slice, nullptr, false},
+    {"", "Softmax", softmax, floats_only, false, true},
     {"", "Split", split, nullptr, false},
     {"", "Sqrt", each<std::sqrt>, floats_only, false, true},
     {"", "Squeeze", squeeze, nullptr, true},
     {"", "Sub", binary<Minus>, numbers, false, true},
     {"", "Tanh", each<std::tanh>, floats_only, false, true},
+    {"", "TopK", top_k, top_k_checked, false},
     {"", "Transpose", transpose, nullptr, false},
     {"", "Unsqueeze", unsqueeze, nullptr, true},
     {"", "Where", where, where_checked, false},

@@ -147,7 +147,7 @@ AttentionNode::Tensors AttentionNode::tensors(Context& context) const {
   const Tensor query = context.input(QUERY), key = context.input(KEY), value = context.input(VALUE),
                lambda = context.input(LAMBDA), past_length = context.input(PAST_LENGTH),
                positions = context.input(POSITION_IDS), cos = context.input(COS), sin = context.input(SIN),
-               mask = context.input(ATTENTION_MASK);
+               mask = context.input(ATTENTION_MASK), gates = context.input(GATES);
   of.appends = static_cast<bool>(key);
   if (static_cast<bool>(value) != of.appends)
     throw Error("%s is %s, wanted exactly where key is", value.name, value ? "given" : "missing");
@@ -198,10 +198,12 @@ AttentionNode::Tensors AttentionNode::tensors(Context& context) const {
     lambda.expect({batch, length, heads});
   else if (lambda)
     lambda.expect({heads});
+  if (gates) gates.expect({batch, length, heads});
 
   of.batch = batch, of.steps = length, of.past_length = past, of.d = d;
   of.lengths = by_row ? lengths : nullptr, of.total = mask.shape[1];
   of.query = query, of.lambda = lambda, of.position_ids = positions, of.cos = cos, of.sin = sin, of.attention_mask = mask;
+  of.gates = gates;
   of.out = context.output(OUT, {batch, length, heads * width * d});
   if (of.appends) {
     bind(context, KEYS, of.keys, of.keys.is_low_bit() ? quantized_tokens(total, window) : total);

@@ -33,7 +33,7 @@ struct AttentionNode : schema::DiffAttention {
     int64_t batch, steps, past_length, d;  // steps: the new tokens
     const int64_t* lengths;  // past_length of each row, below 0 for a row that is left alone; null: they are equal
     int64_t total;           // columns of attention_mask
-    Tensor query, lambda, position_ids, cos, sin, attention_mask, out;
+    Tensor query, lambda, position_ids, cos, sin, attention_mask, gates, out;
     CacheTensors keys, values;
   };
 

@@ -7,6 +7,6 @@ sub-heads. Files on disk may have another order, which families/ converts.
 """
 
 from ..graph import Heads
-from ._attention import Attention, AttentionOptions, Differential
+from ._attention import Attention, AttentionOptions, Differential, Projected
 
-__all__ = ["Attention", "AttentionOptions", "Differential", "Heads", "diff_v1", "diff_v2", "softmax"]
+__all__ = ["Attention", "AttentionOptions", "Differential", "Heads", "Projected", "diff_v1", "diff_v2", "softmax"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,8 @@ from ..layers.norm import RMSNorm
 from ..layers.rope import Rope, apply_rope
 from ..layers.state import Carried, FixedState, LayerCache, State
 from ..mixers import KVBuffers, Mixer, MixerOptions, Operations, Place
+
+Projected: TypeAlias = "tuple[Value, Value | None, Value | None]"  # query, key and value in a graph
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,12 @@ class Attention(Mixer):
 
     def queries(self, x: Tensor) -> Tensor:
         """Return query sub-heads [B, S, branches * num_heads, d], not yet rotated, those of a pair adjacent."""
-        return self._normed(self.q_proj(x), self.q_norm)
+        return self._normed(self.query_rows(x), self.q_norm)
+
+    def query_rows(self, x: Tensor) -> Tensor:
+        """Return q_proj's rows [B, S, branches * num_heads * d]."""
+        rows: Tensor = self.q_proj(x)
+        return rows
 
     def _normed(self, rows: Tensor, norm: nn.Module) -> Tensor:
         """Split queries or keys [B, S, H * d] into normed heads [B, S, H, d]."""
@@ -214,22 +221,38 @@ class Attention(Mixer):
         table = rope[2:] if self.local_rope else rope[:2]
         return (apply_rope(heads, table) if self.rope else heads).transpose(1, 2)
 
-    def onnx_projected(self, g: Graph, x: Value) -> tuple[Value, Value | None, Value | None]:
-        """Add nodes for query, key and value of x, not yet rotated; another layer's key and value are None."""
+    def onnx_rows(self, g: Graph, x: Value) -> Projected:
+        """Add nodes for the rows of q_proj, k_proj and v_proj; another layer's key and value are None."""
         if self.keys_of is not None:
-            return self._onnx_normed(g, g.linear(x, self.q_proj, "q_proj"), self.q_norm, "q_norm"), None, None
+            return g.linear(x, self.q_proj, "q_proj"), None, None
         query, key, value = g.linears(x, {"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj})
+        return query, key, value
+
+    def onnx_projected(self, g: Graph, x: Value) -> Projected:
+        """Add nodes for query, key and value of x, not yet rotated; another layer's key and value are None."""
+        query, key, value = self.onnx_rows(g, x)
         query = self._onnx_normed(g, query, self.q_norm, "q_norm")
-        return query, self._onnx_normed(g, key, self.k_norm, "k_norm"), value
+        return query, None if key is None else self._onnx_normed(g, key, self.k_norm, "k_norm"), value
+
+    def onnx_gates(self, g: Graph, x: Value) -> Value | None:
+        """Add the gates of a mixture of heads, float32 [B, S, H]; None: the variant is none."""
+        return None
 
     def onnx_attention(
-        self, g: Graph, x: Value, lambda_: Value | None, past: Cache, heads: Heads, change: Change | None = None
+        self,
+        g: Graph,
+        x: Value,
+        lambda_: Value | None,
+        past: Cache,
+        heads: Heads,
+        change: Change | None = None,
+        gates: Value | None = None,
     ) -> tuple[Value, Cache]:
         """Add Graph.attention of x with these heads, and with the layer's own or another layer's keys and values."""
         projected = self.onnx_projected(g, x)
         source = past if self.keys_of is None else g.carried[self.keys_of]
         heads = replace(heads, rope=self.rope, local_rope=self.local_rope, sliding_window=self.sliding_window)
-        out, present = g.attention(*projected, lambda_, source, heads, change)
+        out, present = g.attention(*projected, lambda_, source, heads, change, gates)
         if self.gives:
             g.carried[self.layer_index] = present
         return out, present

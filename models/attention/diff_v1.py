@@ -127,4 +127,5 @@ class DiffV1(Differential):
                 Options.wide_value,
                 self.norm_eps,
             ),
+            gates=self.onnx_gates(g, x),
         )

@@ -71,9 +71,15 @@ class DiffV2(Differential):
     def onnx_heads(self, g: Graph, x: Value, past: Cache) -> tuple[Value, Cache]:
         weight = g.op("Sigmoid", [g.linear(x, self.lambda_proj, "lambda_proj")])  # [B, S, H]
         heads, kv_heads, width, ratio = self.num_heads, self.num_kv_heads, self.head_dim, self.noise_ratio
+        gates = self.onnx_gates(g, x)
         if g.low_bit or width % GROUP_QUERY_MULTIPLE or self.sliding_window or not self.rope:
-            return self.onnx_attention(g, x, g.cast(weight, "float32"), past, Heads(heads, kv_heads, width, ratio))
-        out, present = self.onnx_attention(g, x, None, past, Heads(heads + heads // ratio, kv_heads, width))
+            sizes = Heads(heads, kv_heads, width, ratio)
+            return self.onnx_attention(g, x, g.cast(weight, "float32"), past, sizes, gates=gates)
+        if gates is not None:
+            weight = g.op("Mul", [weight, g.cast(gates, g.dtype)])
+            gates = self._onnx_softmax_gates(g, gates)
+        sizes = Heads(heads + heads // ratio, kv_heads, width)
+        out, present = self.onnx_attention(g, x, None, past, sizes, gates=gates)
         if ratio > 1:
             groups = g.op("Reshape", [out, g.const([0, 0, heads // ratio, ratio + 1, width])])
             signal, noise = g.ops("Split", [groups, g.const([ratio, 1])], 2, axis=3)  # [B, S, H/R, R, d], [.., 1, d]
@@ -83,3 +89,12 @@ class DiffV2(Differential):
         signal, noise = g.ops("Split", [pairs], 2, axis=-1, num_outputs=2)  # [B, S, H, d]
         noise = g.op("Mul", [noise, g.op("Unsqueeze", [weight, g.const([-1])])])
         return g.op("Reshape", [g.op("Sub", [signal, noise]), g.const([0, 0, heads * width])]), present
+
+    def _onnx_softmax_gates(self, g: Graph, gates: Value) -> Value:
+        """Add the gates of all softmaxes, [B, S, H + H/R]: those of the signal heads, and 1 for each noise head that a
+        signal head needs, else 0."""
+        groups = g.op("Reshape", [gates, g.const([0, 0, self.num_heads // self.noise_ratio, self.noise_ratio])])
+        largest = g.op("ReduceMax", [g.op("Abs", [groups]), g.const([-1])], keepdims=1)
+        zero, one = (g.const(value, "float32") for value in (0, 1))
+        needed = g.op("Where", [g.op("Equal", [largest, zero]), zero, one])
+        return g.op("Reshape", [g.op("Concat", [groups, needed], axis=-1), g.const([0, 0, -1])])

@@ -55,4 +55,5 @@ class Softmax(Attention):
         return output.to(x.dtype).transpose(1, 2).flatten(2)
 
     def onnx_heads(self, g: Graph, x: Value, past: Cache) -> tuple[Value, Cache]:
-        return self.onnx_attention(g, x, None, past, Heads(self.num_heads, self.num_kv_heads, self.head_dim))
+        heads = Heads(self.num_heads, self.num_kv_heads, self.head_dim)
+        return self.onnx_attention(g, x, None, past, heads, gates=self.onnx_gates(g, x))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffbit.apps.convert.differential import convert
+from diffbit.apps.convert.write import convert
 from diffbit.ops import kv_cache
 from diffbit.ops.diff_attention_reference import cached, mixed, scores
 from research.tests.scripts import run

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from diffbit.apps.convert.differential import convert
+from diffbit.apps.convert.write import convert
 from diffbit.calib_data import eval_windows
 from diffbit.models import load
 from research.tests.scripts import run

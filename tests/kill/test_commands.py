@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from diffbit.apps.convert.differential import convert
+from diffbit.apps.convert.write import convert
 from diffbit.apps.evaluate.compare import compare
 from diffbit.apps.train import trainer as trainer_module
 from diffbit.apps.train.config import TrainConfig

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from diffbit.apps.convert.differential import convert
+from diffbit.apps.convert.write import convert
 from diffbit.export import export_artifact
 from diffbit.formats import parse_format
 from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint

@@ -24,9 +24,11 @@ from onnx.external_data_helper import ExternalDataInfo
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from diffbit.apps.variants.attention import moh, moh_diff_v1, moh_diff_v2
 from diffbit.export import export_artifact
 from diffbit.formats import parse_format
-from diffbit.models import Decoder, save
+from diffbit.models import Decoder, LayerSpec, ModelConfig, save
+from diffbit.models.mlp import swiglu
 from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
 from diffbit.runtime import Chat, ChatTemplate, Sampler, Session
 from diffbit.runtime.chat_form import chat_form, conversation
@@ -615,6 +617,23 @@ def write_mamba(path: Path) -> Path:
     return path
 
 
+def write_moh(path: Path) -> Path:
+    """Mixtures of heads, over each variant of the core."""
+    torch.manual_seed(0)
+    mixers = (
+        moh.Options(8, 4, 32, shared_heads=2, top_k=3),
+        moh_diff_v1.Options(4, 2, 32, noise_ratio=2, shared_heads=1, top_k=1),
+        moh_diff_v2.Options(4, 2, 32, shared_heads=1, top_k=2),
+        moh.Options(8, 4, 32, shared_heads=2, top_k=3, router="norm", shared=(1, 6)),
+        moh_diff_v1.Options(4, 2, 32, noise_ratio=2, shared_heads=1, top_k=1, router="norm"),
+    )
+    layers = tuple(LayerSpec(mixer, swiglu.Options(96)) for mixer in mixers)
+    decoder = Decoder(ModelConfig(vocab_size=VOCABULARY, hidden_size=64, layers=layers, max_position=64))
+    save(decoder, path)
+    write_tokenizer(path, VOCABULARY)
+    return path
+
+
 def write_hf(path: Path) -> Path:
     """Write a random model of transformers' whose family is the folder's name."""
     sizes = {
@@ -635,6 +654,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
        for name, config in MOTIFS.items()},
     "phi4flash": lambda path: write_phi(path, WIDE),
     "mamba": write_mamba,
+    "moh": write_moh,
     **dict.fromkeys(KINDS, write_hf),
 }  # fmt: skip
 

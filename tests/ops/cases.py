@@ -52,6 +52,7 @@ class AttentionCase:
     first: int = 4
     sliding_window: int = 0
     query_only: bool = False  # reads a cache that holds its own tokens
+    gates: float | None = None  # the share of a mixture's gates that are not 0
     seed: int = 0
 
     @property
@@ -71,6 +72,7 @@ class AttentionCase:
             self.noise_ratio,
             self.sliding_window,
             not self.query_only,
+            self.gates is not None,
         )
 
     def ring(self, bits: int) -> int:
@@ -179,10 +181,19 @@ class AttentionCase:
             "past_value_scale": past_value_scale,
             "past_key_recent": past_key_recent,
             "past_value_recent": past_value_recent,
+            "gates": self.random_gates(g),
         }
         while inputs[last := next(reversed(inputs))] is None:
             del inputs[last]
         return inputs
+
+    def random_gates(self, g: torch.Generator) -> torch.Tensor | None:
+        """Gates of which so many are not 0, [B, S, H]; None: the node has none."""
+        if self.gates is None:
+            return None
+        shape = self.batch, self.steps, self.heads
+        on = torch.rand(shape, generator=g) < self.gates
+        return (torch.rand(shape, generator=g) + 0.5) * on
 
     def attributes(self) -> dict[str, int | float]:
         """The node's attributes."""
@@ -443,7 +454,45 @@ QUERY_ONLY_CASES = [
     _low("read_int3_short", 3, 3, base=_READ, first=9, steps=4, past=20, beyond=0, seed=263),
     _low("read_int8_keys_int2_values", 8, 2, base=_READ, steps=2, past=95, seed=261),
 ]
-ATTENTION_CASES += RING_CASES + QUERY_ONLY_CASES
+_HALF = replace(_SOFTMAX, name="gates", gates=0.5)
+# A mixture of heads: heads whose gate is 0 are not computed
+GATED_CASES = [
+    replace(_HALF, name="gates_decode", steps=1, past=90, heads=8, kv_heads=8, batch=3, beyond=3, seed=300),
+    replace(_HALF, name="gates_long_decode", steps=1, past=700, heads=4, kv_heads=2, padding="left", batch=2, seed=301),
+    replace(_HALF, name="gates_chunk", steps=4, past=300, heads=4, kv_heads=4, dtype=torch.float16, seed=302),
+    replace(_HALF, name="gates_none", gates=0.0, steps=1, past=20, heads=4, kv_heads=4, beyond=2, seed=303),
+    replace(_HALF, name="gates_all", gates=1.0, steps=1, past=20, heads=4, kv_heads=4, seed=304),
+    replace(_HALF, name="gates_prompt", steps=70, past=5, heads=4, kv_heads=4, d=32, batch=2, seed=305),
+    replace(_HALF, name="gates_few_prompt", gates=0.05, steps=150, heads=4, kv_heads=4, padding="left", seed=306),
+    replace(_HALF, name="gates_none_prompt", gates=0.0, steps=40, past=30, heads=4, kv_heads=4, d=20, seed=307),
+    replace(_HALF, name="gates_all_prompt", gates=1.0, steps=40, heads=8, kv_heads=2, dtype=torch.float16, seed=308),
+    replace(_HALF, name="gates_window", sliding_window=20, steps=1, past=81, heads=4, kv_heads=4, beyond=0, seed=309),
+    replace(_HALF, name="gates_window_prompt", sliding_window=20, steps=60, past=31, heads=4, kv_heads=2, seed=310),
+    replace(_HALF, name="gates_read", query_only=True, steps=2, past=60, heads=4, kv_heads=4, batch=2, seed=311),
+    replace(_HALF, name="gates_cache_fp16", cache=torch.float16, steps=1, past=99, heads=4, kv_heads=4, seed=312),
+    _low("gates_int8_decode", 8, 8, base=_HALF, steps=1, past=290, beyond=1, heads=8, kv_heads=8, d=64, seed=313),
+    _low("gates_int8_query8", 8, 8, 8, base=_HALF, steps=3, past=70, heads=4, kv_heads=4, batch=2, seed=314),
+    _low("gates_int8_prompt", 8, 8, base=_HALF, steps=50, past=9, heads=4, kv_heads=4, padding="right", seed=315),
+    _low("gates_int4_decode", 4, 4, base=_HALF, steps=1, past=127, beyond=40, heads=6, kv_heads=3, d=64, seed=316),
+    _low("gates_int4_long", 4, 4, 8, base=_HALF, steps=1, past=700, heads=4, kv_heads=4, padding="left", seed=317),
+    _low("gates_int4_prompt", 4, 4, base=_HALF, steps=130, past=40, heads=4, kv_heads=4, seed=318),
+    _low("gates_int4_none_prompt", 4, 4, base=_HALF, gates=0.0, steps=70, past=40, heads=4, kv_heads=4, seed=319),
+    _low("gates_int3_decode", 3, 3, base=_HALF, steps=1, past=159, beyond=1, heads=4, kv_heads=4, batch=2, seed=320),
+    _low("gates_int2_decode", 2, 2, base=_HALF, steps=1, past=190, heads=4, kv_heads=4, batch=2, seed=321),
+    _low("gates_int3_int2_prompt", 3, 2, base=_HALF, steps=60, past=33, heads=4, kv_heads=2, seed=322),
+    _ring("gates_ring_int4", 4, 4, gates=0.5, steps=2, past=203, heads=4, kv_heads=4, beyond=0, seed=323),
+    replace(_V1, name="gates_v1_decode", gates=0.5, steps=1, past=300, heads=8, kv_heads=8, d=16, batch=2, seed=324),
+    replace(_V1, name="gates_v1_chunk", gates=0.5, steps=4, past=9, heads=4, kv_heads=4, beyond=2, seed=325),
+    replace(_V1, name="gates_v1_prompt", gates=0.5, steps=45, past=9, heads=4, kv_heads=4, d=32, batch=2, seed=326),
+    replace(_V2, name="gates_v2_prompt", gates=0.4, steps=45, heads=8, kv_heads=4, dtype=torch.float16, seed=327),
+    replace(_V2, name="gates_v2_decode", gates=0.4, steps=1, past=33, heads=8, kv_heads=4, batch=2, seed=328),
+    replace(_GROUPED, name="gates_grouped_decode", gates=0.3, steps=1, past=70, heads=16, batch=3, beyond=1, seed=329),
+    replace(_GROUPED, name="gates_grouped_chunk", gates=0.3, steps=4, past=3, d=16, seed=330),
+    replace(_GROUPED, name="gates_grouped_prompt", gates=0.3, noise_ratio=2, steps=40, past=3, batch=2, seed=331),
+    _low("gates_grouped_int4", 4, 4, base=_GROUPED, gates=0.3, steps=3, past=99, beyond=3, d=64, seed=332),
+    _low("gates_v1_int8_prompt", 8, 8, 8, base=_V1, gates=0.5, steps=30, past=9, heads=4, kv_heads=4, seed=333),
+]
+ATTENTION_CASES += RING_CASES + QUERY_ONLY_CASES + GATED_CASES
 
 _BF16 = torch.bfloat16
 # bfloat16, which CUDA alone has; what its decode kernel takes in tiles of 16 tokens and 8 rows: fractions of them,
@@ -497,11 +546,30 @@ CUDA_ATTENTION_CASES = [
     replace(_READ, name="read_bf16", steps=2, past=50, d=64, dtype=_BF16, seed=283),
     _low("read_int4_fast", 4, 4, base=_READ, steps=1, past=130, d=64, dtype=_BF16, beyond=5, seed=284),
     _low("softmax_int4_fp16", 4, 4, base=_SOFTMAX, steps=1, past=290, d=64, dtype=torch.float16, seed=148),
+    # A mixture of heads: blocks of which all rows are off, and others
+    replace(_HALF, name="gates_bf16", steps=1, past=290, heads=8, kv_heads=8, d=64, dtype=_BF16, beyond=3, seed=340),
+    replace(_HALF, name="gates_bf16_none", gates=0.0, steps=2, past=90, heads=2, d=64, dtype=_BF16, seed=341),
+    replace(_HALF, name="gates_bf16_gqa", gates=0.2, steps=3, past=90, heads=16, d=64, dtype=_BF16, seed=342),
+    _low("gates_int8_bf16", 8, 8, base=_HALF, steps=1, past=150, heads=8, kv_heads=4, d=128, dtype=_BF16, seed=343),
+    _low("gates_int4_bf16", 4, 4, base=_HALF, steps=1, past=150, heads=8, kv_heads=8, d=64, dtype=_BF16, seed=344),
+    replace(_V1, name="gates_v1_bf16", gates=0.4, steps=1, past=150, heads=8, kv_heads=16, d=64, dtype=_BF16, seed=345),
+    replace(
+        _GROUPED, name="gates_grouped_bf16", gates=0.2, heads=16, steps=1, past=99, d=64, dtype=_BF16, batch=2, seed=346
+    ),
 ]
 
 # Many tokens of 16 bits: blocks of 64 or 128 queries, steps of 32 keys, and their edges
 _FP16 = torch.float16
 PREFILL_CASES = [
+    replace(_HALF, name="gates_d64", steps=300, past=33, heads=3, kv_heads=3, d=64, dtype=_BF16, seed=350),
+    replace(_HALF, name="gates_d128", steps=140, heads=4, kv_heads=2, d=128, dtype=_FP16, batch=2, seed=351),
+    replace(_HALF, name="gates_none_d64", gates=0.0, steps=70, heads=2, kv_heads=2, d=64, dtype=_FP16, seed=352),
+    replace(_HALF, name="gates_all_d64", gates=1.0, steps=70, heads=2, kv_heads=2, d=64, dtype=_FP16, seed=353),
+    replace(_V1, name="gates_v1_d64", gates=0.6, steps=250, past=9, d=64, dtype=_BF16, padding="left", seed=354),
+    replace(_V2, name="gates_v2_d128", gates=0.3, steps=100, d=128, heads=3, dtype=_FP16, seed=355),
+    replace(_GROUPED, name="gates_grouped_d64", gates=0.5, steps=80, d=64, heads=4, kv_heads=2, dtype=_BF16, seed=356),
+    _low("gates_int4_d64", 4, 4, base=_HALF, steps=200, past=83, d=64, heads=2, dtype=_BF16, beyond=40, seed=357),
+    _ring("gates_ring_d64", 8, 8, gates=0.5, sliding_window=40, steps=90, past=70, d=64, dtype=_FP16, seed=358),
     replace(_V1, name="v1_d64", steps=40, d=64, heads=1, dtype=_BF16, seed=150),
     replace(_V1, name="v1_d64_fp16", steps=9, past=5, d=64, heads=1, dtype=_FP16, seed=151),
     replace(_V1, name="v1_d64_past", steps=19, past=5, d=64, dtype=_BF16, seed=123),

@@ -97,6 +97,8 @@ def composed(case: AttentionCase, x: Tensors) -> torch.Tensor:
     if case.norm_eps > 0:
         wide = out.float()
         out = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + case.norm_eps)).to(dtype)
+    if (gates := x.get("gates")) is not None:
+        out = (out.float() * gates[..., None]).to(dtype)
     return out.reshape(case.batch, case.steps, -1)
 
 
@@ -111,7 +113,7 @@ def check(case: AttentionCase, x: Tensors, got: dict[str, torch.Tensor]) -> None
 
     def errors(out: torch.Tensor) -> tuple[float, float]:
         wrong = out.double() - oracle
-        return float(wrong.norm() / oracle.norm()), float(wrong.abs().max())
+        return float(wrong.norm() / oracle.norm().clamp(min=1e-9)), float(wrong.abs().max())
 
     for error, allowed in zip(errors(got["out"]), errors(peer), strict=True):
         assert error <= 2 * allowed, f"{error:.3g}, the composition's {allowed:.3g}"

@@ -213,6 +213,8 @@ def by_the_book(case: AttentionCase) -> np.ndarray:
                 out[b, s, pair] += sign * weight / weights.sum() * v
     if case.norm_eps:
         out /= np.sqrt((out**2).mean(-1, keepdims=True) + case.norm_eps)
+    if case.gates is not None:
+        out *= x["gates"][..., None]
     return out.reshape(case.batch, case.steps, -1)
 
 
@@ -489,6 +491,106 @@ def test_queries_alone_read_what_a_whole_node_reads(isa: str | None, bits: tuple
     np.testing.assert_allclose(alone[:, same], out[:, -steps:][:, same], atol=2e-5)
 
 
+GATED = AttentionCase("gated", heads=8, kv_heads=4, d=32, wide_value=False, norm_eps=0.0, branches=1, gates=0.5)
+GATED_CALLS = [  # steps, past, branches, bits of keys and values, the window
+    (1, 300, 1, 16, 0),
+    (1, 300, 2, 8, 0),
+    (1, 130, 1, 4, 0),
+    (2, 130, 1, 3, 0),
+    (1, 99, 2, 2, 40),
+    (50, 30, 1, 16, 0),
+    (50, 30, 2, 8, 0),
+    (70, 30, 1, 4, 0),
+]
+
+
+def gated(steps: int, past: int, branches: int, bits: int, window: int, seed: int = 0) -> AttentionCase:
+    return replace(
+        GATED, steps=steps, past=past, branches=branches, key_bits=bits, value_bits=bits, sliding_window=window,
+        beyond=0 if window else 3, first=0 if window else 4, seed=seed,
+    )  # fmt: skip
+
+
+@on_each_isa
+@pytest.mark.parametrize("call", GATED_CALLS, ids=str)
+def test_gates_of_one_change_no_bit(call: tuple[int, int, int, int, int], isa: str) -> None:
+    case = replace(gated(*call), gates=1.0)
+    x = arrays(case.inputs())
+    plain = run(replace(case, gates=None), {name: array for name, array in x.items() if name != "gates"}, isa)
+    x["gates"] = np.ones_like(x["gates"])
+    for got, expected in zip(run(case, x, isa), plain, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@on_each_isa
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("call", GATED_CALLS, ids=str)
+def test_what_heads_that_are_off_would_read_may_be_nan(
+    call: tuple[int, int, int, int, int], seed: int, isa: str
+) -> None:
+    """Queries, old keys and values: a product with them, or with their scales, would be NaN."""
+    case = gated(*call, seed=seed)
+    x = arrays(case.inputs())
+    gates = x["gates"].reshape(case.batch, case.steps, case.kv_heads, -1)
+    gates[:, :, seed] = 0  # a whole kv head is off
+    expected = run(case, x, isa)
+    odd = {name: None if array is None else array.copy() for name, array in x.items()}
+    odd["query"].reshape(case.batch, case.steps, case.heads, -1)[gates.reshape(case.batch, case.steps, -1) == 0] = (
+        math.nan
+    )
+    for name in ("past_key", "past_value"):
+        for end in ("", "_scale", "_recent"):
+            if (array := odd.get(name + end)) is not None and array.dtype.kind == "f":
+                array[:, seed] = math.nan
+    got = run(case, odd, isa)[0]
+    np.testing.assert_array_equal(got, expected[0])
+    off = got.reshape(*x["gates"].shape, -1)[x["gates"] == 0]
+    assert off.size and not off.any()
+
+
+@pytest.mark.parametrize("isa", [None, *native.instruction_sets()])
+@pytest.mark.parametrize("steps", [1, 4, 40])
+def test_negative_gates_and_whole_tokens_that_are_off(isa: str | None, steps: int) -> None:
+    case = replace(GATED, steps=steps, past=70, beyond=2, batch=2, padding="left")
+    x = case.inputs()
+    x["gates"][:, :, ::3] *= -1
+    x["gates"][0, steps // 2] = 0
+    expected = call_reference(case, x)[0]
+    np.testing.assert_allclose(run(case, arrays(x), isa)[0], expected, atol=2e-5)
+    assert not expected[0, steps // 2].any() and (expected < 0).any()
+
+
+@on_each_isa
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_rows_of_their_own_length_have_their_own_gates(bits: int, isa: str) -> None:
+    """Each row computes the bits that it computes alone; the second is left alone."""
+    case = replace(GATED, steps=1, past=90, batch=3, beyond=0, key_bits=bits, value_bits=bits)
+    x, pasts = fed(arrays(case.inputs())), (90, -1, 70)
+    session = node_session(case, isa=isa)
+    names = [name for name in case.signature().outputs if name]
+
+    def call(feeds: dict[str, np.ndarray]) -> np.ndarray:
+        binding = session.io_binding()
+        values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array.copy()) for name, array in feeds.items()}
+        for name, value in values.items():
+            binding.bind_ortvalue_input(name, value)
+        binding.bind_output("out")
+        for name in names[1:]:
+            binding.bind_ortvalue_output(name, values[name.replace("present", "past")])
+        session.run_with_iobinding(binding)
+        out: np.ndarray = binding.get_outputs()[0].numpy()
+        return out
+
+    got = call(x | {"past_length": np.array(pasts)})
+    assert not got[1].any()
+    for row in (0, 2):
+        alone = {name: array if name in ("cos", "sin") else array[row : row + 1] for name, array in x.items()}
+        alone["attention_mask"] = alone["attention_mask"][:, : pasts[row] + 1]
+        expected = call(alone | {"past_length": np.array(pasts[row : row + 1])})
+        np.testing.assert_array_equal(got[row], expected[0])
+        np.testing.assert_array_equal(got[row].reshape(case.heads, -1).any(-1), x["gates"][row, 0] != 0)
+
+
 def node_session(
     case: AttentionCase, threads: int = 1, isa: str | None = None, without: str = "", **changed: Any
 ) -> onnxruntime.InferenceSession:
@@ -628,6 +730,9 @@ def test_bad_inputs_are_sentences() -> None:
     with pytest.raises(Exception, match=r"past_key is \[2, 2, 5, 8\], wanted \[2, 2, 6, 8\]"):
         session = node_session(replace(case, sliding_window=6, beyond=0))
         session.run(None, {**ring, "past_key": ring["past_key"][:, :, 1:]})
+    gates = arrays(replace(case, gates=0.5).inputs())
+    with pytest.raises(Exception, match=r"gates is \[2, 5, 1\], wanted \[2, 5, 2\]"):
+        node_session(replace(case, gates=0.5)).run(None, {**fed(gates), "gates": gates["gates"][:, :, :1]})
     read = replace(case, query_only=True)
     for changed, sentence in [
         ({"past_length": np.array([7])}, "past_length is 7, wanted 0 to 6, the capacity of past_key"),
@@ -705,4 +810,6 @@ def test_a_node_names_what_its_bits_use() -> None:
         "present_value_recent",
     )
     assert diff_attention.Signature().inputs == diff_attention.INPUTS[:11]
+    assert diff_attention.Signature(gates=True).inputs == (*diff_attention.INPUTS[:11], "", "", "", "", "gates")
+    assert diff_attention.Signature(gates=True).attributes == diff_attention.Signature().attributes
     assert len(diff_attention.Signature(8, 8).outputs) == 5

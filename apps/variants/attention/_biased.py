@@ -62,9 +62,16 @@ class Biased(Attention):
         return explicit_softmax(logits, visible, biased)
 
     def onnx_attention(
-        self, g: Graph, x: Value, lambda_: Value | None, past: Cache, heads: Heads, change: Change | None = None
+        self,
+        g: Graph,
+        x: Value,
+        lambda_: Value | None,
+        past: Cache,
+        heads: Heads,
+        change: Change | None = None,
+        gates: Value | None = None,
     ) -> tuple[Value, Cache]:
-        return super().onnx_attention(g, x, lambda_, past, heads, (BIASED, [self._onnx_bias(g, x)]))
+        return super().onnx_attention(g, x, lambda_, past, heads, (BIASED, [self._onnx_bias(g, x)]), gates)
 
     def _onnx_bias(self, g: Graph, x: Value) -> Value:
         key = g.op("Sub", [g.op("CumSum", [g.attention_mask, g.const(1)]), g.const(1)])  # [B, T]

@@ -3,7 +3,7 @@
 // Rows: the queries of one kv head g are rows, first those of the signal heads in the order [pair, token], then those of the
 // noise heads, each of which `ratio` neighbouring pairs share. With one sub-head of keys, all rows are multiplied by it; with
 // two, the signal rows by the first and the noise rows by the second. After the difference the signal rows hold
-// A1 - lambda A2. With one branch there are no noise rows and nothing is subtracted.
+// A1 - lambda A2. With one branch there are no noise rows and nothing is subtracted. Rows whose gate is 0 are left out.
 #pragma once
 
 #include <vector>
@@ -25,6 +25,26 @@ static_assert(CHUNK % ATTENTION_KEYS == 0, "a chunk is packed by itself");
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
+struct Call;
+
+/// The rows of a kv head that are computed for some new tokens: the signal rows whose gate is not 0, then the noise rows that
+/// they need.
+struct Rows {
+  struct Row {
+    int64_t head, i;  // a pair, or a noise head, of the kv head; the new token
+    int64_t noise;    // of a signal row with noise: the row to subtract
+  };
+  std::vector<Row> all;
+  int64_t signals = 0;
+
+  Rows(const Call& call, int64_t b, int64_t g, int64_t begin, int64_t end);
+  int64_t count() const { return static_cast<int64_t>(all.size()); }
+  const Row& operator[](int64_t row) const { return all[static_cast<size_t>(row)]; }
+  QueryRows of_sub_heads(int64_t width) const {
+    return width == 2 ? QueryRows{{signals, count() - signals}} : QueryRows{{count(), 0}};
+  }
+};
+
 struct Call {
   /// row: one of the batch's, where rows have lengths of their own; else -1, and the call has all of them.
   Call(const DiffAttention& op, const AttentionNode::Tensors& tensors, int64_t row = -1);
@@ -41,7 +61,7 @@ struct Call {
   int top;  // largest code of the query; 0: the query is not rounded
   float scale, norm_eps;
   bool half;  // query, key, value, out are float16
-  Tensor query, lambda, positions, cos, sin, mask, out;
+  Tensor query, lambda, positions, cos, sin, mask, gates, out;
   Cache keys, values;
 
   // A part of a call: the new tokens first .. first + length of all_length, after `past` tokens. With a sliding window
@@ -57,7 +77,6 @@ struct Call {
   /// Whether the part quantizes the first block of all, whose keys make the offset.
   bool quantizes_first() const { return appends && keys.base == 0 && before == 0 && after > 0; }
   int64_t all_rows() const { return rows + noises * length; }
-  QueryRows query_rows() const { return width == 2 ? QueryRows{{rows, all_rows() - rows}} : QueryRows{{all_rows(), 0}}; }
   int64_t width_floats() const { return width * padded(d); }
   /// Sub-head j of kv head g, counted through the batch.
   int64_t head(int64_t b, int64_t g, int64_t j) const { return b * kv_heads + g * width + j; }
@@ -73,6 +92,10 @@ struct Call {
   float lambda_of(int64_t b, int64_t i, int64_t pair) const {
     return lambda.as<float>()[lambda.rank == 1 ? pair : token(b, i) * heads + pair];
   }
+  /// The gate of a pair of kv head g, 0 where its row is not computed.
+  float gate_of(int64_t b, int64_t i, int64_t g, int64_t pair) const {
+    return gates ? gates.as<float>()[token(b, i) * heads + g * pairs + pair] : 1;
+  }
 
   /// d numbers of a tensor [B, S, any, d] as floats; `wide` is memory for converting them.
   const float* floats(const Tensor& tensor, int64_t index, float* wide) const;
@@ -80,17 +103,18 @@ struct Call {
   void rotate(const float* x, int64_t b, int64_t i, float by, float* y) const;
   /// y = the Hadamard transform of x, d numbers.
   void hadamard(const float* x, float* y) const;
-  /// The queries of kv head g and the new tokens begin..end, after RoPE, scaled, and rotated if keys are: q [pairs + noises,
-  /// end - begin, padded(d)].
-  void rotate_queries(int64_t b, int64_t g, int64_t begin, int64_t end, float* q) const;
+  /// The queries of rows of kv head g, after RoPE, scaled, and rotated if keys are: q [rows, padded(d)].
+  void rotate_queries(int64_t b, int64_t g, const Rows& of, float* q) const;
   /// The score of queries with the first tokens of a low-bit cache, which are in float16: s[i * stride + t] for the `count`
   /// rows of q of sub-head j and t < `tokens`.
   void first_scores(int64_t b, int64_t g, int64_t j, const float* q, int64_t count, int64_t tokens, float* s,
                     int64_t stride) const;
   /// query . offset of the keys of sub-head j.
   float offset_score(int64_t b, int64_t g, int64_t j, const float* query) const;
-  /// The head's output: the sum of `count` parts, `part_stride` floats apart, through the head norm.
-  void write(int64_t b, int64_t i, int64_t head, const float* parts, int64_t count, int64_t part_stride) const;
+  /// Writes the outputs of kv head g for the new tokens begin..end, whose signal rows are `of`: the sum of `count` parts of a
+  /// row, `part_stride` floats apart, through the head norm, times the gate. Rows that were left out are zeros.
+  void write(int64_t b, int64_t g, int64_t begin, int64_t end, const Rows& of, const float* parts, int64_t count,
+             int64_t part_stride) const;
 };
 
 /// For few rows, in each call of tokens that all see the same quantized tokens. The calls have other rows of the batch.

@@ -61,8 +61,8 @@ struct Shown {
   }
 };
 
-/// The arrays of a task: q [all_rows, padded(d)], s [all_rows, span], mixed [rows, width_floats]. Those of a kv head:
-/// maxima and sums [all_rows, chunks]; the maxima become factors. A call's tasks are [batch row, kv head, chunk], its
+/// The arrays of a task: q [rows, padded(d)], s [rows, span], mixed [signal rows, width_floats]. Those of a kv head: maxima and
+/// sums [rows, chunks]; the maxima become factors. There is room for the rows of all heads. A call's tasks are [batch row, kv head, chunk], its
 /// heads [batch row, kv head].
 struct Decode {
   /// Counts of heads, tasks, and floats in the arrays.
@@ -73,6 +73,7 @@ struct Decode {
   const Call& call;
   int64_t chunks, span;  // span: keys of the longest chunk
   std::vector<Shown> shown;  // of each batch row
+  std::vector<Rows> rows;    // of each kv head; without gates, one for all
   Places first;  // those of the calls before this one
 
   Decode(const Call& call_)
@@ -80,6 +81,8 @@ struct Decode {
         chunks(larger(1, divide_up(call.is_low_bit() ? call.after : call.total, CHUNK))),
         span(larger(CHUNK, divide_up(call.total - (chunks - 1) * CHUNK, CACHE_BLOCK) * CACHE_BLOCK)) {
     for (int64_t b = 0; b < call.batch; ++b) shown.emplace_back(call, call.first_row + b);
+    for (int64_t head = 0; head < (call.gates ? call.batch * call.groups : 1); ++head)
+      rows.emplace_back(call, row_of(head), head % call.groups, 0, call.length);
   }
 
   int64_t q_floats() const { return call.all_rows() * padded(call.d); }
@@ -94,6 +97,7 @@ struct Decode {
             first.mixed + tasks * mixed_floats(), first.of_chunks + heads * of_chunks()};
   }
   const Shown& shown_in(int64_t b) const { return shown[static_cast<size_t>(b - call.first_row)]; }
+  const Rows& rows_of(int64_t head) const { return rows[call.gates ? static_cast<size_t>(head) : 0]; }
 
   int64_t row_of(int64_t head) const { return call.first_row + head / call.groups; }
 
@@ -148,65 +152,67 @@ struct Decode {
   }
 
   /// Adds q . offset to the first `count` scores of each row.
-  void add_offsets(int64_t b, int64_t g, int64_t count, const float* q, float* s) const {
+  void add_offsets(int64_t b, int64_t g, int64_t count, const Rows& of, const float* q, float* s) const {
     if (count <= 0) return;
-    for (int64_t row = 0; row < call.all_rows(); ++row) {
-      const int64_t j = call.width == 2 && row >= call.rows;
+    for (int64_t row = 0; row < of.count(); ++row) {
+      const int64_t j = call.width == 2 && row >= of.signals;
       const float offset = call.offset_score(b, g, j, q + row * padded(call.d));
       for (int64_t t = 0; t < count; ++t) s[row * span + t] += offset;
     }
   }
 
-  void scores(int64_t b, int64_t g, int64_t begin, int64_t end, const float* q, float* s) const {
+  void scores(int64_t b, int64_t g, int64_t begin, int64_t end, const Rows& of, const float* q, float* s) const {
     const Cache& keys = call.keys;
     const int64_t d = call.d;
-    const QueryRows rows = call.query_rows();
+    const QueryRows queries = of.of_sub_heads(call.width);
     if (keys.bits == 16)
       return in_runs(keys, b, begin, end, [&](int64_t t, int64_t slot, int64_t count) {
-        call.kernels.scores[keys.type](keys.rows(call, b, g, slot), count, d, q, rows, s + (t - begin), span);
+        call.kernels.scores[keys.type](keys.rows(call, b, g, slot), count, d, q, queries, s + (t - begin), span);
       });
     in_runs(keys, b, begin, keys.is_low_bit() ? smaller(end, call.after) : end, [&](int64_t t, int64_t slot, int64_t count) {
       in_tiles(keys, b, g, slot, count, [&](const CacheRows& from, int64_t first, int64_t some) {
         float* to = s + (t - begin + first);
         if (call.top)
-          call.lowbit.integer_row_scores(from, some, d, q, rows, call.top, to, span);
+          call.lowbit.integer_row_scores(from, some, d, q, queries, call.top, to, span);
         else
-          call.kernels.scores[CACHE_INT8](from, some, d, q, rows, to, span);
+          call.kernels.scores[CACHE_INT8](from, some, d, q, queries, to, span);
       });
     });
     if (!keys.is_low_bit()) return;
-    add_offsets(b, g, smaller(end, call.after) - begin, q, s);
+    add_offsets(b, g, smaller(end, call.after) - begin, of, q, s);
     if (const int64_t some = smaller(keys.first, call.after); begin == 0 && some > 0)
       for (int64_t j = 0; j < call.width; ++j)
-        call.first_scores(b, g, j, q + rows.begin(j) * padded(d), rows.count[j], some, s + rows.begin(j) * span, span);
+        call.first_scores(b, g, j, q + queries.begin(j) * padded(d), queries.count[j], some, s + queries.begin(j) * span,
+                          span);
     if (end == call.total)
-      call.kernels.scores[CACHE_FLOAT16](keys.recent_rows(call, b, g), call.total - call.after, d, q, rows,
+      call.kernels.scores[CACHE_FLOAT16](keys.recent_rows(call, b, g), call.total - call.after, d, q, queries,
                                          s + (call.after - begin), span);
   }
 
-  void mix(int64_t b, int64_t g, int64_t begin, int64_t end, const float* p, float* mixed) const {
+  /// `signals` rows of p by the values.
+  void mix(int64_t b, int64_t g, int64_t begin, int64_t end, int64_t signals, const float* p, float* mixed) const {
     const Cache& values = call.values;
-    const int64_t d = call.d, rows = call.rows;
-    std::memset(mixed, 0, static_cast<size_t>(rows * call.width_floats()) * sizeof *mixed);
+    const int64_t d = call.d;
+    std::memset(mixed, 0, static_cast<size_t>(signals * call.width_floats()) * sizeof *mixed);
     if (values.bits == 16)
       return in_runs(values, b, begin, end, [&](int64_t t, int64_t slot, int64_t count) {
-        call.kernels.mix[values.type](values.rows(call, b, g, slot), count, d, p + (t - begin), rows, span, mixed);
+        call.kernels.mix[values.type](values.rows(call, b, g, slot), count, d, p + (t - begin), signals, span, mixed);
       });
     const auto mix_codes = [&](int64_t from_token, int64_t to_token) {
       in_runs(values, b, from_token, to_token, [&](int64_t t, int64_t slot, int64_t count) {
         in_tiles(values, b, g, slot, count, [&](const CacheRows& from, int64_t at, int64_t some) {
-          call.kernels.mix[CACHE_INT8](from, some, d, p + (t - begin + at), rows, span, mixed);
+          call.kernels.mix[CACHE_INT8](from, some, d, p + (t - begin + at), signals, span, mixed);
         });
       });
     };
     if (!values.is_low_bit()) return mix_codes(begin, end);
     const int64_t first = smaller(values.first, call.after);
     if (begin < first)
-      call.kernels.mix[CACHE_FLOAT16](values.first_rows(call, b, g), first, d, p, rows, span, mixed);
+      call.kernels.mix[CACHE_FLOAT16](values.first_rows(call, b, g), first, d, p, signals, span, mixed);
     mix_codes(larger(begin, first), smaller(end, call.after));
     if (end == call.total)
       call.kernels.mix[CACHE_FLOAT16](values.recent_rows(call, b, g), call.total - call.after, d,
-                                      p + (call.after - begin), rows, span, mixed);
+                                      p + (call.after - begin), signals, span, mixed);
   }
 
   /// Makes first tokens and the offset of a kv head present.
@@ -229,20 +235,22 @@ struct Decode {
   void chunk_scores(int64_t task, float* q, float* s, float* maxima, float* sums) const {
     const int64_t head = task / chunks, chunk = task % chunks, b = row_of(head), g = head % call.groups;
     const Shown& tokens = shown_in(b);
+    const Rows& of = rows_of(head);
     q += task * q_floats(), s += task * s_floats(), maxima += head * of_chunks(), sums += head * of_chunks();
     const int64_t begin = chunk * CHUNK, end = chunk_end(b, chunk), seen_tokens = larger(0, end - begin);
     if (tokens.all())
       append(b, g, begin, end);
     else if (chunk < tokens.chunks())  // each slot up to the last one belongs to one task
       append(b, g, tokens.chunk_slot(chunk), tokens.chunk_slot(chunk + 1));
+    if (!of.count()) return;
     if (seen_tokens) {
-      call.rotate_queries(b, g, 0, call.length, q);
-      scores(b, g, begin, end, q, s);
+      call.rotate_queries(b, g, of, q);
+      scores(b, g, begin, end, of, q, s);
     }
     const int64_t* mask = call.mask_of(b) + begin;
     const bool hide = tokens.all() && call.kernels.hides(mask, end - begin);
-    for (int64_t row = 0; row < call.all_rows(); ++row) {
-      const int64_t i = row % call.length;
+    for (int64_t row = 0; row < of.count(); ++row) {
+      const int64_t i = of[row].i;
       const int64_t seen = larger(0, smaller(end - begin, tokens.before(call.past + i + 1) - begin));
       float* e = s + row * span;
       std::fill(e, e + larger(0, smaller(seen, call.first_seen(i) - begin)), -std::numeric_limits<float>::infinity());
@@ -252,8 +260,8 @@ struct Decode {
     }
   }
 
-  void merge(float* maxima, const float* sums) const {
-    for (int64_t row = 0; row < call.all_rows(); ++row) {
+  void merge(int64_t head, float* maxima, const float* sums) const {
+    for (int64_t row = 0; row < rows_of(head).count(); ++row) {
       float *factors = maxima + row * chunks, largest = -std::numeric_limits<float>::infinity(), sum = 0;
       for (int64_t chunk = 0; chunk < chunks; ++chunk)
         if (factors[chunk] > largest) largest = factors[chunk];
@@ -270,21 +278,21 @@ struct Decode {
   void chunk_mix(int64_t task, float* s, const float* factors, float* mixed) const {
     const int64_t head = task / chunks, chunk = task % chunks, b = row_of(head), g = head % call.groups;
     s += task * s_floats(), factors += head * of_chunks(), mixed += task * mixed_floats();
-    const int64_t begin = chunk * CHUNK, end = larger(begin, chunk_end(b, chunk)), rows = call.rows;
-    for (int64_t row = 0; row < rows; ++row) {
-      const int64_t pair = row / call.length, i = row % call.length;
-      const int64_t noise = call.noises ? rows + pair / call.ratio * call.length + i : row;
+    const int64_t begin = chunk * CHUNK, end = larger(begin, chunk_end(b, chunk));
+    const Rows& of = rows_of(head);
+    if (!of.signals) return;
+    for (int64_t row = 0; row < of.signals; ++row) {
+      const int64_t pair = of[row].head, i = of[row].i, noise = call.noises ? of[row].noise : row;
       const float by = call.noises ? factors[noise * chunks + chunk] * call.lambda_of(b, i, g * call.pairs + pair) : 0;
       float* signal = s + row * span;
       call.kernels.combine(signal, factors[row * chunks + chunk], s + noise * span, by, end - begin, signal);
     }
-    mix(b, g, begin, end, s, mixed);
+    mix(b, g, begin, end, of.signals, s, mixed);
   }
 
   void write(int64_t head, const float* mixed) const {
-    for (int64_t row = 0; row < call.rows; ++row)
-      call.write(row_of(head), row % call.length, head % call.groups * call.pairs + row / call.length,
-                 mixed + head * chunks * mixed_floats() + row * call.width_floats(), chunks, mixed_floats());
+    call.write(row_of(head), head % call.groups, 0, call.length, rows_of(head), mixed + head * chunks * mixed_floats(), chunks,
+               mixed_floats());
   }
 };
 
@@ -314,7 +322,7 @@ void decode(const std::vector<Call>& calls, Context& context) {
   const auto factors = [&](int64_t head) {
     const Decode& on = part_of(head, &Decode::Places::heads);
     const int64_t place = on.first.of_chunks + (head - on.first.heads) * on.of_chunks();
-    on.merge(maxima + place, sums + place);
+    on.merge(head - on.first.heads, maxima + place, sums + place);
   };
   const auto products = [&](int64_t task) {
     const Decode& on = part_of(task, &Decode::Places::tasks);

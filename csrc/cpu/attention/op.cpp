@@ -152,6 +152,7 @@ Call::Call(const DiffAttention& op, const AttentionNode::Tensors& of, int64_t ro
       cos(of.cos),
       sin(of.sin),
       mask(of.attention_mask),
+      gates(of.gates),
       out(of.out),
       keys(of.keys, true, d, window, op.first),
       values(of.values, false, d, window, op.first),
@@ -212,27 +213,60 @@ float Call::offset_score(int64_t b, int64_t g, int64_t j, const float* query) co
   return score[0];
 }
 
-void Call::rotate_queries(int64_t b, int64_t g, int64_t begin, int64_t end, float* q) const {
-  float wide[ATTENTION_MOST_D];
-  for (int64_t row = 0; row < pairs + noises; ++row) {
-    const int64_t noise = row - pairs, in_group = noise < 0 ? row % ratio : ratio;
-    const int64_t sub_head = g * (pairs + noises) + (noise < 0 ? row / ratio : noise) * (ratio + branches - 1) + in_group;
-    for (int64_t i = begin; i < end; ++i, q += padded(d)) {
-      rotate(floats(query, token(b, i) * query_heads + sub_head, wide), b, i, scale, q);
-      if (keys.is_rotated()) hadamard(q, q);
-      for (int64_t k = d; k < padded(d); ++k) q[k] = 0;
+Rows::Rows(const Call& call, int64_t b, int64_t g, int64_t begin, int64_t end) {
+  const int64_t tokens = end - begin;
+  all.reserve(static_cast<size_t>((call.pairs + call.noises) * tokens));
+  for (int64_t pair = 0; pair < call.pairs; ++pair)
+    for (int64_t i = begin; i < end; ++i)
+      if (call.gate_of(b, i, g, pair) != 0) all.push_back({pair, i, -1});
+  signals = count();
+  if (!call.noises) return;
+  // Signal rows are in the order of their noise heads. `first` is the first one of a noise head.
+  for (int64_t noise = 0, first = 0, last = 0; noise < call.noises; ++noise, first = last) {
+    while (last < signals && all[static_cast<size_t>(last)].head / call.ratio == noise) ++last;
+    for (int64_t i = begin; i < end; ++i) {
+      bool needed = false;
+      for (int64_t row = first; row < last; ++row)
+        if (Row& signal = all[static_cast<size_t>(row)]; signal.i == i) signal.noise = count(), needed = true;
+      if (needed) all.push_back({noise, i, -1});
     }
   }
 }
 
-void Call::write(int64_t b, int64_t i, int64_t head_, const float* parts, int64_t count, int64_t part_stride) const {
+void Call::rotate_queries(int64_t b, int64_t g, const Rows& of, float* q) const {
+  float wide[ATTENTION_MOST_D];
+  for (int64_t row = 0; row < of.count(); ++row, q += padded(d)) {
+    const auto [head_, i, noise] = of[row];
+    const bool signal = row < of.signals;
+    const int64_t group = signal ? head_ / ratio : head_, in_group = signal ? head_ % ratio : ratio;
+    const int64_t sub_head = g * (pairs + noises) + group * (ratio + branches - 1) + in_group;
+    rotate(floats(query, token(b, i) * query_heads + sub_head, wide), b, i, scale, q);
+    if (keys.is_rotated()) hadamard(q, q);
+    for (int64_t k = d; k < padded(d); ++k) q[k] = 0;
+  }
+}
+
+void Call::write(int64_t b, int64_t g, int64_t begin, int64_t end, const Rows& of, const float* parts, int64_t count,
+                 int64_t part_stride) const {
+  const int64_t numbers = width * d;
+  const auto index = [&](int64_t pair, int64_t i) { return (token(b, i) * heads + g * pairs + pair) * numbers; };
+  for (int64_t pair = 0; gates && pair < pairs; ++pair)
+    for (int64_t i = begin; i < end; ++i)
+      if (gate_of(b, i, g, pair) == 0) {
+        const int64_t size = half ? sizeof(Half) : sizeof(float);
+        std::memset(out.as<char>() + index(pair, i) * size, 0, static_cast<size_t>(numbers * size));
+      }
   float normed[2 * ATTENTION_MOST_D];
-  const int64_t index = (token(b, i) * heads + head_) * width * d;
-  float* to = half ? normed : out.as<float>() + index;
-  kernels.finish(parts, count, part_stride, width, d, norm_eps, to);
-  if (values.is_rotated())  // the norm is the same before and after
-    for (int64_t j = 0; j < width; ++j) hadamard(to + j * d, to + j * d);
-  if (half) kernels.narrow(normed, width * d, out.as<Half>() + index);
+  for (int64_t row = 0; row < of.signals; ++row) {
+    const auto [pair, i, noise] = of[row];
+    float* to = half ? normed : out.as<float>() + index(pair, i);
+    kernels.finish(parts + row * width_floats(), count, part_stride, width, d, norm_eps, to);
+    if (values.is_rotated())  // the norm is the same before and after
+      for (int64_t j = 0; j < width; ++j) hadamard(to + j * d, to + j * d);
+    if (const float gate = gate_of(b, i, g, pair); gates)
+      for (int64_t k = 0; k < numbers; ++k) to[k] *= gate;
+    if (half) kernels.narrow(normed, numbers, out.as<Half>() + index(pair, i));
+  }
 }
 
 Kernel* create_attention(const Node& node) { return new KernelOf<DiffAttention>(node); }

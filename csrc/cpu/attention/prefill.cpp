@@ -1,7 +1,8 @@
 // DiffAttention for many query rows (prefill): as many kv heads at a time as FLOATS_AT_ONCE has room for.
 //     1. per (batch, kv head, chunk): append, pack keys for the product with many queries, convert values to float
 //     2. per (batch, kv head, block of queries): scores of the keys that the block sees, softmax, difference, product
-// A block's [rows, T] scores stay with the thread that computed them. Below 8 bits, a token that is quantized in the
+// A block's [rows, T] scores stay with the thread that computed them. With gates, a block has the rows that are on of as many
+// more tokens, and step 1 makes floats only of kv heads with such rows. Below 8 bits, a token that is quantized in the
 // call exists twice, as float16 and as codes; the queries of a block, which all see the same quantized tokens, use what they
 // see.
 #include <algorithm>
@@ -15,6 +16,7 @@ namespace diffbit {
 namespace {
 
 constexpr int64_t BLOCK_ROWS = 16, SPLIT_BLOCK_ROWS = 32;  // of queries per branch in a block
+constexpr int64_t STRETCH = 4;  // most tokens of a block with gates, in those of a block without
 constexpr int64_t FLOATS_AT_ONCE = 4 << 20;  // of packed keys and values
 
 /// Keys or values as floats, for the kv heads that are computed together: the quantized tokens (of 8 bits and more all
@@ -68,14 +70,15 @@ struct Side {
     }
   }
 
-  /// Writes the tokens begin..end of a sub-head to the present, and as floats. Below 8 bits the present's recent tokens are
+  /// Writes the tokens begin..end of a sub-head to the present, and, if it is read, as floats. Below 8 bits the present's recent tokens are
   /// written later, when the past's are no longer read.
-  void append(int64_t slot, int64_t b, int64_t g, int64_t j, int64_t begin, int64_t end) const {
+  void append(int64_t slot, int64_t b, int64_t g, int64_t j, int64_t begin, int64_t end,
+              bool is_read) const {
     const int64_t sub_head = g * call.width + j, head = call.head(b, g, j), d = call.d;
     float* to = coded_of(slot, j, begin);
     if (!cache.is_low_bit()) {
       cache.append_rows(call, b, sub_head, begin, end);
-      if (is_row_major()) return;
+      if (is_row_major() || !is_read) return;
       packed(end - begin, to, [&](int64_t t, int64_t count, float* some) {
         float scales[CHUNK];
         if (cache.bits == 8) call.kernels.widen(cache.scale(head, begin + t), count, scales);
@@ -91,11 +94,12 @@ struct Side {
       Half* rows = halves_of(slot, j, t);
       cache.halves(call, b, sub_head, t, end, rows);
       if (t < call.after) cache.quantize(call, head, t, smaller(end, call.after) - t, rows);
-      packed(end - t, recent_of(slot, j, t), [&](int64_t i, int64_t count, float* some) {
+      if (is_read) packed(end - t, recent_of(slot, j, t), [&](int64_t i, int64_t count, float* some) {
         (cache.is_keys ? call.kernels.pack_keys : call.kernels.unpack_values)[CACHE_FLOAT16](
             rows + i * d, nullptr, count, d, some);
       });
     }
+    if (!is_read) return;
     packed(smaller(end, call.after) - begin, to, [&](int64_t t, int64_t count, float* some) {
       for (int64_t i = 0; i < count; i += CACHE_BLOCK, some += CACHE_BLOCK * d) coded_block(head, begin + t + i, some);
     });
@@ -139,13 +143,32 @@ struct Prefill {
 
   explicit Prefill(const Call& call_) : call(call_), keys(call, call.keys), values(call, call.values) {}
 
-  /// Where blocks of queries begin, and the end: the queries of a block see the same tokens quantized.
-  std::vector<int64_t> blocks() const {
-    const int64_t most = larger(1, (keys.split ? SPLIT_BLOCK_ROWS : BLOCK_ROWS) / call.pairs);
-    std::vector<int64_t> starts;
+  /// How many pairs of kv head g are on.
+  int64_t on(int64_t b, int64_t g, int64_t i) const {
+    if (!call.gates) return call.pairs;
+    int64_t count = 0;
+    for (int64_t pair = 0; pair < call.pairs; ++pair) count += call.gate_of(b, i, g, pair) != 0;
+    return count;
+  }
+  /// Whether any query reads kv head g.
+  bool is_read(int64_t b, int64_t g) const {
     for (int64_t i = 0; i < call.length; ++i)
-      if (i == 0 || i - starts.back() == most || call.seen_quantized(i) != call.seen_quantized(starts.back()))
-        starts.push_back(i);
+      if (on(b, g, i)) return true;
+    return false;
+  }
+
+  /// Where blocks of queries of kv head g begin, and the end: the queries of a block see the same tokens quantized.
+  std::vector<int64_t> blocks(int64_t b, int64_t g) const {
+    const int64_t most = larger(1, (keys.split ? SPLIT_BLOCK_ROWS : BLOCK_ROWS) / call.pairs), longest = STRETCH * most;
+    std::vector<int64_t> starts;
+    int64_t rows = 0;  // of the block
+    for (int64_t i = 0; i < call.length; ++i) {
+      const int64_t more = on(b, g, i);
+      if (i == 0 || rows + more > most * call.pairs || i - starts.back() == longest ||
+          call.seen_quantized(i) != call.seen_quantized(starts.back()))
+        starts.push_back(i), rows = 0;
+      rows += more;
+    }
     starts.push_back(call.length);
     return starts;
   }
@@ -213,27 +236,28 @@ struct Prefill {
   }
 
   /// The softmaxes of a block's rows and their difference.
-  void shares(int64_t b, int64_t g, int64_t begin, int64_t end, const Seen& seen, float* s, int64_t stride) const {
-    const int64_t length = end - begin, rows = call.pairs * length, keys_ = seen.end - seen.begin;
+  void shares(int64_t b, int64_t g, const Rows& of, const Seen& seen, float* s, int64_t stride) const {
+    const int64_t keys_ = seen.end - seen.begin;
     const int64_t* mask = call.mask_of(b) + seen.begin;
     const bool hide = call.kernels.hides(mask, keys_);
-    for (int64_t at = 0; at < rows / call.ratio; ++at) {  // tokens of the noise heads, or of heads without noise
-      const int64_t i = begin + at % length, visible = call.past + i + 1 - seen.begin, first = at / length * call.ratio;
-      const auto softmax = [&](float* e) {
-        std::fill(e, e + larger(0, call.first_seen(i) - seen.begin), -std::numeric_limits<float>::infinity());
-        if (hide) call.kernels.hide(e, mask, visible);
-        float sum;
-        call.kernels.softmax(e, visible, &sum);
-        return sum == 0 ? 0 : 1 / sum;
-      };
-      float* noise = s + (rows + at) * stride;
-      const float share = call.noises ? softmax(noise) : 0;
-      for (int64_t pair = first; pair < first + call.ratio; ++pair) {
-        float* signal = s + (pair * length + at % length) * stride;
-        const float by = softmax(signal), lambda = call.noises ? call.lambda_of(b, i, g * call.pairs + pair) : 0;
-        call.kernels.combine(signal, by, call.noises ? noise : signal, share * lambda, visible, signal);
-        for (int64_t t = visible; t < keys_; ++t) signal[t] = 0;
-      }
+    const auto visible = [&](int64_t row) { return call.past + of[row].i + 1 - seen.begin; };
+    const auto softmax = [&](int64_t row) {
+      float* e = s + row * stride;
+      std::fill(e, e + larger(0, call.first_seen(of[row].i) - seen.begin), -std::numeric_limits<float>::infinity());
+      if (hide) call.kernels.hide(e, mask, visible(row));
+      float sum;
+      call.kernels.softmax(e, visible(row), &sum);
+      return sum == 0 ? 0 : 1 / sum;
+    };
+    std::vector<float> by_noise(static_cast<size_t>(of.count() - of.signals));
+    for (int64_t row = of.signals; row < of.count(); ++row) by_noise[static_cast<size_t>(row - of.signals)] = softmax(row);
+    for (int64_t row = 0; row < of.signals; ++row) {
+      const int64_t noise = call.noises ? of[row].noise : row;
+      float* signal = s + row * stride;
+      const float by = softmax(row), lambda = call.noises ? call.lambda_of(b, of[row].i, g * call.pairs + of[row].head) : 0;
+      const float share = call.noises ? by_noise[static_cast<size_t>(noise - of.signals)] : 0;
+      call.kernels.combine(signal, by, s + noise * stride, share * lambda, visible(row), signal);
+      for (int64_t t = visible(row); t < keys_; ++t) signal[t] = 0;
     }
   }
 
@@ -245,19 +269,22 @@ struct Prefill {
 
   /// The new tokens begin..end of kv head g.
   void block(int64_t b, int64_t g, int64_t slot, int64_t begin, int64_t end) const {
-    const int64_t length = end - begin, rows = call.pairs * length, all_rows = rows + call.noises * length;
+    const Rows of(call, b, g, begin, end);
+    if (!of.count()) return call.write(b, g, begin, end, of, nullptr, 1, 0);
+    const int64_t rows = of.signals;
     const Seen seen = seen_of(begin, end);
     const int64_t more = values.split ? SPLIT_ROWS - 1 : 0;  // rows that products may write
     const int64_t stride = divide_up(seen.end - seen.begin, ATTENTION_KEYS) * ATTENTION_KEYS;
-    float* q = scratch<float>(QUERIES, all_rows * padded(call.d));
-    float* s = scratch<float>(SCORES, (all_rows + more) * stride);
+    float* q = scratch<float>(QUERIES, of.count() * padded(call.d));
+    float* s = scratch<float>(SCORES, (of.count() + more) * stride);
     float* mixed = scratch<float>(MIXED, (rows + more) * call.width_floats());
-    call.rotate_queries(b, g, begin, end, q);
-    for (int64_t j = 0, row = 0, count; j < call.width; ++j, row += count) {
-      count = call.width == 1 ? all_rows : j ? all_rows - rows : rows;
-      scores(b, g, slot, j, seen, q + row * padded(call.d), count, s + row * stride, stride);
+    call.rotate_queries(b, g, of, q);
+    const QueryRows queries = of.of_sub_heads(call.width);
+    for (int64_t j = 0; j < call.width; ++j) {
+      const int64_t row = queries.begin(j);
+      scores(b, g, slot, j, seen, q + row * padded(call.d), queries.count[j], s + row * stride, stride);
     }
-    shares(b, g, begin, end, seen, s, stride);
+    shares(b, g, of, seen, s, stride);
     std::memset(mixed, 0, static_cast<size_t>(rows * call.width_floats()) * sizeof *mixed);
     const bool low_bit = call.values.is_low_bit();
     CacheRows from = values.is_row_major() ? call.values.rows(call, b, g, seen.begin) : CacheRows{};
@@ -270,8 +297,7 @@ struct Prefill {
       for (int64_t j = 0; j < call.width; ++j) from.rows[j] = values.recent_of(slot, j, seen.old);
       mix(from, seen.end - seen.old, s + coded, rows, stride, mixed);
     }
-    for (int64_t i = 0; i < rows; ++i)
-      call.write(b, begin + i % length, g * call.pairs + i / length, mixed + i * call.width_floats(), 1, 0);
+    call.write(b, g, begin, end, of, mixed, 1, 0);
   }
 };
 
@@ -285,11 +311,21 @@ void prefill(const Call& call, Context& context) {
   on.values.from = scratch<float>(VALUES, at_once * on.values.floats());
   on.keys.halves = scratch<Half>(RECENT, at_once * (on.keys.halves_floats() + on.values.halves_floats()));
   on.values.halves = on.keys.halves + at_once * on.keys.halves_floats();
-  const std::vector<int64_t> starts = on.blocks();
-  const int64_t blocks = static_cast<int64_t>(starts.size()) - 1;
+  struct Block {
+    int64_t slot, begin, end;
+  };
 
   for (int64_t begin = 0; begin < all; begin += at_once) {
     const int64_t count = smaller(at_once, all - begin);
+    std::vector<Block> blocks;
+    std::vector<char> is_read;  // of each slot
+    for (int64_t slot = 0; slot < count; ++slot) {
+      // Neighbours read the same keys, which stay in a core's cache; the last queries see the most keys, so they come first
+      const int64_t b = (begin + slot) / call.groups, g = (begin + slot) % call.groups;
+      const std::vector<int64_t> starts = on.blocks(b, g);
+      for (size_t i = starts.size() - 1; i > 0; --i) blocks.push_back({slot, starts[i - 1], starts[i]});
+      is_read.push_back(on.is_read(b, g));
+    }
     if (call.is_low_bit() && call.appends)
       context.parallel(count * call.width, [&](int64_t sub) {
         const int64_t b = (begin + sub / call.width) / call.groups, g = (begin + sub / call.width) % call.groups;
@@ -300,8 +336,8 @@ void prefill(const Call& call, Context& context) {
       const int64_t slot = task / chunks, b = (begin + slot) / call.groups, g = (begin + slot) % call.groups;
       const int64_t t = task % chunks * CHUNK, end = smaller(t + CHUNK, call.total);
       for (int64_t j = 0; j < call.width; ++j) {
-        on.keys.append(slot, b, g, j, t, end);
-        on.values.append(slot, b, g, j, t, end);
+        on.keys.append(slot, b, g, j, t, end, is_read[static_cast<size_t>(slot)]);
+        on.values.append(slot, b, g, j, t, end, is_read[static_cast<size_t>(slot)]);
       }
     });
     if (call.is_low_bit() && call.appends)
@@ -310,11 +346,10 @@ void prefill(const Call& call, Context& context) {
         if (call.keys.is_low_bit()) on.keys.keep_recent(slot, b, g);
         if (call.values.is_low_bit()) on.values.keep_recent(slot, b, g);
       });
-    context.parallel(count * blocks, [&](int64_t task) {
-      // Neighbours read the same keys, which stay in a core's cache; the last queries see the most keys, so they come first
-      const int64_t slot = task / blocks, b = (begin + slot) / call.groups, g = (begin + slot) % call.groups;
-      const size_t index = static_cast<size_t>(blocks - 1 - task % blocks);
-      on.block(b, g, slot, starts[index], starts[index + 1]);
+    context.parallel(static_cast<int64_t>(blocks.size()), [&](int64_t task) {
+      const Block& block = blocks[static_cast<size_t>(task)];
+      const int64_t head = begin + block.slot;
+      on.block(head / call.groups, head % call.groups, block.slot, block.begin, block.end);
     });
   }
 }

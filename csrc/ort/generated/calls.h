@@ -72,6 +72,7 @@ struct DiffbitDiffAttention {
   const void* past_value_scale;
   const void* past_key_recent;
   const void* past_value_recent;
+  const void* gates;
   void* out;
   void* present_key;
   void* present_value;
@@ -124,6 +125,7 @@ struct DiffbitDiffAttention {
         tensors.values.past_scale.data,
         tensors.keys.past_recent.data,
         tensors.values.past_recent.data,
+        tensors.gates.data,
         tensors.out.data,
         tensors.keys.present.data,
         tensors.values.present.data,
@@ -175,41 +177,42 @@ static_assert(offsetof(DiffbitDiffAttention, past_key_scale) == 80, "past_key_sc
 static_assert(offsetof(DiffbitDiffAttention, past_value_scale) == 88, "past_value_scale");
 static_assert(offsetof(DiffbitDiffAttention, past_key_recent) == 96, "past_key_recent");
 static_assert(offsetof(DiffbitDiffAttention, past_value_recent) == 104, "past_value_recent");
-static_assert(offsetof(DiffbitDiffAttention, out) == 112, "out");
-static_assert(offsetof(DiffbitDiffAttention, present_key) == 120, "present_key");
-static_assert(offsetof(DiffbitDiffAttention, present_value) == 128, "present_value");
-static_assert(offsetof(DiffbitDiffAttention, present_key_scale) == 136, "present_key_scale");
-static_assert(offsetof(DiffbitDiffAttention, present_value_scale) == 144, "present_value_scale");
-static_assert(offsetof(DiffbitDiffAttention, present_key_recent) == 152, "present_key_recent");
-static_assert(offsetof(DiffbitDiffAttention, present_value_recent) == 160, "present_value_recent");
-static_assert(offsetof(DiffbitDiffAttention, batch) == 168, "batch");
-static_assert(offsetof(DiffbitDiffAttention, steps) == 176, "steps");
-static_assert(offsetof(DiffbitDiffAttention, past_length) == 184, "past_length");
-static_assert(offsetof(DiffbitDiffAttention, heads) == 192, "heads");
-static_assert(offsetof(DiffbitDiffAttention, kv_heads) == 200, "kv_heads");
-static_assert(offsetof(DiffbitDiffAttention, d) == 208, "d");
-static_assert(offsetof(DiffbitDiffAttention, past_key_capacity) == 216, "past_key_capacity");
-static_assert(offsetof(DiffbitDiffAttention, past_value_capacity) == 224, "past_value_capacity");
-static_assert(offsetof(DiffbitDiffAttention, key_capacity) == 232, "key_capacity");
-static_assert(offsetof(DiffbitDiffAttention, value_capacity) == 240, "value_capacity");
-static_assert(offsetof(DiffbitDiffAttention, mask_row) == 248, "mask_row");
-static_assert(offsetof(DiffbitDiffAttention, positions) == 256, "positions");
-static_assert(offsetof(DiffbitDiffAttention, branches) == 264, "branches");
-static_assert(offsetof(DiffbitDiffAttention, noise_ratio) == 272, "noise_ratio");
-static_assert(offsetof(DiffbitDiffAttention, wide_value) == 280, "wide_value");
-static_assert(offsetof(DiffbitDiffAttention, lambda_per_token) == 288, "lambda_per_token");
-static_assert(offsetof(DiffbitDiffAttention, key_bits) == 296, "key_bits");
-static_assert(offsetof(DiffbitDiffAttention, value_bits) == 304, "value_bits");
-static_assert(offsetof(DiffbitDiffAttention, query_bits) == 312, "query_bits");
-static_assert(offsetof(DiffbitDiffAttention, window) == 320, "window");
-static_assert(offsetof(DiffbitDiffAttention, first) == 328, "first");
-static_assert(offsetof(DiffbitDiffAttention, sliding_window) == 336, "sliding_window");
-static_assert(offsetof(DiffbitDiffAttention, type) == 344, "type");
-static_assert(offsetof(DiffbitDiffAttention, key_type) == 352, "key_type");
-static_assert(offsetof(DiffbitDiffAttention, value_type) == 360, "value_type");
-static_assert(offsetof(DiffbitDiffAttention, scale) == 368, "scale");
-static_assert(offsetof(DiffbitDiffAttention, norm_eps) == 372, "norm_eps");
-static_assert(sizeof(DiffbitDiffAttention) == 376, "DiffbitDiffAttention");
+static_assert(offsetof(DiffbitDiffAttention, gates) == 112, "gates");
+static_assert(offsetof(DiffbitDiffAttention, out) == 120, "out");
+static_assert(offsetof(DiffbitDiffAttention, present_key) == 128, "present_key");
+static_assert(offsetof(DiffbitDiffAttention, present_value) == 136, "present_value");
+static_assert(offsetof(DiffbitDiffAttention, present_key_scale) == 144, "present_key_scale");
+static_assert(offsetof(DiffbitDiffAttention, present_value_scale) == 152, "present_value_scale");
+static_assert(offsetof(DiffbitDiffAttention, present_key_recent) == 160, "present_key_recent");
+static_assert(offsetof(DiffbitDiffAttention, present_value_recent) == 168, "present_value_recent");
+static_assert(offsetof(DiffbitDiffAttention, batch) == 176, "batch");
+static_assert(offsetof(DiffbitDiffAttention, steps) == 184, "steps");
+static_assert(offsetof(DiffbitDiffAttention, past_length) == 192, "past_length");
+static_assert(offsetof(DiffbitDiffAttention, heads) == 200, "heads");
+static_assert(offsetof(DiffbitDiffAttention, kv_heads) == 208, "kv_heads");
+static_assert(offsetof(DiffbitDiffAttention, d) == 216, "d");
+static_assert(offsetof(DiffbitDiffAttention, past_key_capacity) == 224, "past_key_capacity");
+static_assert(offsetof(DiffbitDiffAttention, past_value_capacity) == 232, "past_value_capacity");
+static_assert(offsetof(DiffbitDiffAttention, key_capacity) == 240, "key_capacity");
+static_assert(offsetof(DiffbitDiffAttention, value_capacity) == 248, "value_capacity");
+static_assert(offsetof(DiffbitDiffAttention, mask_row) == 256, "mask_row");
+static_assert(offsetof(DiffbitDiffAttention, positions) == 264, "positions");
+static_assert(offsetof(DiffbitDiffAttention, branches) == 272, "branches");
+static_assert(offsetof(DiffbitDiffAttention, noise_ratio) == 280, "noise_ratio");
+static_assert(offsetof(DiffbitDiffAttention, wide_value) == 288, "wide_value");
+static_assert(offsetof(DiffbitDiffAttention, lambda_per_token) == 296, "lambda_per_token");
+static_assert(offsetof(DiffbitDiffAttention, key_bits) == 304, "key_bits");
+static_assert(offsetof(DiffbitDiffAttention, value_bits) == 312, "value_bits");
+static_assert(offsetof(DiffbitDiffAttention, query_bits) == 320, "query_bits");
+static_assert(offsetof(DiffbitDiffAttention, window) == 328, "window");
+static_assert(offsetof(DiffbitDiffAttention, first) == 336, "first");
+static_assert(offsetof(DiffbitDiffAttention, sliding_window) == 344, "sliding_window");
+static_assert(offsetof(DiffbitDiffAttention, type) == 352, "type");
+static_assert(offsetof(DiffbitDiffAttention, key_type) == 360, "key_type");
+static_assert(offsetof(DiffbitDiffAttention, value_type) == 368, "value_type");
+static_assert(offsetof(DiffbitDiffAttention, scale) == 376, "scale");
+static_assert(offsetof(DiffbitDiffAttention, norm_eps) == 380, "norm_eps");
+static_assert(sizeof(DiffbitDiffAttention) == 384, "DiffbitDiffAttention");
 DIFFBIT_CUDA_API size_t diffbit_cuda_attention_workspace(const DiffbitDiffAttention*);
 DIFFBIT_CUDA_API const char* diffbit_cuda_attention(const DiffbitDiffAttention*, void* workspace, void* stream);
 

@@ -327,7 +327,7 @@ def test_output_that_contains_the_model(tmp_path: Path) -> None:
 
 
 def test_a_large_model_gets_a_file_per_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diffbit.apps.convert.differential.ONE_FILE", 1000)
+    monkeypatch.setattr("diffbit.apps.convert.write.ONE_FILE", 1000)
     plain = write_plain(tmp_path / "plain", tie_embeddings=False)
     path = diffbit.convert(plain, tmp_path / "diff")
     assert len(list(path.glob("model-*.safetensors"))) == 2 + CONFIG.num_layers
@@ -353,5 +353,5 @@ def test_an_adapter_is_merged(dtype: torch.dtype, tmp_path: Path) -> None:
     differential = models.load(diffbit.convert(plain, tmp_path / "diff", start="copy", adapter=adapter))
     ids = tokens(2, 13)
     assert torch.equal(differential(ids), models.load(after)(ids))
-    with pytest.raises(DiffbitError, match="angle and lambda"):
+    with pytest.raises(DiffbitError, match="angle describe another attention; also say which"):
         diffbit.convert(plain, tmp_path / "other", adapter=adapter, angle=90)
