@@ -219,7 +219,8 @@ def _encoder() -> Callable[[Tensor, Tensor, int, Trellis], Tensor] | None:
 
     def call(targets: Tensor, weights: Tensor, bits: int, code: Trellis) -> Tensor:
         (rows, columns), result = targets.shape, torch.empty(targets.shape, dtype=torch.uint8)
-        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (*tables(code), targets, weights)]
+        inputs = *tables(code), targets, weights  # held, because two threads may have made the tables at once
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in inputs]
         sizes = [ctypes.c_int64(size) for size in (rows, columns, columns)]
         kind = [ctypes.c_int64(bits), ctypes.c_int64(trellis.SUBSET_BITS[bits])]
         if encode(*kind, *pointers, *sizes, ctypes.c_void_p(result.data_ptr())):

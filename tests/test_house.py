@@ -36,7 +36,13 @@ IN_PLACE = {"io"}  # lies in diffbit/ itself: at the root it would hide Python's
 LEAVES = {"devices", "settings", "version"}
 MOST_FLOORS = 7
 SAME_CLASSES = {"Options"}  # of one name in several files: what each variant's file has to define
-SAME_FILES = {"awq", "bitnet", "diffbit", "gptq"}  # on two shelves of the core, each found by its published name
+SAME_FILES = {
+    "awq",
+    "trellis",
+    "bitnet",
+    "diffbit",
+    "gptq",
+}  # on two shelves of the core, each found by its published name
 # What apps import beside the rooms' faces: that of quantize is too wide to take these in
 DEEP = {
     "diffbit.quantize.sizes": {"TYPICAL_GRAPH", "overhead", "tokenizer_bytes"},

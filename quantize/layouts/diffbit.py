@@ -13,6 +13,7 @@ from __future__ import annotations
 from ...formats import Format, QTensor
 from ...io.errors import DiffbitError
 from ...models import Checkpoint
+from ...models.checkpoint.names import reorder
 from ..scheme import Scheme, weight_shapes
 from . import Layout
 
@@ -31,7 +32,9 @@ def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
             "have it in another form; config and weights do not belong together"
         )
     shape = weight_shapes(checkpoint.config)[module]
-    return QTensor.from_packed(format, shape, **{part: checkpoint.read_raw(name) for part, name in names.items()})
+    order = checkpoint.row_order(f"{module}.weight") if format.by_columns else None
+    parts = {part: reorder(checkpoint.read_raw(name), order) for part, name in names.items()}
+    return QTensor.from_packed(format, shape, **parts)
 
 
 LAYOUT = Layout("diffbit", PARTS, scheme, read)

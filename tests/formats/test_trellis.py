@@ -3,13 +3,18 @@ scalar levels'."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
-from diffbit.formats import parse_format, trellis
+from diffbit import load
+from diffbit.formats import QuantLinear, parse_format, trellis
 from diffbit.io.errors import DiffbitError
 from diffbit.ops import trellis as codes
+from diffbit.quantize import Scheme, quantize_checkpoint
 from diffbit.quantize.calibration import CalibStats, scales
 from diffbit.quantize.methods import find
 from diffbit.runtime import native
@@ -119,6 +124,15 @@ def test_gptq_lessens_the_error_of_outputs(name: str) -> None:
     assert lost["gptq"] < 0.6 * lost["rtn"]
 
 
+def test_threads_that_begin_at_once() -> None:
+    w = weight(64, 512)
+    for seed in range(20):
+        trellis.tables.cache_clear()
+        format = parse_format(NAMES[seed % len(NAMES)])
+        indices = format.encode(w, *format.fit(w))
+        assert int(indices.max()) < len(format.levels)
+
+
 def test_sentences() -> None:
     for name, words in (
         ("tcq1_g32_s8", "has 1 bits, wanted 2 to 6"),
@@ -129,3 +143,15 @@ def test_sentences() -> None:
     format = parse_format("tcq4_g32_s8")
     with pytest.raises(DiffbitError, match="out_features must be a multiple of 64"):
         format.nearest(weight(96), *format.fit(weight(128)))
+
+
+def test_a_checkpoint_whose_rows_are_in_another_order(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    """Folders of differential models store the rows of queries, keys and values in their family's order."""
+    format = parse_format("tcq5_g32_s8")
+    source, low = load(trained("diff_v1")).state_dict(), tmp_path / "low"
+    quantize_checkpoint(trained("diff_v1"), low, Scheme(weights=format), method="rtn")
+    linears = {name: layer.weight for name, layer in load(low).named_modules() if isinstance(layer, QuantLinear)}
+    assert len(linears) >= 14
+    for name, weight in linears.items():
+        exact = source[f"{name}.weight"]
+        assert float((weight.dequantize(torch.float32) - exact).norm() / exact.norm()) < 0.05
